@@ -6,15 +6,30 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import Artifact, RotatedCache
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.source import DEMO
+from rotationzoo.recall.answers import read_answers
+from rotationzoo.recall.prompts import PromptSettings, write_prompts
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ROTATIONZOO_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -30,7 +45,15 @@ CLOSE, FLIPPED = 1e-3, 0.1
 TEXT = (ROOT / "rotationzoo/runtime/layer.py").read_text()
 
 
-def serve(folder: Path, artifact: Path | None, rounds, tokens=TOKENS, prompts_too=False, **engine):
+def serve(
+    folder: Path,
+    artifact: Path | None,
+    rounds,
+    tokens=TOKENS,
+    prompts_too=False,
+    sampling=None,
+    **engine,
+):
     """What a vLLM engine answers; `RuntimeError` with its output where it fails."""
     if artifact is not None:
         engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
@@ -44,20 +67,33 @@ def serve(folder: Path, artifact: Path | None, rounds, tokens=TOKENS, prompts_to
         **engine,
     }
     job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
+    return drive(folder, job | {"sampling": sampling or {}})
+
+
+def drive(folder: Path, job: dict):
     (folder / "job.json").write_text(json.dumps(job))
     words = [PYTHON, Path(__file__).with_name("vllm_driver.py"), "job.json", "result.json"]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
     )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return json.loads((folder / "result.json").read_text())
 
 
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{PYTHON.parent}:{os.environ['PATH']}",
+    }
+
+
 def assert_same(found: list[float], expected: list[float]) -> None:
     difference = (torch.tensor(found) - torch.tensor(expected)).abs()
+    print("difference", difference.mean().item(), difference.max().item(), len(found))
     assert difference.mean() < CLOSE
     assert difference.max() < FLIPPED
 
@@ -77,23 +113,146 @@ def alone(made, prompts, tmp_path_factory) -> dict:
     return serve(folder, made, [[ids] for ids in prompts], **options)
 
 
+def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK):
+    """The log probability of each token but the first, with a prompt in chunks and tokens after it
+    one by one."""
+    row, prompt = torch.tensor(ids)[None], len(ids) - tokens
+    cache = RotatedCache(Artifact.open(artifact), model, format="vllm", prefill_layout="window")
+    expected, at = [], 0
+    while at < len(ids) - 1:
+        end = min(at + chunk, prompt) if at < prompt else at + 1
+        with torch.no_grad():
+            logits = model(row[:, at:end], past_key_values=cache).logits[0]
+        following = row[0, at + 1 : end + 1]
+        read = logits[: len(following)].log_softmax(-1)
+        expected += read.gather(1, following[:, None])[:, 0].tolist()
+        at = end
+    return expected
+
+
+def load(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def test_every_log_probability_is_that_of_the_cache_in_transformers(made, alone):
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    artifact = Artifact.open(made)
+    model = load(DEMO)
     for (answer,) in alone["rounds"]:
-        ids = torch.tensor(answer["ids"])[None]
-        prompt = ids.shape[1] - TOKENS
-        cache = RotatedCache(artifact, model, format="vllm", prefill_layout="window")
-        expected, at = [], 0
-        while at < ids.shape[1] - 1:
-            end = min(at + CHUNK, prompt) if at < prompt else at + 1
-            with torch.no_grad():
-                logits = model(ids[:, at:end], past_key_values=cache).logits[0]
-            following = ids[0, at + 1 : end + 1]
-            read = logits[: len(following)].log_softmax(-1)
-            expected += read.gather(1, following[:, None])[:, 0].tolist()
-            at = end
+        expected = read_in_transformers(made, model, answer["ids"])
         assert_same([*answer["prompt"], *answer["answer"]], expected)
+
+
+def test_two_processes_hold_a_head_each_and_samples_of_a_prompt_are_read_apart(
+    made, prompts, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    together = {
+        "tensor_parallel_size": 2,
+        "max_num_batched_tokens": 2048,  # both samples of a prompt in one step
+        "enable_prefix_caching": False,
+        "sampling": {"n": 2, "temperature": 1.0, "seed": 3},
+    }
+    served = serve(tmp_path, made, [[prompts[2][:700]]], **together)
+    first, second = served["rounds"][0]
+    assert first["ids"] != second["ids"]
+    model = load(DEMO)
+    for sample in (first, second):
+        expected = read_in_transformers(made, model, sample["ids"], chunk=2048)
+        assert_same(sample["answer"], expected[-TOKENS:])
+
+
+FAMILIES = {
+    "one KV head": ("Llama", {"num_key_value_heads": 1}),
+    "biases": ("Qwen2", {"num_key_value_heads": 2}),
+    "a scale of its own": ("Granite", {"num_key_value_heads": 4, "attention_multiplier": 0.4}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family, prompts, tmp_path):
+    """Random models with heads of 32, whose weights are large enough for attention to matter."""
+    name, changes = FAMILIES[family]
+    options = dict(
+        vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0,
+        **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**options)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.1)
+    folder = tmp_path / "model"
+    model.eval().save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder)
+    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
+    options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
+    served = serve(tmp_path, artifact, [[prompts[1]]], **options)
+    (answer,) = served["rounds"][0]
+    expected = read_in_transformers(artifact, model, answer["ids"])
+    assert_same([*answer["prompt"], *answer["answer"]], expected)
+    with torch.no_grad():
+        logits = model(torch.tensor(answer["ids"])[None]).logits[0, :-1].log_softmax(-1)
+    exact = logits.gather(1, torch.tensor(answer["ids"])[1:, None])[:, 0]
+    assert (torch.tensor(expected) - exact).abs().mean() > 10 * CLOSE, "attention matters"
+
+
+@contextmanager
+def server(artifact: Path, folder: Path):
+    """The address of a server that `rotationzoo serve` started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [PYTHON.parent / "rotationzoo", "serve", "demo", "--rotations", str(artifact)]
+    options = {"port": port, "dtype": "float32", "max-model-len": 2048}
+    options |= {"max-num-batched-tokens": CHUNK, "max-num-seqs": 8}
+    words += [f"--{name}={value}" for name, value in options.items()]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*words, "--enforce-eager"], env=environment(), stdout=output, stderr=output
+        )
+    try:
+        for _ in range(300):
+            if process.poll() is not None:
+                break
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            time.sleep(1)
+        assert process.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    settings = PromptSettings("needles", 12, length=1024, pool="judge")
+    questions = write_prompts(settings, tokenizer, tokenizer(TEXT * 3).input_ids)
+    with server(made, tmp_path) as address:
+        job = {"server": address, "prompts": [prompt.ids.tolist() for prompt in questions]}
+        ranks = drive(tmp_path, job)
+    served = [
+        all(rank == 1 for rank in of_prompt[question.answer.start - 1 : question.answer.stop - 1])
+        for prompt, of_prompt in zip(questions, ranks, strict=True)
+        for question in prompt.questions
+    ]
+    artifact, model = Artifact.open(made), load(DEMO)
+    layout = CacheLayout.of_recipe(artifact.recipe, FORMATS["vllm"])
+    layout = replace(layout, prefill_chunk=CHUNK, prefill_layout="window")
+    arm = Arm("", artifact.rotations, rounding="feedback")
+    layers = {layer.index for layer in artifact.geometry}
+    with Simulation(arm, layout, artifact.geometry, layers).running(model):
+        simulated = read_answers(model, questions).correct.tolist()
+    print(sum(served), sum(simulated), len(served))
+    assert 10 < sum(simulated) < len(simulated)
+    # Measured: PLACEHOLDER. A code that flips may decide a question.
+    differ = sum(one != other for one, other in zip(served, simulated, strict=True))
+    assert differ <= 2
 
 
 def test_requests_that_preempt_each_other_answer_as_each_alone(made, prompts, tmp_path):
@@ -123,7 +282,7 @@ def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
     """A token of a KV head takes 2 x (16 + 4) bytes, and 2 x 64 x 4 in float32."""
     plain = serve(tmp_path, None, [[prompts[1]]], prompts_too=True, enable_prefix_caching=False)
     assert alone["blocks"] == pytest.approx(plain["blocks"] * 512 / 40, rel=1e-3)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model = load(DEMO)
     (answer,) = plain["rounds"][0]
     ids = torch.tensor(answer["ids"])
     with torch.no_grad():

@@ -1,7 +1,8 @@
 """Runs a real vLLM in an environment of its own: `python vllm_driver.py JOB.json RESULT.json`.
 
 A job has the options of the engine and rounds of prompts; the prompts of a round are requests at
-the same time. The result has the tokens and log probabilities of each, and the engine's blocks.
+the same time. The result has the tokens and log probabilities of each answer, and the engine's
+blocks. A job with a `server` asks that one instead, with OpenAI's client.
 """
 
 import json
@@ -10,35 +11,60 @@ from pathlib import Path
 
 
 def main() -> None:
+    job, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    work = ask_server if "server" in job else run_engine
+    target.write_text(json.dumps(work(job)))
+
+
+def run_engine(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    job, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     llm = LLM(**job["engine"])
     # A prompt whose log probabilities are asked for is read whole, also where a prefix is there.
     given = {"prompt_logprobs": 0} if job.get("prompts_too") else {}
-    settings = SamplingParams(max_tokens=job["tokens"], temperature=0, logprobs=0, **given)
+    given = {"temperature": 0, **given, **job["sampling"]}
+    settings = SamplingParams(max_tokens=job["tokens"], logprobs=0, **given)
     rounds = []
     for prompts in job["rounds"]:
         asked = [{"prompt_token_ids": ids} for ids in prompts]
-        rounds.append([describe(each) for each in llm.generate(asked, settings, use_tqdm=False)])
+        requests = llm.generate(asked, settings, use_tqdm=False)
+        rounds.append([each for request in requests for each in describe(request)])
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    target.write_text(json.dumps({"rounds": rounds, "blocks": blocks}))
+    return {"rounds": rounds, "blocks": blocks}
 
 
-def describe(request) -> dict:
-    answer = request.outputs[0]
+def describe(request) -> list[dict]:
     prompt = request.prompt_logprobs or [None]
-    return {
-        "ids": [*request.prompt_token_ids, *answer.token_ids],
-        "prompt": [only(each) for each in prompt[1:]],
-        "answer": [only(each) for each in answer.logprobs],
-        "cached": request.num_cached_tokens,
-    }
+    return [
+        {
+            "ids": [*request.prompt_token_ids, *answer.token_ids],
+            "prompt": [only(each).logprob for each in prompt[1:]],
+            "answer": [only(each).logprob for each in answer.logprobs],
+            "cached": request.num_cached_tokens,
+        }
+        for answer in request.outputs
+    ]
 
 
-def only(table: dict) -> float:
-    """The log probability of the token that is there."""
-    return next(iter(table.values())).logprob
+def ask_server(job: dict) -> list[list[int]]:
+    """The rank of every token of each prompt but the first, among what could be in its place."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=job["server"], api_key="none")
+    (model,) = client.models.list().data
+    ranks = []
+    for ids in job["prompts"]:
+        options = {"prompt_logprobs": 0}
+        answer = client.completions.create(
+            model=model.id, prompt=ids, max_tokens=1, temperature=0, extra_body=options
+        )
+        ranks.append([only(each)["rank"] for each in answer.choices[0].prompt_logprobs[1:]])
+    return ranks
+
+
+def only(table: dict):
+    """What is said of the token that is there."""
+    return next(iter(table.values()))
 
 
 if __name__ == "__main__":

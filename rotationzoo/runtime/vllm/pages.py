@@ -7,7 +7,9 @@ and a prompt fills it in parts. So a token is written as codes as soon as it is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -15,11 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.codec import attention, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.cuda import Launcher, Packed, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.steps import Chunk, Reading, Step, Window
+
+_STORE = Path(__file__).with_name("store.cu")
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,11 @@ class LayerPages:
     def write(self, step: Step, rows: dict[str, torch.Tensor]) -> None:
         """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
         for side, of_side in rows.items():
+            encoder = self.arm.encoder(self.layer, side, self.format, of_side.device)
+            if encoder is not None:
+                rotated = self.arm.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
+                self._store(step, side, of_side, encoder.store(rotated))
+                continue
             stored = self.arm.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
             sections = self.layouts[side].view(self.memory[side])
             for section, value in (
@@ -91,6 +101,27 @@ class LayerPages:
                 by_token = value[0].transpose(0, 1).to(section.dtype)
                 section[step.pages, :, step.places] = by_token
             self.copies[side][step.slots, :, step.places] = of_side
+
+    def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
+        """Write packed rows to pages, and the rows to copies, in one launch."""
+        layout, memory, copies = self.layouts[side], self.memory[side], self.copies[side]
+        rows = rows.to(copies.dtype)
+        if rows.stride()[1:] != (layout.dim, 1):
+            rows = rows.contiguous()
+        sizes = memory.stride(0), layout.dim // 4, layout.scale_start, layout.offset_start
+        arguments = (
+            *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
+            *(step.pages, step.places, step.slots, memory, *sizes),
+            *(layout.groups, packed.metadata.element_size()),
+            *(copies, layout.dim * copies.element_size()),
+        )
+        grid = len(rows), self.heads, 1
+        Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
+
+    @cached_property
+    def _store_kernel(self) -> Any:
+        macros = (("TOKENS", str(self.tokens)),)
+        return build(_STORE.read_text(), macros, self.memory["key"].device).get_kernel("store")
 
     @torch.no_grad()
     def attend(

@@ -1,12 +1,12 @@
-// The plan of a decoding step, in which each request has one new token: what `Planner` in steps.py computes with a hundred operations of
-// torch. One block of THREADS threads, because what it reads is small.
+// The plan of a decoding step, in which each request has one new token: what `Planner` in steps.py computes with a hundred operations
+// of torch.
 //
 // Compile with -D: TOKENS (of a page), SINK and RECENT (tokens that are read exact), SINK_PAGES and RECENT_PAGES (that they touch).
 // No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 typedef long long Count;
 
-constexpr int THREADS = 1024, PAGES = SINK_PAGES + RECENT_PAGES;
+constexpr int THREADS = 1024, PAGES = SINK_PAGES + RECENT_PAGES;  // of `plan`, which is one block: what it reads is small
 
 // The pages that have copies. Page 0 and slot 0 are nobody's.
 struct Copies {

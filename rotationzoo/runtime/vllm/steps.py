@@ -225,6 +225,19 @@ class Planner:
         self, step: Step, table: torch.Tensor, lengths: torch.Tensor, mapping: torch.Tensor
     ) -> None:
         """What `_plan_in_torch` computes for single tokens, in one launch."""
+        reading = step.reading
+        given = table.int().contiguous(), lengths.int().contiguous(), mapping.long().contiguous()
+        arguments = (
+            *(given[0], table.shape[1], *given[1:], len(lengths)),
+            *(self.slot_of, self._page_of, self._used, self.slots, self._now),
+            *(step.pages, step.places, step.slots, reading.starts, reading.ends),
+            *(reading.sink.slots, reading.sink.lengths),
+            *(reading.recent.slots, reading.recent.starts, reading.recent.lengths),
+        )
+        Launcher(table.device)(self._kernel, (1, 1, 1), _THREADS, arguments, early=False)
+
+    @cached_property
+    def _kernel(self) -> Any:
         macros = {
             "TOKENS": self.tokens,
             "SINK": self.sink,
@@ -233,16 +246,7 @@ class Planner:
             "RECENT_PAGES": self.recent_pages,
         }
         named = tuple((name, str(number)) for name, number in macros.items())
-        kernel = build(_SOURCE.read_text(), named, table.device).get_kernel("plan")
-        reading = step.reading
-        arguments = (
-            *(table, table.shape[1], lengths, mapping, len(lengths)),
-            *(self.slot_of, self._page_of, self._used, self.slots, self._now),
-            *(step.pages, step.places, step.slots, reading.starts, reading.ends),
-            *(reading.sink.slots, reading.sink.lengths),
-            *(reading.recent.slots, reading.recent.starts, reading.recent.lengths),
-        )
-        Launcher(table.device)(kernel, (1, 1, 1), _THREADS, arguments, early=False)
+        return build(_SOURCE.read_text(), named, self.slot_of.device).get_kernel("plan")
 
     def _plan_in_torch(
         self,
