@@ -58,19 +58,18 @@ def serve_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.compatibility import other_weights_note
     from rotationzoo.model.source import find, has_weights
-    from rotationzoo.runtime.vllm.plugin import check_version
+    from rotationzoo.runtime.vllm.plugin import server_command
     from rotationzoo.runtime.vllm.settings import KEY, Options, make_settings
 
     chosen = given(format=format, rounding=rounding, sink=sink, recent=recent)
     options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
     settings = make_settings(options, source)
-    check_version()
     if has_weights(source) and (note := other_weights_note(Artifact.open(rotations), source)):
         out.notes([note])
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
-    words = ["vllm", "serve", place, *(["--revision", revision] if revision else [])]
+    words = [*server_command(place), *(["--revision", revision] if revision else [])]
     named = {KEY: options.model_dump(exclude_none=True)}
     words += [_OURS, dumps(named), *handed_on]
     layout = settings.layout

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+import sys
 
 import pytest
 from support.models import save_tiny
@@ -13,7 +14,7 @@ from rotationzoo.runtime.vllm import plugin
 
 @pytest.fixture
 def vllm(monkeypatch):
-    monkeypatch.setattr(plugin, "installed_version", lambda: plugin.TESTED[-1])
+    monkeypatch.setattr(plugin, "find_installed", lambda: (plugin.GPU_PACKAGE, plugin.TESTED[-1]))
 
 
 def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, vllm):
@@ -21,11 +22,21 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     done = inside(*words)
     assert done.returncode == 0, done.stderr
     line = shlex.split(done.stdout)
-    assert line[:4] == ["vllm", "serve", str(DEMO), "--additional-config"]
+    assert line[:5] == ["vllm", "serve", str(DEMO), "--attention-backend", "CUSTOM"]
+    assert line[5] == "--additional-config"
     options = {"artifact": str(made), "format": "vllm", "sink": 4}
-    assert json.loads(line[4]) == {"rotationzoo": options}
-    assert line[5:] == ["--port", "8123"]
+    assert json.loads(line[6]) == {"rotationzoo": options}
+    assert line[7:] == ["--port", "8123"]
     assert "codes written by feedback rounding, the first 4 and the last 256" in done.stderr
+
+
+def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypatch):
+    installed = plugin.CPU_PACKAGE, plugin.TESTED[-1]
+    monkeypatch.setattr(plugin, "find_installed", lambda: installed)
+    done = inside("serve", "demo", "--rotations", made, "--dry-run")
+    line = shlex.split(done.stdout)
+    assert line[:2] == [sys.executable, "-m"]
+    assert line[3:5] == ["--model", str(DEMO)]
 
 
 def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, monkeypatch, vllm):
@@ -40,9 +51,9 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
         assert said in refused.stderr
     for version, said in (
         (None, "vLLM is not installed"),
-        ("9.9.9", "vLLM 9.9.9 is installed, and"),
+        ((plugin.CPU_PACKAGE, "9.9.9"), "vLLM 9.9.9 is installed, and"),
     ):
-        monkeypatch.setattr(plugin, "installed_version", lambda version=version: version)
+        monkeypatch.setattr(plugin, "find_installed", lambda version=version: version)
         refused = inside("serve", "demo", "--rotations", made, "--dry-run")
         assert refused.returncode == 1
         assert said in refused.stderr

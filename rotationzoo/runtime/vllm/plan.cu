@@ -30,7 +30,7 @@ struct Request {
   }
 };
 
-// The slot that was used least recently.
+// The slot that was used least recently; of several, the first.
 __device__ int find_oldest(const Copies& copies) {
   __shared__ Count least[THREADS / 32];
   __shared__ int where[THREADS / 32], found;
@@ -41,14 +41,14 @@ __device__ int find_oldest(const Copies& copies) {
   for (int step = 16; step; step /= 2) {
     const Count other = __shfl_xor_sync(0xffffffffu, oldest, step);
     const int its = __shfl_xor_sync(0xffffffffu, slot, step);
-    if (other < oldest) oldest = other, slot = its;
+    if (other < oldest || (other == oldest && its < slot)) oldest = other, slot = its;
   }
   if (threadIdx.x % 32 == 0) least[threadIdx.x / 32] = oldest, where[threadIdx.x / 32] = slot;
   __syncthreads();
   if (!threadIdx.x) {
     found = where[0];
     for (int w = 1; w < THREADS / 32; w++)
-      if (least[w] < oldest) oldest = least[w], found = where[w];
+      if (least[w] < oldest || (least[w] == oldest && where[w] < found)) oldest = least[w], found = where[w];
   }
   __syncthreads();
   return found;  // 0 where this step needs all of them
@@ -59,25 +59,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     const int* table, Count width, const int* lengths, const Count* mapping, Count batch, Count* slot_of, Count* page_of, Count* used,
     Count slots, Count now, Count* pages, Count* places, Count* new_slots, int* starts, int* ends, int* sink_slots, int* sink_lengths,
     int* recent_slots, int* recent_starts, int* recent_lengths) {
-  __shared__ int begun, beginning[THREADS];  // pages that begin with a new token
+  __shared__ int beginning[THREADS];  // the pages that begin with a new token, or 0
   const Copies copies = {slot_of, page_of, used, int(slots), now};
   for (int from = 0; from < batch; from += THREADS) {
     // Pages that begin forget their former tokens.
-    if (!threadIdx.x) begun = 0;
-    __syncthreads();
     const int row = from + threadIdx.x;
-    if (row < batch && mapping[row] >= 0 && mapping[row] % TOKENS == 0) {
-      const int page = mapping[row] / TOKENS;
-      const Count slot = slot_of[page];
-      if (slot) used[slot] = 0, slot_of[page] = 0;
-      if (page) beginning[atomicAdd(&begun, 1)] = page;
-    }
+    const bool begins = row < batch && mapping[row] >= 0 && mapping[row] % TOKENS == 0;
+    const int page = begins ? mapping[row] / TOKENS : 0;
+    beginning[threadIdx.x] = page;
+    if (const Count slot = slot_of[page]) used[slot] = 0, slot_of[page] = 0;
     // All windows stay.
     if (!from)
       for (int i = threadIdx.x; i < batch * PAGES; i += THREADS)
         if (const Count slot = slot_of[Request(table, width, lengths, i / PAGES).page(i % PAGES)]) used[slot] = now;
     __syncthreads();
-    for (int i = 0; i < begun; i++) {
+    for (int i = 0; i < min(Count(THREADS), batch - from); i++) {
+      if (!beginning[i]) continue;
       const int slot = find_oldest(copies);
       if (!threadIdx.x && slot) {
         if (slot_of[page_of[slot]] == slot) slot_of[page_of[slot]] = 0;

