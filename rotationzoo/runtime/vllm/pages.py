@@ -190,9 +190,10 @@ class LayerPages:
         """What several new tokens of one request read `[T, H_q, D]`."""
         read = {}
         for side, rows in new.items():
-            earlier = self._read_earlier(step, chunk, side).to(rows.dtype)
-            exact = self.arm.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
-            read[side] = torch.cat([earlier, exact], 2)
+            read[side] = self.arm.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
+            if chunk.length > chunk.count:
+                earlier = self._read_earlier(step, chunk, side).to(rows.dtype)
+                read[side] = torch.cat([earlier, read[side]], 2)
         return attend_rows(query, read["key"], read["value"], scores)
 
     def _read_earlier(self, step: Step, chunk: Chunk, side: str) -> torch.Tensor:

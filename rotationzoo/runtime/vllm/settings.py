@@ -107,7 +107,10 @@ def check_model(artifact: Artifact, source: Source) -> None:
 
 def _check_server(config: Any) -> None:
     """Raise `UnsupportedModel` for options of vLLM that this backend does not serve."""
+    heads = config.model_config.get_total_num_kv_heads()
+    processes = config.parallel_config.tensor_parallel_size
     unserved = {
+        "processes that share KV heads": heads % processes,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": config.cache_config.cache_dtype
