@@ -47,7 +47,7 @@ NOT_RUN = {
 # Options of scripts and of other programs, which the text names beside ours.
 OF_OTHERS = {
     "--additional-config", "--kv-bits", "--kv-cache-dtype", "--mamba-radix-cache-strategy",
-    "--models", "--truncate", "--write-docs",
+    "--max-num-seqs", "--models", "--truncate", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}
 WITH_COMMANDS = [page for page, text in TEXTS.items() if script_of(text, NOT_RUN).strip()]

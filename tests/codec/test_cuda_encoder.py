@@ -49,7 +49,7 @@ def compile_for_cpu(name, variant, device):
             assert matrix is rotated is None
             kind = "clip"
         else:
-            assert name == "quantize_with_feedback"
+            assert name == cuda.FEW, "there are few rows"
             weights, codes, metadata, refused = arguments
             assert torch.equal(weights, factor())
             kind = "feedback"
