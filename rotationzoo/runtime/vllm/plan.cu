@@ -68,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     const int page = begins ? mapping[row] / TOKENS : 0;
     beginning[threadIdx.x] = page;
     if (const Count slot = slot_of[page]) used[slot] = 0, slot_of[page] = 0;
+    __syncthreads();
     // All windows stay.
     if (!from)
       for (int i = threadIdx.x; i < batch * PAGES; i += THREADS)

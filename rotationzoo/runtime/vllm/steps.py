@@ -299,6 +299,8 @@ class Planner:
         counts = number * self.tokens < lengths[:, None]
         counts[:, self.sink_pages :] &= number[:, self.sink_pages :] >= self.sink_pages
         counts[:, -self.recent_pages :] &= number[:, -self.recent_pages :] < after[:, None]
+        # A single token reads what is before it in the window that ends with itself.
+        counts[:, -self.recent_pages :] &= (lengths - starts > 1)[:, None]
         pages = self._pages(table, number, counts).flatten()
         begins = (number * self.tokens >= starts[:, None]).flatten() & (pages > 0)
         self._used[self.slot_of[pages]] = self._now
