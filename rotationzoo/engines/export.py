@@ -25,7 +25,7 @@ from rotationzoo.engines.payload import (
     dropped_means,
     requested_clips,
 )
-from rotationzoo.engines.reductions import agreed_reductions
+from rotationzoo.engines.reductions import agreed_reductions, released_way
 from rotationzoo.engines.registry import load_engine
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import strict_json
@@ -160,6 +160,8 @@ def export(artifact: Artifact, request: Request) -> Exported:
     with disk_errors(target), temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, request.options)
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
+        if released := released_way(artifact, request.engine):
+            notes.insert(0, released)
         if request.pooled and artifact.rotations.per_head:
             notes.append(_describe_pooling(artifact, request))
         launch = replace(launch, notes=notes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import model_words
 from rotationzoo.engines.base import Capabilities
 from rotationzoo.engines.payload import Clips, Request, dropped_means, requested_clips
 from rotationzoo.engines.registry import ENGINES
@@ -56,9 +57,19 @@ def agreed_reductions(
     flags = dict(row.flag.partition(" ")[::2] for row in refused)
     wanted = ", ".join(f"{row.words} ({row.flag.split()[0]})" for row in refused)
     hint = f"with all of that: {_command(artifact, request, flags)}"
+    if released := released_way(artifact, request.engine):
+        hint = f"{released}; for its pull request, {hint}"
     raise RotationZooError(
         f"{request.engine} cannot serve {artifact.folder} as it is, only with {wanted}", hint=hint
     )
+
+
+def released_way(artifact: Artifact, engine: str) -> str:
+    """How a released version of the engine serves the artifact, with the whole command. Empty if
+    none does."""
+    words = ["rotationzoo", "serve", *model_words(artifact), "--rotations", str(artifact.folder)]
+    released = ENGINES[engine].released
+    return released and f"{released}: {shlex.join(words)}"
 
 
 def _command(artifact: Artifact, request: Request, flags: dict[str, str]) -> str:

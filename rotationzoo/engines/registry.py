@@ -23,11 +23,14 @@ class Entry:
     """A module of `engines/formats`."""
     needs_base: bool = False
     """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
+    released: str = ""
+    """What a released version of the engine takes by `rotationzoo serve`, in words. Empty if only
+    forks and pull requests read artifacts."""
 
 
 ENGINES = {
     "sglang": Entry("sglang"),
-    "vllm": Entry("vllm"),
+    "vllm": Entry("vllm", released="a released vLLM takes the whole artifact"),
     "llama.cpp": Entry("llama_cpp", needs_base=True),
     "mlx": Entry("mlx"),
 }

@@ -51,7 +51,6 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "VLLM_OSCAR_GROUP_SIZE": str(payload.largest_group),
     }
     notes = [
-        "a released vLLM needs none of these files, on its CPU engine so far: rotationzoo serve",
         "these files need a vLLM with pull request 46774",
         "a path that is wrong, or a layer that is missing, serves without rotation and says so "
         "only in the log",
