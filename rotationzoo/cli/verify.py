@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.soundness import Verification
     from rotationzoo.checks.membership import Agreement
-    from rotationzoo.zoo.signing.check import Finding
+    from rotationzoo.zoo.signing.verify import Finding
 
 
 def verify_command(
@@ -62,7 +62,7 @@ def verify_command(
     from rotationzoo.artifact.weights import model_words
     from rotationzoo.checks.verify import verify
     from rotationzoo.cli.artifact_view import suggest_text
-    from rotationzoo.zoo.signing.check import check_artifact, make_demand
+    from rotationzoo.zoo.signing.verify import check_artifact, make_demand
 
     demand = make_demand(
         signers=signer or (),

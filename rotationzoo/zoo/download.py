@@ -14,7 +14,7 @@ from rotationzoo.storage.folders import check_name, recover
 from rotationzoo.storage.growth import size_of_all, tell_growth
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
-from rotationzoo.zoo.signing.check import Finding
+from rotationzoo.zoo.signing.verify import Finding
 
 WAY_OUT = "choose another place with --local-dir"  # on a full disk
 LOCK = "zoo.lock.json"

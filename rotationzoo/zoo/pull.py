@@ -33,7 +33,7 @@ from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place, PlainName
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.ownership import check_entry
-from rotationzoo.zoo.signing.check import Demand, Finding, Signed, check_files, expected_signers
+from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_files, expected_signers
 
 MAX_BYTES = 4 << 30
 """The most bytes to download for one entry. The index gives no sizes for these files, so the only

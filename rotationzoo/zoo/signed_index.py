@@ -15,9 +15,9 @@ from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex
-from rotationzoo.zoo.signing.check import Demand, Finding, Signed, check_signature
 from rotationzoo.zoo.signing.make import SigningTool
-from rotationzoo.zoo.signing.verifier import OWNERS_HINT
+from rotationzoo.zoo.signing.signature_file import OWNERS_HINT
+from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_signature
 
 NAME = f"{index.NAME}.sig"
 LIFETIME = timedelta(days=180)

@@ -20,11 +20,11 @@ from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 from rotationzoo.zoo.index import BITS_FORMAT, REPOSITORY, Copy, Entry, File, Listed
 from rotationzoo.zoo.ownership import listed_name
-from rotationzoo.zoo.signing import verifier
-from rotationzoo.zoo.signing.check import read_signature, signed_part
+from rotationzoo.zoo.signing import signature_file
 from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.signing.signature_file import claimed_signer, parse_bundle
 from rotationzoo.zoo.signing.signer import Signer
-from rotationzoo.zoo.signing.verifier import claimed_signer, parse_bundle
+from rotationzoo.zoo.signing.verify import read_signature, signed_part
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Upload:
         if bundle.files != signed_part(named):
             return self
         signer = None
-        if bundle.certificate is not None and verifier.is_installed():
+        if bundle.certificate is not None and signature_file.is_installed():
             signer = claimed_signer(bundle.certificate, str(folder))
         return self._with_signature(signature, signer)
 

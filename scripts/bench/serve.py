@@ -1,7 +1,7 @@
 """A vLLM server with rotations, and as it is in bfloat16, asked by vLLM's own benchmark client.
 
     .venv-vllm/bin/python scripts/bench/serve.py MODEL ARTIFACT [--input 900] [--output 128]
-        [--prompts 8] [--together 4] [--folder FOLDER]
+        [--prompts 8] [--together 4] [--rounding nearest] [--folder FOLDER]
 
 Run it with the Python that has vLLM. One server after the other is started on this machine, gets
 the same random prompts, and is stopped. Both have bfloat16 and the same options.
@@ -39,15 +39,17 @@ FIGURES = {
 
 
 @contextmanager
-def serving(model: str, artifact: str | None, folder: Path) -> Iterator[str]:
+def serving(args: argparse.Namespace, rotated: bool, folder: Path) -> Iterator[str]:
     """The address of a server, while it runs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = server_command(model) if artifact else _plain(server_command(model))
+    words = server_command(args.model)
+    if not rotated:
+        words = [word for word in words if word not in ("--attention-backend", "CUSTOM")]
     words += ["--port", str(port), "--dtype", "bfloat16", "--no-enable-prefix-caching"]
-    if artifact:
-        named = {"rotationzoo": {"artifact": str(Path(artifact).absolute())}}
-        words += ["--additional-config", json.dumps(named)]
+    if rotated:
+        options = {"artifact": str(Path(args.artifact).absolute()), "rounding": args.rounding}
+        words += ["--additional-config", json.dumps({"rotationzoo": options})]
     with (folder / f"server{port}.log").open("w") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
@@ -62,11 +64,6 @@ def serving(model: str, artifact: str | None, folder: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-
-
-def _plain(words: list[str]) -> list[str]:
-    """The same server with vLLM's own attention."""
-    return [word for word in words if word not in ("--attention-backend", "CUSTOM")]
 
 
 def ask(address: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -99,13 +96,14 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--together", type=int, default=4, help="requests at the same time")
+    parser.add_argument("--rounding", help="nearest or feedback")
     parser.add_argument("--folder", type=Path, help="for logs; a new one by default")
     args = parser.parse_args()
     folder = args.folder or Path(mkdtemp())
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     measured = {}
-    for name, artifact in (("bfloat16", None), ("2 bits", args.artifact)):
-        with serving(args.model, artifact, folder) as address:
+    for name in ("bfloat16", "2 bits"):
+        with serving(args, name == "2 bits", folder) as address:
             measured[name] = ask(address, args, folder)
         print(f"{name}: {measured[name]}", file=sys.stderr, flush=True)
     print("| | bfloat16 | 2 bits | ratio |\n|---|---|---|---|")

@@ -85,7 +85,7 @@ def test_a_pull_for_vllm_names_the_released_way_first(zoo, made, tmp_path, monke
     ok(zoo.run("push", made, ZOO, "--json"))
     said = refused(zoo.run("pull", "demo", "--repo", ZOO, "--to", "vllm"))
     released, pull_request = said.partition("Hint: ")[2].split("; for its pull request, ")
-    command = shlex.split(released.partition("so far: ")[2])
+    command = shlex.split(released.partition("the whole artifact: ")[2])
     assert command[:4] == ["rotationzoo", "serve", "demo", "--rotations"]
     assert verify(Artifact.open(zoo.folder / command[4])).ok
     assert "--to vllm --output exports/demo-oscar-vllm --pooled --windows 0/0" in pull_request

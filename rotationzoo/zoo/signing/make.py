@@ -11,8 +11,8 @@ from rotationzoo.artifact.store import CARD, SIGNATURE
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.network.tokens import check_token
 from rotationzoo.storage.folders import link
+from rotationzoo.zoo.signing.signature_file import check_installed, claimed_signer, parse_bundle
 from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer
-from rotationzoo.zoo.signing.verifier import check_installed, claimed_signer, parse_bundle
 
 if TYPE_CHECKING:
     from model_signing.signing import Config

@@ -8,8 +8,8 @@ import pytest
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import digest
-from rotationzoo.zoo.signing.check import Signed, check_signature, make_demand
-from rotationzoo.zoo.signing.verifier import LIMIT, parse_bundle
+from rotationzoo.zoo.signing.signature_file import LIMIT, parse_bundle
+from rotationzoo.zoo.signing.verify import Signed, check_signature, make_demand
 
 FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 HASHES = {name: digest(data) for name, data in FILES.items()}

@@ -14,9 +14,8 @@ from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage import files
 from rotationzoo.storage.files import sha256
-from rotationzoo.zoo.signing import verifier
-from rotationzoo.zoo.signing.signer import Signer, describe_key, parse_signer
-from rotationzoo.zoo.signing.verifier import (
+from rotationzoo.zoo.signing import signature_file
+from rotationzoo.zoo.signing.signature_file import (
     LIMIT,
     OWNERS_HINT,
     Bundle,
@@ -25,6 +24,7 @@ from rotationzoo.zoo.signing.verifier import (
     parse_bundle,
     verify_bundle,
 )
+from rotationzoo.zoo.signing.signer import Signer, describe_key, parse_signer
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,13 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
         return _unsigned(signed, expected)
     bundle = parse_bundle(signed.signature, f"the signature of {signed.what}")
     _check_files(bundle, signed)
-    if not verifier.is_installed():
+    if not signature_file.is_installed():
         lacking = f"{signed.what} is signed, but the signature was not checked"
         if expected:
-            raise RotationZooError(f"{lacking}: the extra `sign` is missing", verifier.INSTALL)
-        return Finding("unchecked", f"{lacking}; to check it, run: {verifier.INSTALL}")
+            raise RotationZooError(
+                f"{lacking}: the extra `sign` is missing", signature_file.INSTALL
+            )
+        return Finding("unchecked", f"{lacking}; to check it, run: {signature_file.INSTALL}")
     candidates = expected or (() if signed.listed is None else (signed.listed,))
     signer = _choose_signer(bundle, candidates, signed.what)
     if signer is None:
@@ -143,7 +145,7 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
         return Finding("unchecked", note)
     try:
         verify_bundle(bundle, signer, signed.what, demand.trust_config)
-    except verifier.NoTrust as error:
+    except signature_file.NoTrust as error:
         if expected:
             raise
         return Finding("unchecked", f"{signed.what} is signed, but was not checked: {error}")
