@@ -13,9 +13,10 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ TOKENS_PER_SET = 1024  # tokens that have room for all questions of a task in `T
 ANSWER_WEIGHT = 8  # of an answer's token in the loss, beside 1 of any other
 WORD = re.compile(r"(?<![A-Za-z])[a-z]{3,9}(?![A-Za-z])")
 WORDS, WORDS_AT_ONCE, POOL = 4096, 48, "lab"
+_R = TypeVar("_R")
 
 
 def bundled_texts(name: str) -> list[str]:
@@ -60,12 +62,20 @@ def read_sources(folders: Iterable[Path], everything: bool = False) -> list[str]
                 paths.append(path)
     if everything:
         random.Random(0).shuffle(paths)
-    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
-        texts = [text for text in pool.imap(_read_unseen, paths, chunksize=64) if text]
+    texts = [text for text in _map(_read_unseen, paths, chunksize=64) if text]
     if not everything:
         return texts
     sizes = np.cumsum([len(text) for text in texts])
     return texts[: int(np.searchsorted(sizes, MOST_CHARACTERS))]
+
+
+def _map(function: Callable[[Any], _R], jobs: Sequence[Any], chunksize: int = 1) -> list[_R]:
+    """What a function makes of jobs, in several processes where there are many. A process that has
+    threads, as one of the tests has, must not fork: a lock may be held that nobody lets go."""
+    if len(jobs) <= 4 * chunksize:
+        return [function(job) for job in jobs]
+    with multiprocessing.get_context("fork").Pool(PROCESSES, torch.set_num_threads, (1,)) as pool:
+        return pool.map(function, jobs, chunksize)
 
 
 def _read_unseen(path: Path) -> str | None:
@@ -97,8 +107,7 @@ def tokens_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.nd
     if len(texts) < FILES:
         return _tokenize(texts)
     parts = [texts[at : at + FILES] for at in range(0, len(texts), FILES)]
-    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
-        return np.concatenate(pool.map(_tokenize, parts, chunksize=1))
+    return np.concatenate(_map(_tokenize, parts))
 
 
 def _tokenize(texts: Sequence[str]) -> np.ndarray:
@@ -138,13 +147,12 @@ def write_rows(source: Source, length: int, count: int) -> tuple[np.ndarray, np.
     _source = source
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # which would not survive the fork
     jobs = [(length, number) for number in range(-(-count // CHUNK))]
-    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
-        chunks = pool.starmap(_write_chunk, jobs, chunksize=1)
+    chunks = _map(_write_chunk, jobs)
     return np.concatenate([ids for ids, _ in chunks]), np.concatenate([w for _, w in chunks])
 
 
-def _write_chunk(length: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    torch.set_num_threads(1)
+def _write_chunk(job: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    length, number = job
     draw = random.Random(f"{_source.seed} {length} {number}")
     groups = [_write_group(draw, length) for _ in range(CHUNK // GROUP)]
     return np.concatenate([ids for ids, _ in groups]), np.concatenate([w for _, w in groups])

@@ -5,6 +5,7 @@ A `VllmConfig` whose `additional_config` names no artifact gets vLLM's own backe
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -48,15 +49,20 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
-        settings = read_settings(vllm_config)
+
+    @cached_property
+    def planner(self) -> Planner:
+        """What plans the steps: made with the first one, because vLLM may count its pages only
+        after it has made this builder."""
+        settings = read_settings(self.vllm_config)
         assert settings is not None
-        self.planner = Planner(
+        return Planner(
             settings.layout,
-            kv_cache_spec.block_size,
-            kv_cache_spec.page_size_bytes,
-            vllm_config.cache_config.num_gpu_blocks,
-            vllm_config.scheduler_config.max_num_seqs,
-            device,
+            self.kv_cache_spec.block_size,
+            self.kv_cache_spec.page_size_bytes,
+            self.vllm_config.cache_config.num_gpu_blocks,
+            self.vllm_config.scheduler_config.max_num_seqs,
+            self.device,
         )
 
     def build(
@@ -134,7 +140,8 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         `[T, H_q, D]` read to `output`."""
         if attn_metadata is None:  # the run that measures memory
             return output.zero_()
-        if self.pages is None:
+        # To measure what graphs take, vLLM runs with a small tensor first.
+        if self.pages is None or not self.pages.holds(kv_cache):
             index = extract_layer_index(layer.layer_name)
             self.pages = self._open_pages(index, key, value, kv_cache)
         tokens = attn_metadata.num_actual_tokens
@@ -176,8 +183,10 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
         """The bytes of a page lie together."""
         return (KVCacheLayout.LBHNC,)
 
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """The class of a layer's attention."""
+        _read_current()
         return RotatedImpl
 
     @staticmethod
@@ -191,7 +200,7 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        settings = read_settings(get_current_vllm_config())
+        settings = _read_current()
         assert settings is not None
         return _in_two_bits(spec, settings)
 
@@ -199,29 +208,36 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
 class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's backend for CPUs, or ours where an artifact is named."""
 
-    settings: CacheSettings | None = None
-    """The settings of the model that this process serves, as its layers are built: vLLM asks for
-    the spec of a cache later, when it shows its configuration no more."""
-
     @classmethod
     def get_impl_cls(cls) -> Any:
         """The class of a layer's attention."""
-        config = get_current_vllm_config_or_none()
-        if config is not None:
-            RotatedCpuBackend.settings = read_settings(config)
-        return super().get_impl_cls() if cls.settings is None else RotatedImpl
+        return super().get_impl_cls() if _read_current() is None else RotatedImpl
 
     @classmethod
     def get_builder_cls(cls) -> Any:
         """The class that plans steps."""
-        return super().get_builder_cls() if cls.settings is None else RotatedBuilder
+        return super().get_builder_cls() if _read_current() is None else RotatedBuilder
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        if cls.settings is None or spec.state_content_bytes is not None:
+        settings = _read_current()
+        if settings is None or spec.state_content_bytes is not None:
             return super().customize_spec(spec)
-        return _in_two_bits(spec, cls.settings)
+        return _in_two_bits(spec, settings)
+
+
+_current: CacheSettings | None = None
+"""The settings of the model that this process serves, as its layers are built: vLLM asks for the
+spec of a cache later, when it shows its configuration no more."""
+
+
+def _read_current() -> CacheSettings | None:
+    global _current
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        _current = read_settings(config)
+    return _current
 
 
 def _in_two_bits(spec: Any, settings: CacheSettings) -> Any:

@@ -67,6 +67,7 @@ class LayerPages:
         """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
         slots of copies of this type. `settings` have the rotations on the tensor's device."""
         self.arm, self.format, self.layer = settings.arm, settings.layout.format, layer
+        self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
         memory = cache.view(torch.uint8).flatten(1)
         self.layouts: dict[str, PageLayout] = {}
@@ -81,6 +82,10 @@ class LayerPages:
             shape = slots, self.heads, self.tokens, layout.dim
             self.copies[side] = torch.zeros(shape, dtype=dtype, device=cache.device)
             begin += layout.bytes
+
+    def holds(self, cache: torch.Tensor) -> bool:
+        """Whether these are the pages of this tensor."""
+        return self._place == (cache.data_ptr(), cache.shape)
 
     @torch.no_grad()
     def write(self, step: Step, rows: dict[str, torch.Tensor]) -> None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError, UnsupportedModel
@@ -63,7 +65,14 @@ def read_settings(config: Any) -> CacheSettings | None:
 
 @functools.cache
 def _settings_of(options: str, source: Source) -> CacheSettings:
-    return make_settings(Options(**json.loads(options)), source)
+    # vLLM builds a model with its own device and dtype as torch's defaults.
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            return make_settings(Options(**json.loads(options)), source)
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def make_settings(options: Options, source: Source) -> CacheSettings:
