@@ -33,7 +33,7 @@ def serve_command(
         int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")
     ] = None,
     recent: Annotated[
-        int | None, typer.Option(min=0, help="Last tokens kept exact (the recipe's).")
+        int | None, typer.Option(min=1, help="Last tokens kept exact (the recipe's).")
     ] = None,
     revision: Revision = None,
     dry_run: Annotated[
@@ -65,7 +65,9 @@ def serve_command(
     options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
     settings = make_settings(options, source)
-    if has_weights(source) and (note := other_weights_note(Artifact.open(rotations), source)):
+    if has_weights(source) and (
+        note := other_weights_note(Artifact.open(Path(options.artifact)), source)
+    ):
         out.notes([note])
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)

@@ -109,7 +109,8 @@ def attend(
     `[B, H_q, T, D]`.
 
     `head` are the first tokens of a request, `packed` those after them, and `tail` the last ones,
-    which end with the T new ones. Each of these reads all tokens but the new ones after it.
+    which end with the T new ones. Each of these reads all tokens but the new ones after it, and one
+    that reads none gets zeros.
     Everything is computed in float32, or in float64 for queries in float64.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -137,6 +138,8 @@ def attend(
         sinks = scores.sinks.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sinks], dim=-1)
     weights = logits.softmax(-1)[..., : value.shape[2]]
+    # A row of padding reads nothing.
+    weights = weights.masked_fill(~mask.any(-1)[:, None, :, None], 0)
     # Unread values may be anything, even NaN.
     unread = ~mask.any(1)[:, None, :, None]
     return (weights @ value.masked_fill(unread, 0)).to(query.dtype)

@@ -14,6 +14,7 @@ from rotationzoo.runtime.vllm import plugin
 
 @pytest.fixture
 def vllm(monkeypatch):
+    monkeypatch.setattr(plugin.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(plugin, "find_installed", lambda: (plugin.GPU_PACKAGE, plugin.TESTED[-1]))
 
 
@@ -23,10 +24,10 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     assert done.returncode == 0, done.stderr
     line = shlex.split(done.stdout)
     assert line[:5] == ["vllm", "serve", str(DEMO), "--attention-backend", "CUSTOM"]
-    assert line[5] == "--additional-config"
+    assert line[5:8] == ["--max-num-seqs", "64", "--additional-config"]
     options = {"artifact": str(made), "format": "vllm", "sink": 4}
-    assert json.loads(line[6]) == {"rotationzoo": options}
-    assert line[7:] == ["--port", "8123"]
+    assert json.loads(line[8]) == {"rotationzoo": options}
+    assert line[9:] == ["--port", "8123"]
     assert "codes written by feedback rounding, the first 4 and the last 256" in done.stderr
 
 

@@ -21,7 +21,7 @@ from support.decode_cases import DIMS, Case, Drawing, Inputs, error_of, referenc
 from support.places import TESTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotationzoo.codec import cuda_attention
+from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.cuda import Argument
 from rotationzoo.codec.cuda_attention import (
@@ -298,6 +298,17 @@ def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch,
     inputs = scattered(Drawing(replace(SMALL, format=format, **changes), "cpu").inputs())
     output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
     assert_right(output, inputs, 2e-4)  # measured: at most 8e-5
+
+
+@on_cpu
+def test_a_row_of_padding_gets_zeros(monkeypatch, tmp_path):
+    inputs = Drawing(replace(SMALL, format="vllm", dim=64), "cpu").inputs()
+    inputs.tail.lengths[1] = 0
+    assert inputs.packed.lengths[1] == inputs.head.lengths[1] == 0
+    output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments())
+    assert not output[1].any()
+    assert not attention.attend(*inputs.arguments())[1].any()
+    assert output[0].any()
 
 
 @on_gpu

@@ -24,11 +24,16 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from rotationzoo.codec.attention import Scores
-from rotationzoo.errors import UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.pages import LayerPages
-from rotationzoo.runtime.vllm.settings import cell_bytes, read_settings, select_heads
+from rotationzoo.runtime.vllm.settings import (
+    cell_bytes,
+    check_kernels,
+    read_settings,
+    select_heads,
+)
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step, count_slots
 
 
@@ -112,12 +117,17 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         settings = read_settings(config)
         assert settings is not None
         self.settings = settings
+        if config.device_config.device_type == "cuda":
+            check_kernels(settings, config.model_config.dtype)
         self.ranks = config.parallel_config.tensor_parallel_size
         self.most_requests = config.scheduler_config.max_num_seqs
-        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.pages: LayerPages | None = None
+        self.cache_config = config.cache_config
+        self.reserved: torch.Tensor | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Nothing: `forward` stores new tokens. vLLM's CPU backend would write rows as they are
@@ -139,6 +149,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         """Store new tokens, `key` and `value` `[T, H, D]`, and write what their queries
         `[T, H_q, D]` read to `output`."""
         if attn_metadata is None:  # the run that measures memory
+            self._reserve(key)
             return output.zero_()
         # To measure what graphs take, vLLM runs with a small tensor first.
         if self.pages is None or not self.pages.holds(kv_cache):
@@ -151,10 +162,17 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.pages.attend(attn_metadata.step, query[:tokens], rows, self.scores, into)
         return output
 
+    def _reserve(self, like: torch.Tensor) -> None:
+        """Take the memory that exact copies will take, so that vLLM leaves it on a GPU."""
+        tokens = self.cache_config.block_size
+        if like.is_cuda and self.reserved is None and tokens:
+            slots = count_slots(self.settings.layout, tokens, self.most_requests)
+            self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
+
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> LayerPages:
-        settings = self.settings
+        settings, self.reserved, self.pages = self.settings, None, None
         if self.ranks > 1:
             rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
             settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
@@ -186,7 +204,11 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """The class of a layer's attention."""
-        _read_current()
+        if get_current_vllm_config_or_none() is not None and _read_current() is None:
+            raise RotationZooError(
+                "the attention backend CUSTOM is rotationzoo's, and no artifact is named",
+                hint="start it with: rotationzoo serve MODEL --rotations ARTIFACT",
+            )
         return RotatedImpl
 
     @staticmethod
@@ -196,6 +218,10 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

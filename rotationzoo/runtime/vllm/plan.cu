@@ -83,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
       }
       __syncthreads();
     }
+    __syncthreads();  // nobody looks for the next beginnings while others still pass these
   }
   for (int row = threadIdx.x; row < batch; row += THREADS) {
     const Request request(table, width, lengths, row);

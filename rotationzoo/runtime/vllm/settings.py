@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec import cuda_attention
+from rotationzoo.codec.cuda import INSTALL
+from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.source import Source, config_hash, find
-from rotationzoo.rotations import Rotation
+from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.runtime.options import Rounding
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.plugin import check_version
@@ -34,9 +38,10 @@ class Options(strict_json.Strict, extra="forbid"):
     format: Literal["sglang", "vllm"] = "vllm"
     rounding: Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
-    sink: int | None = None
-    recent: int | None = None
-    """First and last tokens that stay exact; by default the recipe's."""
+    sink: int | None = Field(default=None, ge=0)
+    recent: int | None = Field(default=None, ge=1)
+    """First and last tokens that stay exact; by default the recipe's. A new token reads itself
+    exact."""
 
 
 def parse_options(additional_config: Any) -> Options | None:
@@ -44,7 +49,7 @@ def parse_options(additional_config: Any) -> Options | None:
     `RotationZooError` for anything that is no option."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
-    return strict_json.validate(Options, dict(additional_config[KEY]), f"additional_config.{KEY}")
+    return strict_json.validate(Options, additional_config[KEY], f"additional_config.{KEY}")
 
 
 def read_settings(config: Any) -> CacheSettings | None:
@@ -85,6 +90,7 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     layout = CacheLayout.of_recipe(recipe, FORMATS[options.format])
     asked = {"sink": options.sink, "recent": options.recent}
     windows: Any = {name: tokens for name, tokens in asked.items() if tokens is not None}
+    windows.setdefault("recent", max(1, layout.recent))
     return CacheSettings(arm, replace(layout, prefill_layout="window", **windows))
 
 
@@ -120,6 +126,10 @@ def _check_server(config: Any) -> None:
     processes = config.parallel_config.tensor_parallel_size
     unserved = {
         "processes that share KV heads": heads % processes,
+        "microbatches": config.parallel_config.use_ubatching,
+        # It fills pages that this backend has not written.
+        "a KV connector or KV offloading": config.kv_transfer_config is not None
+        or config.cache_config.kv_offloading_size is not None,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": config.cache_config.cache_dtype
@@ -128,6 +138,21 @@ def _check_server(config: Any) -> None:
     for what, asked in unserved.items():
         if asked:
             raise UnsupportedModel(f"rotations are not served with {what} yet", hint="leave it out")
+
+
+def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
+    """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU."""
+    if not kernels_run_on(torch.device("cuda")):
+        raise RotationZooError(
+            "reading pages on this GPU needs NVIDIA's cuda.core", hint=f"install it with: {INSTALL}"
+        )
+    arm, format = settings.arm, settings.layout.format
+    layer = min(arm.rotations)
+    key, value = (arm.page_layout(layer, side, 64, format) for side in SIDES)
+    if not cuda_attention.supports(key, value, dtype):
+        raise UnsupportedModel(
+            f"no kernel reads heads of {key.dim} channels in {key.groups} groups with {dtype}"
+        )
 
 
 def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:

@@ -6,7 +6,7 @@ All of it is computed on the device of the block table, and nothing waits for th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,11 @@ class Known:
         bounds = [*accumulate(self.counts, initial=0)]
         rows = [row for row, count in enumerate(self.counts) if count == 1]
         places = [bounds[row] for row in rows]
-        return torch.tensor(rows, device=device), torch.tensor(places, device=device)
+        # Pinned, or the copy would wait for the device.
+        pinned = device.type == "cuda"
+        both = (torch.tensor(numbers, pin_memory=pinned) for numbers in (rows, places))
+        first, second = (numbers.to(device, non_blocking=True) for numbers in both)
+        return first, second
 
 
 class Planner:
@@ -177,22 +181,20 @@ class Planner:
         """
         self._now += 1
         rows, device = len(lengths), table.device
-        offsets = self._buffer("offsets", rows, table.shape[1], dtype=torch.int64)
-        torch.mul(table, self.page_bytes, out=offsets)
+        # Graphs replay single tokens alone. The tokens of a prompt must not move their buffers.
+        make = _new if known.chunks else self._buffer
+        like = partial(make, device=device)
+        offsets = like("offsets", rows, table.shape[1], dtype=torch.int64)
+        offsets.copy_(table).mul_(self.page_bytes)  # in 64 bits: a layer may have gigabytes
         pages, places, slots = (
-            self._buffer(name, len(mapping), dtype=torch.int64)
-            for name in ("pages", "places", "slots")
+            like(name, len(mapping), dtype=torch.int64) for name in ("pages", "places", "slots")
         )
-        starts, ends = self._buffer("starts", rows), self._buffer("ends", rows)
-        sink = Window(
-            self._buffer("sink slots", rows, self.sink_pages),
-            None,
-            self._buffer("sink lengths", rows),
-        )
+        starts, ends = like("starts", rows), like("ends", rows)
+        sink = Window(like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows))
         recent = Window(
-            self._buffer("recent slots", rows, self.recent_pages),
-            self._buffer("recent starts", rows),
-            self._buffer("recent lengths", rows),
+            like("recent slots", rows, self.recent_pages),
+            like("recent starts", rows),
+            like("recent lengths", rows),
         )
         reading = Reading(offsets, starts, ends, sink, recent)
         step = Step(
@@ -212,13 +214,14 @@ class Planner:
         self._plan_in_kernel(step, table, lengths, mapping)
         return step
 
-    def _buffer(self, name: str, rows: int, *size: int, dtype: Any = torch.int32) -> torch.Tensor:
+    def _buffer(
+        self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
+    ) -> torch.Tensor:
         """A tensor `[rows, ...]` at an address of its own."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < rows or buffer.shape[1:] != size:
             room = max(rows, self._most_requests)
-            buffer = torch.empty(room, *size, dtype=dtype, device=self.slot_of.device)
-            self._buffers[name] = buffer
+            self._buffers[name] = buffer = _new(name, room, *size, device=device, dtype=dtype)
         return buffer[:rows]
 
     def _plan_in_kernel(
@@ -349,6 +352,12 @@ class Planner:
         begin = torch.maximum(lengths - self.recent, (first + missing) * self.tokens)
         begin = torch.minimum(torch.maximum(begin, sink), lengths)
         return begin, slots, first * self.tokens
+
+
+def _new(
+    _: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
+) -> torch.Tensor:
+    return torch.empty(rows, *size, dtype=dtype, device=device)
 
 
 def count_slots(layout: CacheLayout, tokens: int, most_requests: int) -> int:
