@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
 ]
 CHUNK, TOKENS = 256, 24
-# Log probabilities in float32, of sums in another order: 3e-6 on average and 3.1e-5 at most were
+# Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
 # measured where no code is that near to a half, and 1.4e-3 at most where one is. Rows that are read
 # exact instead of from codes make .045 on average, and 2 at most.
 CLOSE, FLIPPED = 1e-3, 0.1
@@ -93,7 +93,6 @@ def environment() -> dict[str, str]:
 
 def assert_same(found: list[float], expected: list[float]) -> None:
     difference = (torch.tensor(found) - torch.tensor(expected)).abs()
-    print("difference", difference.mean().item(), difference.max().item(), len(found))
     assert difference.mean() < CLOSE
     assert difference.max() < FLIPPED
 
@@ -248,9 +247,8 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, tmp_path
     layers = {layer.index for layer in artifact.geometry}
     with Simulation(arm, layout, artifact.geometry, layers).running(model):
         simulated = read_answers(model, questions).correct.tolist()
-    print(sum(served), sum(simulated), len(served))
     assert 10 < sum(simulated) < len(simulated)
-    # Measured: PLACEHOLDER. A code that flips may decide a question.
+    # Measured: 90 of 96 right, and the same ones. A code that flips may decide a question.
     differ = sum(one != other for one, other in zip(served, simulated, strict=True))
     assert differ <= 2
 
