@@ -165,7 +165,8 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     def _reserve(self, like: torch.Tensor) -> None:
         """Take the memory that exact copies will take, so that vLLM leaves it on a GPU."""
         tokens = self.cache_config.block_size
-        if like.is_cuda and self.reserved is None and tokens:
+        is_first = self.reserved is None and self.pages is None
+        if like.is_cuda and is_first and tokens:
             slots = count_slots(self.settings.layout, tokens, self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
 
