@@ -4,7 +4,7 @@ import shlex
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,8 @@ from rotationzoo.cli.options import (
     PrefillLayout,
     Revision,
     RopeScaling,
+    Rounding,
+    Sink,
     given,
 )
 from rotationzoo.cli.output import Mode, Output, say, write_text
@@ -65,13 +67,8 @@ def generate_command(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
     format: Annotated[CacheFormat, typer.Option(help="The 2-bit format of the cache.")] = "sglang",
-    rounding: Annotated[
-        Literal["nearest", "feedback"] | None,
-        typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
-    ] = None,
-    sink: Annotated[
-        int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")
-    ] = None,
+    rounding: Rounding = None,
+    sink: Sink = None,
     recent: Annotated[
         int | None, typer.Option(min=0, help="Last tokens kept exact (the recipe's).")
     ] = None,

@@ -161,6 +161,11 @@ Windows = Annotated[
     str | None, typer.Option("--windows", help="Sink and recent tokens kept exact, as 64/256.")
 ]
 
+Rounding = Annotated[
+    Literal["nearest", "feedback"] | None,
+    typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
+]
+Sink = Annotated[int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")]
 PrefillLayout = Annotated[
     Literal["server", "window"] | None,
     typer.Option(

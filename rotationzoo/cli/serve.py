@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, ModelName, Quiet, Revision, given
+from rotationzoo.cli.options import (
+    Json,
+    ModelName,
+    Quiet,
+    Revision,
+    Rounding,
+    Sink,
+    given,
+)
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.errors import UsageError
 
@@ -25,13 +33,8 @@ def serve_command(
     format: Annotated[
         Literal["sglang", "vllm"], typer.Option(help="How scales and offsets are stored.")
     ] = "vllm",
-    rounding: Annotated[
-        Literal["nearest", "feedback"] | None,
-        typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
-    ] = None,
-    sink: Annotated[
-        int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")
-    ] = None,
+    rounding: Rounding = None,
+    sink: Sink = None,
     recent: Annotated[
         int | None, typer.Option(min=1, help="Last tokens kept exact (the recipe's).")
     ] = None,

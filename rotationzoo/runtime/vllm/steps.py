@@ -152,7 +152,7 @@ class Planner:
     ):
         """For pages of so many tokens and bytes on this device, whose number 0 is nobody's."""
         self.tokens, self.page_bytes, self.sink = tokens, page_bytes, layout.sink
-        self.recent = max(1, layout.recent)  # a token reads itself exact
+        self.recent = layout.recent  # at least 1: a token reads itself exact
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens)
         self.slots = count_slots(layout, tokens, most_requests)
         self.slot_of = torch.zeros(pages, dtype=torch.int64, device=device)
@@ -279,6 +279,8 @@ class Planner:
         ):
             assert target is not None
             target.copy_(source)
+        if not step.chunks:
+            return step
         return replace(step, chunk_starts=self._find_recent(table, starts, sink)[0])
 
     def _forget(self, pages: torch.Tensor) -> None:
@@ -369,5 +371,5 @@ def count_slots(layout: CacheLayout, tokens: int, most_requests: int) -> int:
 
 def _window_pages(layout: CacheLayout, tokens: int) -> tuple[int, int]:
     """How many pages the sink and the recent window of a request touch at most."""
-    # The recent window may begin and end inside a page. A token reads itself exact.
-    return -(-layout.sink // tokens), -(-(max(1, layout.recent) - 1) // tokens) + 1
+    # The recent window may begin and end inside a page.
+    return -(-layout.sink // tokens), -(-(layout.recent - 1) // tokens) + 1
