@@ -217,16 +217,16 @@ def compare(probes: Sequence[Probe], answers: Sequence[LogProbabilities]) -> Rea
     changes, to_record, to_exact = [], [], []
     for probe, answer in zip(probes, answers, strict=True):
         tables = probe.candidates, probe.log_probabilities, probe.exact
-        served = zip(answer.tokens, answer.top_logprobs, strict=False)
+        said = zip(answer.tokens, answer.top_logprobs, strict=False)
         # A server may send more or fewer tokens than it was asked for.
-        places = zip(probe.tokens, served, *tables, strict=False)
+        places = zip(probe.tokens, said, *tables, strict=False)
         for place, (expected, (token, top), *columns) in enumerate(places):
             for candidate, record, exact in zip(*columns, strict=True):
-                found = top.get(f"token_id:{candidate}")
-                if place and found is not None:
+                served = top.get(f"token_id:{candidate}")
+                if place and served is not None:
                     changes.append(abs(record - exact))
-                    to_record.append(abs(found - record))
-                    to_exact.append(abs(found - exact))
+                    to_record.append(abs(served - record))
+                    to_exact.append(abs(served - exact))
             if token != f"token_id:{expected}":
                 break
     if not changes:

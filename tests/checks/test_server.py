@@ -162,7 +162,7 @@ def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
         ({}, "gives no log probabilities"),
         (
             {"models": {"data": [{**MODELS["data"][0], "max_model_len": 100}]}},
-            "takes 100 tokens, and the record has 496",
+            "takes 100 tokens, and the record has 512",
         ),
     ],
 )
