@@ -5,8 +5,8 @@
 
 import json
 import os
+import random
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -205,8 +205,8 @@ def test_other_families(family, prompts, tmp_path):
 @contextmanager
 def server(artifact: Path | None, folder: Path):
     """The address of a server that `rotationzoo serve` started, or vLLM itself."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    # Below the ports that systems give to connections: vLLM binds its own many seconds later.
+    port = random.randrange(20_000, 32_000)
     words = [PYTHON.parent / "rotationzoo", "serve", "demo", "--rotations", str(artifact)]
     if artifact is None:
         entry = "vllm.entrypoints.launchers.api_server.entry"
@@ -241,7 +241,7 @@ def probes(made):
 
 @pytest.mark.parametrize(("recipe", "verdict"), [(None, "exact"), ("hadamard", "other")])
 def test_a_server_that_reads_something_else_is_told(made, probes, tmp_path, recipe, verdict):
-    """Measured: .00 of what rounding changes from the exact model, and 1.5 from the record."""
+    """Measured: .00 of what rounding changes from the exact model, where nothing is rounded."""
     artifact = None
     if recipe is not None:
         job = Job("demo", PRESETS[recipe], tmp_path / "other", device="cpu")
@@ -259,7 +259,7 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, 
         job = {"server": address, "prompts": [prompt.ids.tolist() for prompt in questions]}
         ranks = drive(tmp_path, job)
         readings = [Server(address, Artifact.open(made), probes).read() for _ in range(2)]
-    # Measured: .1 of what rounding changes, in chunks of 256 where the record has one of 1,024.
+    # Measured: .24 of what rounding changes, in chunks of 256 where the record has one of 1,024.
     assert [reading.verdict for reading in readings] == ["in use", "in use"], readings
     served = [
         all(rank == 1 for rank in of_prompt[question.answer.start - 1 : question.answer.stop - 1])
