@@ -24,6 +24,7 @@ from rotationzoo.runtime.job import generate as run_generation
 from rotationzoo.runtime.options import CacheOptions
 from rotationzoo.runtime.text_stream import Write
 from rotationzoo.runtime.through_cache import ThroughCache
+from rotationzoo.runtime.vllm.probe import record_probes
 from rotationzoo.storage.folders import default_output
 from rotationzoo.words import nearest
 
@@ -220,7 +221,8 @@ def evaluation_job(
     if "questions" in settings:
         asked["questions"] = settings.pop("questions")
     save_to = folders if save else []
-    return Evaluation(model, folders, tasks=TaskSettings(**asked), save_to=save_to, **settings)
+    settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": record_probes}
+    return Evaluation(model, folders, **settings)
 
 
 def generate(

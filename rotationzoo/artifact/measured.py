@@ -282,6 +282,28 @@ class Summary(WindowSummary, Conditions):
     exact: ExactSummary
 
 
+class Probe(Figures):
+    """A known prompt with the most probable N tokens after it through the cache that `serve` makes;
+    and the K most probable candidates for each of these, with their log probabilities in nats."""
+
+    prompt: list[Count]
+    tokens: Annotated[list[Count], Field(min_length=1)]
+    candidates: list[list[Count]]
+    """`[N, K]`, as all that follows."""
+    log_probabilities: list[list[float]]
+    """Through that cache."""
+    exact: list[list[float]]
+    """Through an exact one."""
+
+    @model_validator(mode="after")
+    def _of_one_shape(self) -> Self:
+        tables = self.candidates, self.log_probabilities, self.exact
+        shapes = {tuple(map(len, table)) for table in tables}
+        if len(shapes) != 1 or len(self.candidates) != len(self.tokens):
+            raise ValueError("not every candidate has its log probabilities")
+        return self
+
+
 class Measured(Conditions):
     """`evaluation.json`: everything that one evaluation measured."""
 
@@ -298,6 +320,8 @@ class Measured(Conditions):
     rope_scaling: str | None
     exact: Exact
     windows: Annotated[list[Window], Field(min_length=1)]
+    probes: list[Probe] = Field(default_factory=list)
+    """What a server with the artifact's rotations answers; empty where none can read them."""
 
     @property
     def window(self) -> Window:
@@ -307,7 +331,7 @@ class Measured(Conditions):
     def report(self) -> dict[str, Any]:
         """The object that `evaluate --json` prints, whose `arms` and `verdict` repeat those of the
         first pair of windows."""
-        content = self.model_dump()
+        content = self.model_dump(exclude={"probes"})
         first = content["windows"][0]
         return {**content, "arms": first["arms"], "verdict": first["verdict"]}
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.soundness import Verification
     from rotationzoo.checks.membership import Agreement
+    from rotationzoo.checks.server import Reading
     from rotationzoo.zoo.signing.verify import Finding
 
 
@@ -43,6 +44,12 @@ def verify_command(
             "--run", help="Also run the model, and look for the rotations in what it computes."
         ),
     ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Also ask this running vLLM whether it reads these rotations."
+        ),
+    ] = None,
     revision: Revision = None,
     signer: Signers = None,
     issuer: Issuer = None,
@@ -60,6 +67,7 @@ def verify_command(
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.artifact.weights import model_words
+    from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.cli.artifact_view import suggest_text
     from rotationzoo.zoo.signing.verify import check_artifact, make_demand
@@ -71,6 +79,7 @@ def verify_command(
         trust_config=trust_config,
     )
     opened = Artifact.open(artifact)
+    running = None if server is None else Server(server, opened, recorded_probes(opened))
     hush_libraries(models=run)
     verification = verify(opened, model, revision)
     finding, refusal = None, None
@@ -97,7 +106,10 @@ def verify_command(
             verification = verification.with_misfits(
                 [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
-    show_verification(out, opened, verification, agreement, finding)
+    reading = running.read() if running and verification.ok else None
+    if running and reading and (refusal := running.refusal(reading)):
+        verification = replace(verification, problems=[str(refusal)])
+    show_verification(out, opened, verification, agreement, finding, reading)
     if quiet and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
@@ -154,12 +166,13 @@ def show_verification(
     verification: "Verification",
     agreement: "Agreement | None",
     finding: "Finding | None",
+    reading: "Reading | None",
 ) -> None:
     """Print the problems that were found, and everything that was checked.
 
     `agreement`: how well the rotations agree with what the model computes. None if the model was
     not run. `finding`: what is known of the signature. None if the artifact is damaged or its
-    signature wrong.
+    signature wrong. `reading`: what a running server reads. None if none was asked.
     """
     data: dict[str, Any] = {
         "ok": verification.ok,
@@ -170,6 +183,8 @@ def show_verification(
     }
     if agreement:
         data["agreement"] = asdict(agreement)
+    if reading:
+        data["server"] = {"verdict": reading.verdict, **asdict(reading)}
 
     def human() -> None:
         for problem in verification.problems:
@@ -180,6 +195,8 @@ def show_verification(
         if agreement:
             shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
             say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+        if reading and reading.verdict == "in use":
+            say(f"The server reads these rotations: {reading.words}")
         if finding:
             say(f"Signature: {finding.note}")
         say(f"Checked: {', '.join(verification.checked)}")

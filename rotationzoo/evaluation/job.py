@@ -1,14 +1,17 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from rotationzoo.artifact.measured import Measured, Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rotationzoo.artifact.measured import Measured, Probe, Text
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, shared_recipe
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
@@ -31,11 +34,14 @@ from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
-from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerprint
+from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
+
+Recorder = Callable[[PreTrainedModel, PreTrainedTokenizerBase, Artifact, Source], list[Probe]]
+"""`runtime.vllm.probe.record_probes`, which stands above this package: callers hand it in."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Evaluation(RunSettings):
     batch: int = 1
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
+    record: Recorder | None = None
+    """Records what a server answers, in each artifact to which the report is added."""
     fit_length: bool = False
     """Whether rows too short for the windows are made longer, and rows of more tokens than the
     model has positions shorter, instead of refused. True if the length is a default and not the
@@ -95,9 +103,9 @@ def evaluate(
     assert through is not None or not job.real_cache, "a real cache needs its reader"
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
-    for artifact in artifacts:
-        if artifact.folder in job.save_to:
-            artifact.check_writable()
+    saved = [artifact for artifact in artifacts if artifact.folder in job.save_to]
+    for artifact in saved:
+        artifact.check_writable()
     if job.pooled:
         check_pooled(artifacts)
     caches = _build_caches(job, artifacts)
@@ -140,7 +148,18 @@ def evaluate(
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
         answers = answer_tasks(asking, plan, trial)
-    notes = notes_for_reader(text, source, artifacts, geometry) + rope_notes(artifacts, scaling)
+        notes = notes_for_reader(text, source, artifacts, geometry)
+        notes += rope_notes(artifacts, scaling)
+        probes: dict[Path, list[Probe]] = {}
+        # A server runs the model as its config says.
+        if job.record and scaling is None:
+            progress("recording what a server answers", 0, 0)
+            for artifact in saved:
+                try:
+                    probes[artifact.folder] = job.record(model, tokenizer, artifact, source)
+                except RotationZooError as error:
+                    name = artifact.folder.resolve().name
+                    notes.append(f"{name} gets no record of what a server answers: {error}")
     layout = caches[0].prefill_layout if job.prefill_chunk else None
     results = Results(trial, [each.about for each in tested], measured, answers)
     report = assemble_report(
@@ -162,9 +181,8 @@ def evaluate(
         notes=notes,
         rope_scaling=scaling_of(config),
     )
-    for artifact in artifacts:
-        if artifact.folder in job.save_to:
-            save_evaluation(report, artifact)
+    for artifact in saved:
+        save_evaluation(report, artifact, probes.get(artifact.folder, []))
     return report
 
 

@@ -5,7 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rotationzoo.artifact.measured import AboutArm, Exact, Measured, MeasuredArm, Window, plain_arm
+from rotationzoo.artifact.measured import (
+    AboutArm,
+    Exact,
+    Measured,
+    MeasuredArm,
+    Probe,
+    Window,
+    plain_arm,
+)
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation.forward import Measurements, Trial
 from rotationzoo.evaluation.tasks.answering import TaskAnswers
@@ -80,14 +88,15 @@ def _judge(sink: int, recent: int, arms: Mapping[str, MeasuredArm], exact: Exact
     return Window(sink=sink, recent=recent, arms=arms, verdict=verdict)
 
 
-def save_evaluation(report: Measured, artifact: Artifact) -> None:
-    """Add `evaluation.json` to an artifact, with only its own arms and the baselines."""
+def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:
+    """Add `evaluation.json` to an artifact, with only its own arms, the baselines, and what a
+    server answers."""
     windows = []
     for window in report.windows:
         kept = _arms_to_keep(window.arms, artifact.identity)
         # Judge again: with fewer arms there are fewer comparisons to correct for.
         windows.append(_judge(window.sink, window.recent, kept, report.exact))
-    evaluation = report.model_copy(update={"windows": windows})
+    evaluation = report.model_copy(update={"windows": windows, "probes": probes})
     content = strict_json.text(evaluation.model_dump())
     summary = evaluation.summary().model_dump()
     add_files(artifact, {EVALUATION: content}, {"evaluation": summary})

@@ -7,6 +7,13 @@ import pytest
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.runtime.vllm import probe
+
+
+@pytest.fixture(autouse=True)
+def one_prompt(monkeypatch):
+    """One prompt is recorded for servers, because each takes five seconds on a CPU."""
+    monkeypatch.setattr(probe, "PROMPTS", 1)
 
 
 @pytest.fixture(scope="session")

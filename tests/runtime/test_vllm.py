@@ -5,8 +5,8 @@
 
 import json
 import os
+import random
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -22,11 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rotationzoo import Artifact, RotatedCache
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.server import Server
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.model.source import DEMO
+from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.runtime.vllm.probe import record_probes
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
@@ -201,11 +203,14 @@ def test_other_families(family, prompts, tmp_path):
 
 
 @contextmanager
-def server(artifact: Path, folder: Path):
-    """The address of a server that `rotationzoo serve` started."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def server(artifact: Path | None, folder: Path):
+    """The address of a server that `rotationzoo serve` started, or vLLM itself."""
+    # Below the ports that systems give to connections: vLLM binds its own many seconds later.
+    port = random.randrange(20_000, 32_000)
     words = [PYTHON.parent / "rotationzoo", "serve", "demo", "--rotations", str(artifact)]
+    if artifact is None:
+        entry = "vllm.entrypoints.launchers.api_server.entry"
+        words = [PYTHON, "-m", entry, "--model", str(DEMO)]
     options = {"port": port, "dtype": "float32", "max-model-len": 2048}
     options |= {"max-num-batched-tokens": CHUNK, "max-num-seqs": 8}
     words += [f"--{name}={value}" for name, value in options.items()]
@@ -228,13 +233,34 @@ def server(artifact: Path, folder: Path):
         process.wait(60)
 
 
-def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, tmp_path):
+@pytest.fixture(scope="module")
+def probes(made):
+    artifact, tokenizer = Artifact.open(made), AutoTokenizer.from_pretrained(DEMO)
+    return record_probes(load(DEMO), tokenizer, artifact, find("demo"))
+
+
+@pytest.mark.parametrize(("recipe", "verdict"), [(None, "exact"), ("hadamard", "other")])
+def test_a_server_that_reads_something_else_is_told(made, probes, tmp_path, recipe, verdict):
+    """Measured: .00 of what rounding changes from the exact model, where nothing is rounded."""
+    artifact = None
+    if recipe is not None:
+        job = Job("demo", PRESETS[recipe], tmp_path / "other", device="cpu")
+        artifact = calibrate(job).folder
+    with server(artifact, tmp_path) as address:
+        reading = Server(address, Artifact.open(made), probes).read()
+    assert reading.verdict == verdict, reading
+
+
+def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     settings = PromptSettings("needles", 12, length=1024, pool="judge")
     questions = write_prompts(settings, tokenizer, tokenizer(TEXT * 3).input_ids)
     with server(made, tmp_path) as address:
         job = {"server": address, "prompts": [prompt.ids.tolist() for prompt in questions]}
         ranks = drive(tmp_path, job)
+        readings = [Server(address, Artifact.open(made), probes).read() for _ in range(2)]
+    # Measured: .24 of what rounding changes, in chunks of 256 where the record has one of 1,024.
+    assert [reading.verdict for reading in readings] == ["in use", "in use"], readings
     served = [
         all(rank == 1 for rank in of_prompt[question.answer.start - 1 : question.answer.stop - 1])
         for prompt, of_prompt in zip(questions, ranks, strict=True)

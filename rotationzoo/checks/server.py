@@ -1,0 +1,234 @@
+"""A few requests to a running server, whose log probabilities tell which rotations it reads."""
+
+import os
+import re
+import secrets
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from rotationzoo.artifact.measured import Probe
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import model_words
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.network import limits
+from rotationzoo.network.huggingface_session import limit_sessions
+from rotationzoo.network.tokens import check_token
+from rotationzoo.storage import strict_json
+from rotationzoo.storage.strict_json import Strict
+from rotationzoo.words import shortened
+
+KEY = "OPENAI_API_KEY"
+"""The environment variable with the server's key, as vLLM's and OpenAI's clients have it."""
+SECONDS = 120.0
+"""For one answer: a CPU takes .15 s a token, and other requests may come first."""
+NEAR = 0.6
+"""Up to this share of what rounding changes, two readings are the same. Measured with the demo
+model, server and record in float32 or bfloat16: with the artifact, a server is 0 to .49 from the
+record; without one, 0 to .34 from the exact model; with other rotations or another rounding, 1.08
+or more from both; with half of the recent window, .70 from the record."""
+LEAST_CHANGE = 0.05
+"""Nats. The demo's are .15, and bfloat16 alone moves a server by .05."""
+LEAST_COMPARED = 40
+"""Log probabilities. Fewer would be those of less than eight tokens."""
+
+Verdict = Literal["in use", "exact", "other", "unclear"]
+Content = TypeVar("Content", bound=Strict)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a server's log probabilities say. Distances are mean absolute differences in nats."""
+
+    compared: int
+    """Log probabilities of tokens that were read from a cache which holds codes."""
+    change: float
+    """From the exact model to the record: what rounding changes."""
+    to_record: float
+    """From the server to the record."""
+    to_exact: float
+    """From the server to the exact model."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Which cache the server reads."""
+        if self.compared < LEAST_COMPARED or self.change < LEAST_CHANGE:
+            return "unclear"
+        near_record = self.to_record <= NEAR * self.change
+        near_exact = self.to_exact <= NEAR * self.change
+        if near_record and near_exact:
+            return "unclear"
+        if near_record:
+            return "in use"
+        return "exact" if near_exact else "other"
+
+    @property
+    def words(self) -> str:
+        """The distances in a sentence."""
+        return (
+            f"{self.compared} log probabilities are {self.to_record:.3f} nats from the record and "
+            f"{self.to_exact:.3f} from the exact model, which rounding moves by {self.change:.3f}"
+        )
+
+
+class _Model(Strict):
+    id: str
+    owned_by: str = ""
+    max_model_len: int | None = None
+
+
+class _Models(Strict):
+    data: Annotated[list[_Model], Field(min_length=1)]
+
+
+class LogProbabilities(Strict):
+    """The tokens of an answer, as `token_id:7`, and the log probabilities of the most probable ones
+    in the place of each."""
+
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class _Choice(Strict):
+    logprobs: LogProbabilities | None = None
+
+
+class _Completion(Strict):
+    choices: Annotated[list[_Choice], Field(min_length=1)]
+
+
+def recorded_probes(artifact: Artifact) -> list[Probe]:
+    """What a server with an artifact's rotations answers. Raises `RotationZooError` where that was
+    not recorded."""
+    probes = artifact.measured.probes if artifact.measured else []
+    if not probes:
+        model, *revision = model_words(artifact)
+        words = ["rotationzoo", "evaluate", model, str(artifact.folder), "--save", *revision]
+        raise RotationZooError(
+            f"{artifact.folder} has no record of what a server answers",
+            hint=f"record it with: {shlex.join(words)}",
+        )
+    return probes
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is to read an artifact's rotations. Raises `UsageError` for an address that is
+    not of http or https."""
+
+    address: str
+    artifact: Artifact
+    probes: Sequence[Probe]
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]", self.address):
+            raise UsageError(
+                f"{self.address} is no address of a server", hint="--server http://127.0.0.1:8000"
+            )
+
+    def read(self) -> Reading:
+        """Let it continue the recorded prompts, and compare what it answers. Raises
+        `RotationZooError` where it does not answer, or not as vLLM does."""
+        model = self._ask("models", _Models).data[0]
+        if model.owned_by != "vllm":
+            raise self.refuse("is not vLLM")
+        needed = max(len(probe.prompt) + len(probe.tokens) for probe in self.probes)
+        if model.max_model_len is not None and model.max_model_len < needed:
+            raise self.refuse(
+                f"takes {model.max_model_len:,} tokens, and the record has {needed:,}"
+            )
+        return compare(self.probes, [self._continue(model.id, each) for each in self.probes])
+
+    def refusal(self, reading: Reading) -> RotationZooError | None:
+        """The error for what a server reads; None if it is the artifact's rotations."""
+        problems = {
+            "exact": "reads an exact cache: the artifact is not in use",
+            "other": "reads other rotations, or was started with another model, other windows or "
+            "another rounding",
+            "unclear": "answers too little to tell which rotations it reads",
+        }
+        problem = problems.get(reading.verdict)
+        return self.refuse(f"{problem} ({reading.words})") if problem else None
+
+    def refuse(self, problem: str) -> RotationZooError:
+        """The error for a server, with the command that starts the right one."""
+        words = ["serve", *model_words(self.artifact), "--rotations", str(self.artifact.folder)]
+        hint = f"start it with: {shlex.join(['rotationzoo', *words])}"
+        return RotationZooError(f"the server at {self.address} {problem}", hint=hint)
+
+    def _continue(self, model: str, probe: Probe) -> LogProbabilities:
+        request = {
+            "model": model,
+            "prompt": probe.prompt,
+            "max_tokens": len(probe.tokens),
+            "temperature": 0,
+            "repetition_penalty": 1.0,  # a model's own may be another
+            "ignore_eos": True,
+            "logprobs": len(probe.candidates[0]),
+            "return_tokens_as_token_ids": True,
+            # With fewer tokens to choose from, a near tie less often ends the comparison.
+            "allowed_token_ids": sorted(set(probe.tokens)),
+            # The prompt is to be read exact, and a prefix that is there would be read from codes.
+            "cache_salt": secrets.token_hex(16),
+        }
+        answer = self._ask("completions", _Completion, request).choices[0].logprobs
+        if answer is None:
+            raise self.refuse("gives no log probabilities")
+        return answer
+
+    def _ask(
+        self, path: str, kind: type[Content], request: dict[str, Any] | None = None
+    ) -> Content:
+        url = f"{self.address.rstrip('/').removesuffix('/v1')}/v1/{path}"
+        httpx = limit_sessions().httpx
+        key = check_token(os.environ.get(KEY), KEY)
+        headers = {"accept-encoding": "identity"}
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+
+        def ask() -> tuple[int, bytes]:
+            method = "GET" if request is None else "POST"
+            options = {"json": request, "headers": headers, "timeout": SECONDS}
+            with httpx.stream(method, url, **options) as response:
+                limits.check_encoding(response.headers, url)
+                chunks = limits.limit_chunks(response.iter_raw(), limits.ANSWER_BYTES, url)
+                return response.status_code, b"".join(chunks)
+
+        try:
+            status, content = limits.call_within(SECONDS, ask, self.address)
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self.refuse(f"does not answer: {error}") from error
+        if status == 401:
+            raise self.refuse(f"wants another key than there is in {KEY}")
+        if status != 200:
+            words = shortened(" ".join(content.decode(errors="replace").split()))
+            raise self.refuse(f"answers with status {status}: {words}")
+        what = f"the answer of {url}"
+        return strict_json.validate(kind, strict_json.parse(content, what), what)
+
+
+def compare(probes: Sequence[Probe], answers: Sequence[LogProbabilities]) -> Reading:
+    """Compare answers with the record, each up to its first other token. First tokens are left out,
+    because everything before them is read exact."""
+    changes, to_record, to_exact = [], [], []
+    for probe, answer in zip(probes, answers, strict=True):
+        tables = probe.candidates, probe.log_probabilities, probe.exact
+        said = zip(answer.tokens, answer.top_logprobs, strict=False)
+        # A server may send more or fewer tokens than it was asked for.
+        places = zip(probe.tokens, said, *tables, strict=False)
+        for place, (expected, (token, top), *columns) in enumerate(places):
+            for candidate, record, exact in zip(*columns, strict=True):
+                served = top.get(f"token_id:{candidate}")
+                if place and served is not None:
+                    changes.append(abs(record - exact))
+                    to_record.append(abs(served - record))
+                    to_exact.append(abs(served - exact))
+            if token != f"token_id:{expected}":
+                break
+    if not changes:
+        return Reading(0, 0.0, 0.0, 0.0)
+    return Reading(len(changes), fmean(changes), fmean(to_record), fmean(to_exact))

@@ -1,0 +1,190 @@
+"""What a running server reads: told from what was recorded, by a server that answers as one would
+and by servers that do not."""
+
+import json
+import shutil
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rotationzoo import api
+from rotationzoo.artifact.measured import Probe
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.server import KEY, LogProbabilities, compare
+
+MODELS = {"data": [{"id": "served", "owned_by": "vllm", "max_model_len": 2048}]}
+
+
+@pytest.fixture(scope="module")
+def recorded(calibrated, tiny, tmp_path_factory) -> Artifact:
+    """The artifact of the tiny model after `evaluate --save`."""
+    folder = shutil.copytree(calibrated.folder, tmp_path_factory.mktemp("recorded") / "saved")
+    api.evaluate(str(tiny), folder, save=True, tasks=[], tokens=512, device="cpu", baselines=())
+    return Artifact.open(folder)
+
+
+def answers(probe: Probe, column: list[list[float]], noise=0.0) -> dict:
+    """What a server answers whose log probabilities are those of a column, with normal noise of a
+    standard deviation in nats."""
+    noisy = torch.tensor(column) + noise * torch.randn(len(column), len(column[0]))
+    tops = [
+        {f"token_id:{token}": number for token, number in zip(*row, strict=True)}
+        for row in zip(probe.candidates, noisy.tolist(), strict=True)
+    ]
+    return {"tokens": [f"token_id:{token}" for token in probe.tokens], "top_logprobs": tops}
+
+
+def made_up(change: float) -> Probe:
+    """A record of 16 tokens that rounding moves by normal `change` nats."""
+    torch.manual_seed(0)
+    exact = torch.randn(16, 5)
+    ids = torch.arange(80).view(16, 5)
+    return Probe(
+        prompt=[1],
+        tokens=ids[:, 0].tolist(),
+        candidates=ids.tolist(),
+        exact=exact.tolist(),
+        log_probabilities=(exact + change * torch.randn(16, 5)).tolist(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "column", "noise", "tokens", "verdict"),
+    [
+        (0.2, "log_probabilities", 0.05, 16, "in use"),
+        (0.2, "exact", 0.05, 16, "exact"),
+        (0.2, "exact", 0.2, 16, "other"),
+        (0.2, "log_probabilities", 0.0, 8, "unclear"),
+        (0.03, "log_probabilities", 0.0, 16, "unclear"),
+    ],
+)
+def test_the_verdict_is_the_nearer_reading(change, column, noise, tokens, verdict):
+    probe = made_up(change)
+    said = answers(probe, getattr(probe, column), noise)
+    # Another token: what comes after it has another context.
+    said["tokens"][tokens - 1 :] = ["token_id:99"] * (17 - tokens)
+    reading = compare([probe], [LogProbabilities(**said)])
+    assert reading.compared == 5 * (tokens - 1), "all but those of the first token"
+    assert reading.verdict == verdict
+
+
+def test_the_record_has_what_the_exact_model_says_and_what_codes_change(recorded, tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    probes = recorded.measured.probes
+    assert len(probes) == 4
+    for probe in probes:
+        ids = torch.tensor([*probe.prompt, *probe.tokens])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(probe.prompt) - 1 : -1]
+        exact = logits.log_softmax(-1).gather(1, torch.tensor(probe.candidates))
+        torch.testing.assert_close(torch.tensor(probe.exact), exact, rtol=0, atol=1e-3)
+        change = (torch.tensor(probe.log_probabilities) - exact).abs().mean(1)
+        assert change[0] < 1e-3, "a prompt reads itself exact"
+        assert change[1:].mean() > 0.02
+        assert [row[0] for row in probe.candidates] == probe.tokens
+
+
+@contextmanager
+def serving(*, models=MODELS, complete=None, status=200):
+    """The address of a server, and the requests that it got with their keys."""
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(models)
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            requests.append((body, self.headers["authorization"]))
+            self.answer({"choices": [{"logprobs": complete and complete(body)}]})
+
+        def answer(self, content):
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("column", ["log_probabilities", "exact"])
+def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
+    probes = {tuple(probe.prompt): probe for probe in recorded.measured.probes}
+
+    def complete(body):
+        probe = probes[tuple(body["prompt"])]
+        return answers(probe, getattr(probe, column))
+
+    monkeypatch.setenv(KEY, "secret-key")
+    with serving(complete=complete) as (address, requests):
+        words = ["verify", recorded.folder, "--server"]
+        shown = inside(*words, f"{address}/v1/", "--json")
+        said = inside(*words, address)
+    result = json.loads(shown.stdout)
+    salts = {body["cache_salt"] for body, _ in requests}
+    assert len(salts) == len(requests) == 8, "no cached prefix is read"
+    assert {key for _, key in requests} == {"Bearer secret-key"}
+    if column == "exact":
+        assert shown.returncode == said.returncode == 1
+        assert result["server"]["verdict"] == "exact"
+        assert "reads an exact cache: the artifact is not in use" in said.stderr
+        assert f"--rotations {recorded.folder}" in said.stderr
+        assert not result["ok"]
+    else:
+        assert shown.returncode == said.returncode == 0, said.stderr
+        assert result["ok"]
+        assert result["server"]["to_record"] == 0
+        assert "The server reads these rotations" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"models": {"data": [{"id": "a", "owned_by": "llamacpp"}]}}, "is not vLLM"),
+        ({"models": {"data": []}}, "is damaged: data: "),
+        ({"models": b"<html>"}, "no JSON that can be read"),
+        ({"status": 401}, f"wants another key than there is in {KEY}"),
+        ({"status": 307, "models": b"elsewhere"}, "answers with status 307: elsewhere"),
+        ({}, "gives no log probabilities"),
+        (
+            {"models": {"data": [{**MODELS["data"][0], "max_model_len": 100}]}},
+            "takes 100 tokens, and the record has 512",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_compared_is_an_error_of_one_sentence(
+    inside, recorded, answer, said
+):
+    with serving(**answer) as (address, _):
+        done = inside("verify", recorded.folder, "--server", address)
+    assert done.returncode == 1
+    error, hint = done.stderr.splitlines()
+    assert said in error
+    assert hint.startswith("Hint: ")
+
+
+def test_no_server_no_record_and_no_address(inside, recorded, calibrated):
+    for artifact, address, said, next_command in (
+        (recorded, "http://127.0.0.1:9", "does not answer", "rotationzoo serve MODEL --rotations"),
+        (calibrated, "http://127.0.0.1:9", "has no record", "rotationzoo evaluate MODEL"),
+        (recorded, "ftp://127.0.0.1", "is no address of a server", "--server http://"),
+        (recorded, "http://[", "does not answer", "rotationzoo serve"),
+    ):
+        done = inside("verify", artifact.folder, "--server", address)
+        assert done.returncode == (2 if address.startswith("ftp") else 1)
+        assert said in done.stderr
+        assert next_command in done.stderr
