@@ -191,7 +191,7 @@ def _encode(
     if job.prompt is not None:
         ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
         prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
-        exact = sum(windows.values()) - prompt.max_new_tokens
+        exact = windows["sink"] + windows["recent"] - prompt.max_new_tokens
         if job.compare and len(ids) <= exact:
             note(f"the prompt stays exact, so {LEAD:,} tokens of code come before it")
             return put_text_before(prompt, tokenizer)
