@@ -86,6 +86,8 @@ class EvaluationOptions(Text, Rows, total=False):
     """The engine's 2-bit format, such as `sglang` or `mlx`."""
     pooled: bool
     """Measure each artifact with one rotation per layer, too, as `export --pooled` writes it."""
+    anyway: bool
+    """Measure artifacts that were made for other weights, too."""
     layers: set[int]
     """Quantize only these layers."""
     sides: tuple[str, ...]
@@ -114,6 +116,8 @@ class GenerationOptions(CacheOptions, RunOptions, total=False):
     seed: int
     prefill_chunk: int
     """Tokens of the prompt that are read at a time, 2,048 by default."""
+    anyway: bool
+    """Use rotations that were made for other weights, too."""
     compare: bool
     """Let the exact model continue the prompt, too."""
     rope_scaling: str

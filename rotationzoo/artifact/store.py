@@ -35,6 +35,8 @@ _KERNELS = "validation.json", "int2.cu", "feedback.cu"
 ANSWERS, REPORT = "answers.png", "report.html"
 ADDED = (EVALUATION, *_KERNELS, ANSWERS, REPORT)
 SIGNATURE = "model.sig"
+EXPORT = "export.json"
+"""What `export` says of the files that it wrote for an engine."""
 """A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
@@ -262,10 +264,15 @@ class Artifact:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if files.size_of(path) is None:
+        if files.size_of(folder / EXPORT) is not None:
+            raise RotationZooError(
+                f"{folder} holds files for an engine, which export wrote, and is no artifact",
+                hint="name the artifact that they were exported from",
+            )
         reason = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
         raise RotationZooError(
             f"{folder} is no artifact: {reason}",
-            hint="make one with: rotationzoo calibrate demo",
+            hint="make one with: rotationzoo calibrate MODEL",
         )
     return read_manifest(path)
 

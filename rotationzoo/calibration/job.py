@@ -6,6 +6,7 @@ folder is checked first: whether it is writable, replaceable, or already finishe
 
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
@@ -105,19 +106,22 @@ def _asked_recipe(artifact: Artifact) -> str:
     return str(manifest.identity.get("recipe", manifest.recipe_sha256))
 
 
-def calibrate(job: Job, progress: Progress = silent) -> Artifact:
+def calibrate(
+    job: Job, progress: Progress = silent, note: Callable[[str], None] | None = None
+) -> Artifact:
     """Run a job, resuming from a checkpoint of the same job if there is one, and return its
     artifact.
 
-    If the finished artifact of the same job is already there, it is returned unchanged. Raises
-    `RotationZooError`, with one sentence, for everything that a user can put right. Whatever can be
-    known before the passes through the model is raised before them.
+    `note` is told at the start if there are fewer tokens than asked for. If the finished artifact
+    of the same job is already there, it is returned unchanged. Raises `RotationZooError`, with one
+    sentence, for everything that a user can put right. Whatever can be known before the passes
+    through the model is raised before them.
     """
     # Listed before the job creates any of them.
     missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
     try:
         with ExitStack() as locks:
-            return _calibrate(job, progress, locks)
+            return _calibrate(job, progress, note, locks)
     except BaseException as error:
         if isinstance(error, Unsound):
             # Resuming from the same sums would only be refused again.
@@ -130,7 +134,9 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
         raise
 
 
-def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
+def _calibrate(
+    job: Job, progress: Progress, note: Callable[[str], None] | None, locks: ExitStack
+) -> Artifact:
     """Run the job under a lock, which `locks` holds until the end.
 
     Meanwhile no other calibration may touch the checkpoint or the artifact's folder.
@@ -149,6 +155,8 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
     text = _read_text(planned)
+    if note and text and text.note:
+        note(text.note)
     check_room(planned)
     if planned.needs_weights:
         fetch_weights(source, progress)

@@ -19,11 +19,16 @@ _SEVERAL = re.compile(r"(\d{1,4})\s*[x*]\s*(.+)", re.IGNORECASE)
 class Card:
     """One GPU, or several of one kind that share a model evenly."""
 
-    name: str
+    kind: str
     memory: int
-    """Bytes."""
+    """Bytes of all of them."""
     bandwidth: int | None
-    """Bytes per second; None where only the memory is known."""
+    """Bytes per second of all of them; None where only the memory is known."""
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.count == 1 else f"{self.count} x {self.kind}"
 
     @property
     def usable(self) -> int:
@@ -44,7 +49,7 @@ CARDS = {
         _card("RTX 3090", 24, 936),
         _card("RTX 4090", 24, 1008),
         _card("L40S", 48, 864),
-        _card("A100", 80, 2039),
+        _card("A100 80GB", 80, 2039),
         _card("H100", 80, 3350),
         _card("H200", 141, 4800),
         # "DGX B200": 1,440 GB and 64 TB/s for eight. The chip's announcement said 192 GB.
@@ -53,14 +58,18 @@ CARDS = {
 }
 
 
+def several(card: Card, count: int) -> Card:
+    """So many times a card."""
+    bandwidth = None if card.bandwidth is None else card.bandwidth * count
+    return Card(card.kind, card.memory * count, bandwidth, card.count * count)
+
+
 def parse_card(text: str) -> Card:
     """A GPU from its name (`H100`), its memory (`24GiB`), or several of one (`2x24GiB`). Raises
     `UsageError`."""
-    several = _SEVERAL.fullmatch(text.strip())
-    if several and int(several[1]) > 0:
-        one, count = parse_card(several[2]), int(several[1])
-        bandwidth = None if one.bandwidth is None else one.bandwidth * count
-        return Card(f"{count} x {one.name}", one.memory * count, bandwidth)
+    match = _SEVERAL.fullmatch(text.strip())
+    if match and int(match[1]) > 0:
+        return several(parse_card(match[2]), int(match[1]))
     names = {_plain(name): name for name in CARDS}
     plain = _plain(text)
     for candidate in (plain, f"rtx{plain}"):

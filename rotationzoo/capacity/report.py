@@ -2,14 +2,18 @@
 plain sentences.
 """
 
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from rotationzoo.capacity.cache_bytes import CACHES, elements
-from rotationzoo.capacity.cards import CARDS, Card
+from rotationzoo.capacity.cache_bytes import CACHES, elements, longest_context
+from rotationzoo.capacity.cards import CARDS, Card, several
 from rotationzoo.capacity.job import Capacity
 from rotationzoo.words import counted
 
 WEIGHTS_WORDS = {"published": "weights as published", "4bit": "weights in 4 bits"}
+_MOST_CARDS = 16
+"""No more are offered where one card is too small."""
 
 
 def size_words(count: int) -> str:
@@ -25,35 +29,69 @@ def wish_words(capacity: Capacity) -> str:
     return f"{counted(wish.requests, 'request')} of {counted(wish.context, 'token')}"
 
 
-def judge_wish(capacity: Capacity, card: Card) -> tuple[bool, str]:
-    """Whether the wish fits a card in any way, and the sentence that says how, or why not.
+@dataclass(frozen=True)
+class Answer:
+    """Whether a wish fits a card, in a sentence that says how, or what would fit instead.
 
-    Weights as published come before weights in 4 bits, and larger caches before smaller ones.
+    `weights` and `cache`: the smallest change that makes it fit; None where nothing does.
     """
-    wish = wish_words(capacity)
-    for weights, words in WEIGHTS_WORDS.items():
-        fitting = []
-        for cache in capacity.caches:
-            if capacity.most_requests(cache, weights, card) >= capacity.wish.requests:
-                fitting.append(cache)
-        if fitting:
-            *others, last = fitting
-            kinds = f"{', '.join(others)} or {last}" if others else last
-            return True, f"Yes: {card.name} holds {wish} with {words} and a cache in {kinds}"
-    cache = min(capacity.caches, key=capacity.request_bytes)
-    need = size_words(capacity.wish.requests * capacity.request_bytes(cache))
-    four_bit = size_words(capacity.weights.four_bit)
-    usable = size_words(card.usable)
+
+    words: str
+    weights: str | None = None
+    cache: str | None = None
+
+
+def judge_wish(capacity: Capacity, card: Card) -> Answer:
+    """The answer to a wish."""
+    fitting, wish = _smallest_change(capacity, card), wish_words(capacity)
+    if fitting is None:
+        return Answer(f"No: {_shortage(capacity, card)}{_what_fits(capacity, card)}")
+    weights, cache = fitting
+    words = f"Yes: {card.name} holds {wish} with {WEIGHTS_WORDS[weights]} and a cache in {cache}"
+    if (smallest := capacity.caches[-1]) != cache:
+        words += f", or {capacity.most_requests(smallest, weights, card):,} in {smallest}"
+    return Answer(words, weights, cache)
+
+
+def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
+    """The weights and the cache with which a wish fits a card: weights as published come before
+    weights in 4 bits, and larger caches before smaller ones."""
+    for weights, cache in product(WEIGHTS_WORDS, capacity.caches):
+        if capacity.most_requests(cache, weights, card) >= capacity.wish.requests:
+            return weights, cache
+    return None
+
+
+def _shortage(capacity: Capacity, card: Card) -> str:
+    """Why a wish does not fit, even with the smallest weights and cache."""
+    cache, wish = capacity.caches[-1], capacity.wish
+    need = size_words(wish.requests * capacity.request_bytes(cache))
+    four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
     if capacity.weights.four_bit > card.usable:
-        return False, (
-            f"No: even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
+        return (
+            f"even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
             "weights and cache"
         )
-    verb = "needs" if capacity.wish.requests == 1 else "need"
-    return False, (
-        f"No: {wish} {verb} {need} of cache even in {cache}, on top of {four_bit} of weights in 4 "
-        f"bits, and {card.name} has {usable} for both"
+    verb = "needs" if wish.requests == 1 else "need"
+    return (
+        f"{wish_words(capacity)} {verb} {need} of cache even in {cache}, on top of {four_bit} of "
+        f"weights in 4 bits, and {card.name} has {usable} for both"
     )
+
+
+def _what_fits(capacity: Capacity, card: Card) -> str:
+    """The nearest wishes that fit: fewer tokens, or more cards of the kind."""
+    cache, wish, words = capacity.caches[-1], capacity.wish, ""
+    free = (card.usable - capacity.weights.four_bit) // wish.requests
+    if tokens := longest_context(capacity.shape, cache, free, wish.storage):
+        words += f"; --context {tokens} fits with weights in 4 bits and a cache in {cache}"
+    for count in range(2, _MOST_CARDS + 1):
+        cards = several(card, count)
+        if fitting := _smallest_change(capacity, cards):
+            weights, cache = fitting
+            fit = f"{WEIGHTS_WORDS[weights]} and a cache in {cache}"
+            return f"{words}; {cards.name} hold it with {fit}"
+    return words
 
 
 def remarks(capacity: Capacity) -> list[str]:

@@ -29,8 +29,6 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
         "peak_memory_bytes": run.peak_memory_bytes,
         "orthogonality_error": manifest.metrics.orthogonality_error,
     }
-    if calibration and calibration.note:
-        out.note(calibration.note)
     out.notes(manifest.notes)
 
     def human() -> None:

@@ -1,5 +1,6 @@
 """`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
+import os
 import shlex
 import signal
 from pathlib import Path
@@ -26,11 +27,16 @@ from rotationzoo.cli.options import (
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import Interrupted
+from rotationzoo.errors import Interrupted, RotationZooError
+from rotationzoo.words import nearest, shortened
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.plan import Job
+
+
+RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
+"""The names in `recipe.PRESETS`."""
 
 
 def calibrate_command(
@@ -40,9 +46,7 @@ def calibrate_command(
             help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
         ),
     ],
-    recipe: Annotated[
-        str, typer.Option(help="oscar, oscar-v1, hadamard, random, identity, or a YAML file.")
-    ] = "oscar",
+    recipe: Annotated[str, typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file.")] = "oscar",
     data: Annotated[
         str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")
     ] = None,
@@ -86,7 +90,7 @@ def calibrate_command(
         bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; read only the config.")
+        bool, typer.Option("--dry-run", help="Say what would be done; read no weights.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -100,6 +104,7 @@ def calibrate_command(
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
     out = Output(json, quiet)
+    _check_recipe(recipe)
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
@@ -141,6 +146,16 @@ def calibrate_command(
     suggest_evaluation(out, artifact, model, revision)
 
 
+def _check_recipe(recipe: str) -> None:
+    """Raise `RotationZooError` for a recipe that is neither a name nor a file. `recipe.load` knows
+    it, too, but its module imports torch."""
+    if recipe not in RECIPES and not os.path.isfile(recipe):
+        raise RotationZooError(
+            f"there is no recipe {shortened(recipe)!r}{nearest(recipe, RECIPES)}",
+            hint=f"give one of {', '.join(RECIPES)}, or a YAML file such as configs/Qwen3-8B.yaml",
+        )
+
+
 def _last_change(folder: Path) -> int | None:
     return folder.stat().st_ctime_ns if folder.exists() else None
 
@@ -154,7 +169,7 @@ def _calibrate(out: Output, job: "Job") -> "Artifact":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
-            return calibrate(job, progress)
+            return calibrate(job, progress, out.note)
     except KeyboardInterrupt:
         raise _interruption(job) from None
 

@@ -1,12 +1,16 @@
 """The output of `calibrate --dry-run`: a few lines for people, or one JSON object."""
 
+from dataclasses import replace
 from typing import Any
 
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
+from rotationzoo.errors import ModelUnavailable
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
+from rotationzoo.model.loading import load_tokenizer
+from rotationzoo.model.source import Source, fetch
 from rotationzoo.recipe import Recipe
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, bits_per_element
@@ -16,11 +20,34 @@ from rotationzoo.words import counted
 def show_plan(out: Output, job: Job) -> None:
     """Plan the job from the model's config, and print the plan."""
     known = plan(job)
+    if known.refusal is None and known.job.recipe.needs_statistics:
+        known = replace(known, notes=(*known.notes, *_missing_tokenizer(known.source)))
     data = _plan_json(known)
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
     if known.refusal is None:
-        out.suggest(*typed_words("--dry-run"))
+        out.suggest(*typed_words("--dry-run"), *_flag_that_fits(known))
+
+
+def _missing_tokenizer(source: Source) -> list[str]:
+    """A note for a model whose tokenizer cannot be loaded."""
+    try:
+        fetch(source, weights=False)
+        load_tokenizer(source)
+    except ModelUnavailable as error:
+        return [f"it cannot be calibrated yet: {error}"]
+    return []
+
+
+def _flag_that_fits(known: Plan) -> list[str]:
+    """The flag with which a job needs no more memory than there is, or leaves weights on disk."""
+    job = known.job
+    if known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None:
+        return []
+    smaller = plan(replace(job, dtype="bfloat16"))
+    if smaller.peak_memory_bytes <= smaller.memory_bytes:
+        return ["--dtype", "bfloat16"]
+    return ["--device-map", "auto"]
 
 
 def _plan_json(known: Plan) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
+    Anyway,
     Column,
     Device,
     DeviceMap,
@@ -94,6 +95,7 @@ def evaluate_command(
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
     ] = False,
+    anyway: Anyway = False,
     revision: Revision = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -145,6 +147,7 @@ def evaluate_command(
         real_cache=real_cache,
         queries=queries,
         rope_scaling=rope_scaling,
+        anyway=anyway,
         revision=revision,
         batch=batch,
         device=device,

@@ -10,6 +10,7 @@ import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
+    Anyway,
     CacheFormat,
     Device,
     DeviceMap,
@@ -80,6 +81,7 @@ def generate_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show what the exact model writes.")
     ] = False,
+    anyway: Anyway = False,
     revision: Revision = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -122,6 +124,7 @@ def generate_command(
         prefill_chunk=prefill_chunk,
         prefill_layout=prefill_layout,
         compare=compare,
+        anyway=anyway,
         rope_scaling=rope_scaling,
         revision=revision,
         device=device,

@@ -161,6 +161,9 @@ Windows = Annotated[
     str | None, typer.Option("--windows", help="Sink and recent tokens kept exact, as 64/256.")
 ]
 
+Anyway = Annotated[
+    bool, typer.Option("--anyway", help="Also take rotations that were made for other weights.")
+]
 Rounding = Annotated[
     Literal["nearest", "feedback"] | None,
     typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),

@@ -14,6 +14,7 @@ def plan_command(
     gpu: Annotated[
         str, typer.Option(help="A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")
     ] = "24GiB",
+    gpus: Annotated[int, typer.Option(min=1, help="How many of it share the model.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request.")] = 131072,
     requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
     format: Annotated[
@@ -41,12 +42,12 @@ def plan_command(
     """
     out = Output(json, quiet)
     from rotationzoo.capacity.cache_bytes import Storage
-    from rotationzoo.capacity.cards import parse_card
+    from rotationzoo.capacity.cards import parse_card, several
     from rotationzoo.capacity.job import Wish, measure_capacity
     from rotationzoo.cli.plan_view import show_capacity
     from rotationzoo.codec.formats import FORMATS
 
-    card = parse_card(gpu)
+    card = several(parse_card(gpu), gpus)
     hush_libraries()
     storage = Storage(FORMATS[format], sink, recent)
     wish = Wish(model, context, requests, card, storage, revision)

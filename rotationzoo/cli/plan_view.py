@@ -5,7 +5,13 @@ from typing import Any
 
 from rotationzoo.capacity.cards import USABLE
 from rotationzoo.capacity.job import Capacity, zoo_entries
-from rotationzoo.capacity.report import capacity_json, judge_wish, remarks, size_words
+from rotationzoo.capacity.report import (
+    Answer,
+    capacity_json,
+    judge_wish,
+    remarks,
+    size_words,
+)
 from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.storage.folders import default_output
 from rotationzoo.words import counted
@@ -16,31 +22,31 @@ _WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}
 
 def show_capacity(out: Output, capacity: Capacity, format: str) -> None:
     """Print the plan for a wish."""
-    fits, sentence = judge_wish(capacity, capacity.wish.card)
+    answer = judge_wish(capacity, capacity.wish.card)
     entries = zoo_entries(capacity)
     commands = _commands(capacity, format)
     notes = remarks(capacity)
     data = {
         **capacity_json(capacity),
         "format": format,
-        "fits": fits,
-        "answer": sentence,
+        "fits": answer.cache is not None,
+        "answer": answer.words,
+        "needs": {"weights": answer.weights, "cache": answer.cache},
         "remarks": notes,
         "zoo": entries,
         "commands": commands,
     }
 
     def show() -> None:
+        say(answer.words, *(f"Note: {note}" for note in notes), "")
         _show_sizes(capacity, data, format)
         _show_card(data)
         _show_cards(data)
-        say("", sentence, *(f"Note: {note}" for note in notes))
+        say("")
         _show_published(data)
-        if commands:
-            say("", "To have it:")
-            show_lines(*(f"  {command}" for command in commands))
+        _show_steps(answer, commands, capacity.wish.model)
 
-    out.result(data, sentence, show)
+    out.result(data, answer.words, show)
     if any(entry["format"] in _PULLED for entry in entries):
         out.suggest("pull", capacity.wish.model)
     elif commands:
@@ -143,6 +149,21 @@ def _cells(fitting: dict[str, Any], small: str) -> list[str]:
 
 def _context(tokens: int | None) -> str:
     return "any" if tokens is None else f"{tokens:,}"
+
+
+def _show_steps(answer: Answer, commands: list[str], model: str) -> None:
+    """What makes the weights and the cache of the answer, and then the 2-bit cache."""
+    if answer.weights == "4bit":
+        say(
+            "Weights in 4 bits: a published AWQ or GPTQ copy of the model, or one that "
+            "llm-compressor makes of it (scheme W4A16)"
+        )
+    if answer.cache == "fp8":
+        say("A cache in fp8 is an option of the engine, such as:")
+        show_lines(f"  {shlex.join(['vllm', 'serve', model, '--kv-cache-dtype', 'fp8'])}")
+    if commands:
+        say("A cache in int2:")
+        show_lines(*(f"  {command}" for command in commands))
 
 
 def _commands(capacity: Capacity, format: str) -> list[str]:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.measured import MeasuredArm, Window, arms_of, plain_arm
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import RECORD as WEIGHTS_RECORD
-from rotationzoo.artifact.weights import model_words, read_record
+from rotationzoo.artifact.store import EXPORT, Artifact
+from rotationzoo.artifact.weights import RECORD, model_words, read_record
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.base import Launch, Payload
@@ -40,8 +39,6 @@ from rotationzoo.storage.folders import (
 )
 from rotationzoo.words import change
 
-RECORD = "export.json"
-
 
 class _Record(strict_json.Strict):
     """The part of `export.json` that a later export reads."""
@@ -56,7 +53,7 @@ def check_target(target: Path) -> None:
     if not target.exists():
         return
     is_empty = target.is_dir() and not any(target.iterdir())
-    if not is_empty and size_of(target / RECORD) is None:
+    if not is_empty and size_of(target / EXPORT) is None:
         raise RotationZooError(
             f"{target} exists and holds other files", hint="choose another place with --output"
         )
@@ -81,8 +78,8 @@ def _earlier_files(target: Path) -> list[str]:
     Anybody may have written the record, so a name counts only if the file's hash matches.
     """
     try:
-        content = strict_json.read(target / RECORD)
-        record = strict_json.validate(_Record, content, str(target / RECORD))
+        content = strict_json.read(target / EXPORT)
+        record = strict_json.validate(_Record, content, str(target / EXPORT))
     except RotationZooError:
         return []
     names = []
@@ -103,7 +100,7 @@ def check_absorbed(artifact: Artifact, folder: Path) -> str:
         command = f"rotationzoo export {shlex.quote(str(artifact.folder))} --absorb MODEL"
         raise RotationZooError(
             f"the weights of {folder} do not carry the value rotation of an artifact: it has no "
-            f"{WEIGHTS_RECORD}",
+            f"{RECORD}",
             hint=f"make such a copy with: {command}",
         )
     if record.artifact != artifact.identity:
@@ -168,7 +165,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         exported = Exported(request.engine, target, files, launch, reduced)
         record = as_json(exported) | {"artifact": artifact.identity}
-        write_new(work / RECORD, strict_json.text(record))
+        write_new(work / EXPORT, strict_json.text(record))
         for path in work.iterdir():
             # safetensors makes files private to their owner; a server may run as another user.
             path.chmod(0o644)

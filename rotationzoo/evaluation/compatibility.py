@@ -148,6 +148,17 @@ def notes_for_reader(
     return notes
 
 
+def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> None:
+    """Raise `RotationZooError` for artifacts that are known to be made for other weights than a
+    model's, unless the user wants them anyway. The weights must be on this machine."""
+    for note in filter(None, (other_weights_note(artifact, source) for artifact in artifacts)):
+        if not anyway:
+            model = shlex.quote(source.name)
+            raise RotationZooError(
+                note, hint=f"make one with: rotationzoo calibrate {model}; or add --anyway"
+            )
+
+
 def other_weights_note(artifact: Artifact, source: Source) -> str | None:
     """A note for an artifact that was made for other weights than these, or None."""
     if not _of_other_weights(artifact, source):

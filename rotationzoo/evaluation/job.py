@@ -18,6 +18,7 @@ from rotationzoo.evaluation.compatibility import (
     check_layers,
     check_length,
     check_positions,
+    check_weights,
     fit_rows,
     judged_text,
     notes_for_reader,
@@ -57,6 +58,8 @@ class Evaluation(RunSettings):
     """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
     format: str = "sglang"
     """The cache format: a name in `int2.SIMULATED`."""
+    anyway: bool = False
+    """Whether artifacts that were made for other weights are measured, too."""
     layers: set[int] | None = None
     """The layers whose cache is stored in 2 bits; None for all."""
     sides: tuple[str, ...] = ("key", "value")
@@ -134,6 +137,7 @@ def evaluate(
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     fetch_weights(source, progress)
+    check_weights(artifacts, source, job.anyway)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = loading.load(source, config, device, dtype, placement)

@@ -27,6 +27,7 @@ from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress
 from rotationzoo.storage import strict_yaml
 from rotationzoo.storage.growth import size_of_all, tell_growth
+from rotationzoo.words import nearest
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
 # Only files at the root are fetched: subfolders hold other formats of the same weights.
@@ -135,7 +136,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelUnavailable(
-            f"there is no model {model} on the hub, nor a folder of that name",
+            f"there is no model {model} on the hub, nor a folder of that name{_alike(model)}",
             hint="check the spelling; for a private model run: hf auth login",
         ) from error
     except RevisionNotFoundError as error:
@@ -147,7 +148,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         answer = _status(error.__cause__)
         what = "cannot be reached" if answer is None else f"answered {answer}"
         raise ModelUnavailable(
-            f"the hub {what} and {model} is not in the local cache",
+            f"the hub {what}, and {model} is neither in its cache here nor a folder{_alike(model)}",
             hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder; "
             "demo needs no network",
         ) from error
@@ -164,6 +165,13 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         raise ModelUnavailable(
             f"{model} could not be fetched: {first_sentence(error)}", hint=hint
         ) from error
+
+
+def _alike(model: str) -> str:
+    """A folder that was probably meant, as the end of an error message."""
+    parent = Path(model).parent
+    folders = [str(other) for other in parent.glob("*") if other.is_dir()]
+    return nearest(model, folders)
 
 
 def _status(error: BaseException | None) -> int | None:

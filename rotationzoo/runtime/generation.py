@@ -66,6 +66,8 @@ class Generation(RunSettings):
     prefill_chunk: int = 2048
     """The prompt is read in chunks of so many tokens, each of which reads the ones before it from
     the cache. Longer ones need more memory, and read fewer tokens quantized."""
+    anyway: bool = False
+    """Whether rotations that were made for other weights are used, too."""
     compare: bool = False
     """Whether the exact model continues the prompt too."""
     rope_scaling: str | None = None

@@ -11,6 +11,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
+    check_weights,
     other_weights_note,
     rope_notes,
     settle_rope_scaling,
@@ -34,7 +35,13 @@ from rotationzoo.runtime.continuation import (
 )
 from rotationzoo.runtime.generation import MAX_NEW_TOKENS, Generation
 from rotationzoo.runtime.options import CacheOptions, build_settings
-from rotationzoo.runtime.prompt import Prompt, encode_prompt, write_example
+from rotationzoo.runtime.prompt import (
+    LEAD,
+    Prompt,
+    encode_prompt,
+    put_text_before,
+    write_example,
+)
 from rotationzoo.runtime.text_stream import TextStream, Write
 
 
@@ -73,9 +80,10 @@ def generate(
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
     windows = _windows(job, artifact)
-    prompt = _encode(job, tokenizer, windows, position_count(config))
+    prompt = _encode(job, tokenizer, windows, position_count(config), note)
     prompt.check_positions(job.model, config)
     fetch_weights(source, progress)
+    check_weights(artifacts, source, job.anyway)
     rotations = _rotations(artifact, source)
     rotations["notes"] += rope_notes(artifacts, scaling)
     for text in rotations["notes"]:
@@ -178,8 +186,14 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     windows: CacheOptions,
     positions: int | None,
+    note: Write,
 ) -> Prompt:
     if job.prompt is not None:
         ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
-        return Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
+        prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
+        exact = windows["sink"] + windows["recent"] - prompt.max_new_tokens
+        if job.compare and len(ids) <= exact:
+            note(f"the prompt stays exact, so {LEAD:,} tokens of code come before it")
+            return put_text_before(prompt, tokenizer)
+        return prompt
     return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)

@@ -100,7 +100,7 @@ def _pieces(path: Path) -> Iterator[_Record]:
     """A text file in pieces of about 64 KB, cut at line ends, so that a file of any size can be
     read."""
     with (
-        reading_errors(f"{path} is not readable as UTF-8 text"),
+        reading_errors(str(path)),
         path.open(encoding="utf-8") as file,
     ):
         while lines := file.readlines(_PIECE):
@@ -118,6 +118,8 @@ def _json_lines(path: Path) -> Iterator[_Record]:
                 continue
             try:
                 record = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"line {number} of {path}") from error
             except ValueError as error:
                 raise RotationZooError(
                     f"line {number} of {path} is not JSON", hint="a line is one document"
@@ -149,12 +151,20 @@ def reading_errors(what: str) -> Iterator[None]:
         yield
     except RotationZooError:
         raise
+    except UnicodeDecodeError as error:
+        raise _not_utf8(what) from error
     except Exception as error:
         raise RotationZooError(
             f"{what}: {first_sentence(error)}",
             hint="check --data, --subset, --split and --column, and the network; or use a local "
             "file, or bundled",
         ) from error
+
+
+def _not_utf8(what: str) -> RotationZooError:
+    return RotationZooError(
+        f"{what} is no UTF-8 text", hint="convert it, for example with: iconv -f latin1 -t utf-8"
+    )
 
 
 def _shuffled(documents: Iterator[Document], seed: int, budget: int) -> Iterator[Document]:

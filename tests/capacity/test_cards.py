@@ -18,9 +18,10 @@ GIB = 1 << 30
         ("rtx4090", "RTX 4090", 24 * GIB),
         ("3090", "RTX 3090", 24 * GIB),
         ("h100", "H100", 80 * GIB),
-        ("A100-80GB", "A100", 80 * GIB),
+        ("A100-80GB", "A100 80GB", 80 * GIB),
         ("2x24GiB", "2 x 24GiB", 48 * GIB),
         ("8 x H200", "8 x H200", 8 * 141 * GIB),
+        ("2x 2x 24GiB", "4 x 24GiB", 96 * GIB),
     ],
 )
 def test_names_and_sizes(text, name, memory):

@@ -28,26 +28,27 @@ def measure(tmp_path):
     ("name", "gpu", "says"),
     [
         ("Llama-3.3-70B", "RTX 3090", "No: even in 4 bits, the weights take 39.8 GB"),
-        ("Qwen2.5-7B", "RTX 3090", "weights as published and a cache in bf16, fp8, int4 or int2"),
+        ("Qwen2.5-7B", "RTX 3090", "weights as published and a cache in bf16, or 7 in int2"),
         ("Llama-3.3-70B", "2x RTX 3090", "weights in 4 bits and a cache in int2"),
-        ("Llama-3.3-70B", "H100", "weights in 4 bits and a cache in fp8, int4 or int2"),
-        ("Qwen3-8B", "24GiB", "weights as published and a cache in int4 or int2"),
+        ("Llama-3.3-70B", "H100", "weights in 4 bits and a cache in fp8, or 6 in int2"),
+        ("Qwen3-8B", "24GiB", "weights as published and a cache in int4, or 2 in int2"),
     ],
 )
 def test_can_i_run_128k(measure, name, gpu, says):
     capacity = measure(name, gpu, storage=Storage(VLLM))
-    fits, sentence = judge_wish(capacity, capacity.wish.card)
-    assert says in sentence
-    assert sentence.startswith("Yes: " if fits else "No: ")
+    answer = judge_wish(capacity, capacity.wish.card)
+    assert says in answer.words
+    assert answer.words.startswith("Yes: " if answer.cache else "No: ")
 
 
 def test_a_claim_that_cannot_be(measure):
     capacity = measure("Qwen3-4B", "H200", 100_000, 256, Storage(VLLM))
-    fits, sentence = judge_wish(capacity, capacity.wish.card)
-    assert not fits
-    assert sentence == (
+    answer = judge_wish(capacity, capacity.wish.card)
+    assert answer.cache is None
+    assert answer.words == (
         "No: 256 requests of 100,000 tokens need 541 GB of cache even in int2, on top of 2.7 GB of "
-        "weights in 4 bits, and H200 has 136 GB for both"
+        "weights in 4 bits, and H200 has 136 GB for both; --context 23210 fits with weights in 4 "
+        "bits and a cache in int2; 4 x H200 hold it with weights in 4 bits and a cache in int2"
     )
 
 

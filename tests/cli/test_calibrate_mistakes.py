@@ -2,12 +2,16 @@
 
 import json
 import resource
+import subprocess
+import sys
 
 import pytest
 from support import architectures
 from support.command_line import SMALL, left_behind, only_error
 from support.models import save_tiny
 
+from rotationzoo.cli.calibrate import RECIPES
+from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS
 
 
@@ -60,9 +64,59 @@ def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp
     assert "--length 1024" in only_error(refused), "what somebody asked for is no default"
 
 
+def test_a_misspelled_recipe_is_refused_before_torch_is_imported(inside):
+    words = ["calibrate", "demo", "--recipe", "oscr"]
+    assert "there is no recipe 'oscr' (did you mean 'oscar'?)" in only_error(inside(*words))
+    assert set(RECIPES) == set(PRESETS)
+    code = f"""
+import sys
+from rotationzoo.cli.app import main
+try:
+    main({words})
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistyped_folder(inside):
+    (inside.folder / "models/Qwen3").mkdir(parents=True)
+    says = only_error(inside("calibrate", "models/Qwen"))
+    assert "nor a folder (did you mean 'models/Qwen3'?)" in says
+
+
+def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
+    """A tokenizer, and memory."""
+    folder = save_tiny(inside.folder / "tiny")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    shown = inside("calibrate", "tiny", "--tokens", "256", "--length", "128", "--dry-run")
+    assert "Note: it cannot be calibrated yet: tiny has no readable tokenizer" in shown.stderr
+    assert "Next: rotationzoo calibrate tiny --tokens 256 --length 128\n" in shown.stderr
+    monkeypatch.setattr("rotationzoo.calibration.plan.total_memory", lambda *_, **__: 1000)
+    shown = inside("calibrate", "tiny", "--tokens", "256", "--length", "128", "--dry-run")
+    assert shown.stderr.endswith("--length 128 --device-map auto\n")
+
+
+def test_fewer_tokens_than_asked_are_said_before_the_model_runs(inside, monkeypatch):
+    (inside.folder / "short.txt").write_text("a few words\n" * 200)
+    monkeypatch.setattr("rotationzoo.calibration.job.check_room", _stop)
+    shown = inside("calibrate", "demo", "--data", "short.txt", "--length", "128")
+    assert "tokens instead of 32,768: all of short.txt" in shown.stderr
+
+
+def _stop(_: object) -> None:
+    raise RotationZooError("stopped", hint="go on")
+
+
 def test_without_a_network(command):
     says = only_error(command("calibrate", "Qwen/Qwen3-8B"))
-    assert "the hub cannot be reached and Qwen/Qwen3-8B is not in the local cache" in says
+    assert (
+        "the hub cannot be reached, and Qwen/Qwen3-8B is neither in its cache here nor a folder"
+        in says
+    )
     assert left_behind(command) == []
 
 

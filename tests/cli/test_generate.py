@@ -96,7 +96,7 @@ def test_the_exact_model_is_shown_after_the_text(inside, made):
     assert shown.stderr.endswith("; no rotation\nNext: rotationzoo calibrate demo\n")
     assert "stays exact" not in shown.stderr
     shown = inside(*words, "--rotations", made, "--max-new-tokens", "8")
-    assert shown.stderr.splitlines()[-2].endswith("; so short a context stays exact")
+    assert "Note: the prompt stays exact, so 1,024 tokens of code come before it" in shown.stderr
     assert shown.stdout.endswith("\nThe exact model writes the same 8 tokens.\n")
 
 

@@ -58,9 +58,19 @@ def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
 def test_quiet_is_the_answer_alone(inside, qwen3_8b):
     result = inside("plan", "Qwen3-8B", "--gpu", "16GiB", "--quiet")
     assert result.stdout == (
-        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in int4 "
-        "or int2\n"
+        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in int4, "
+        "or 3 in int2\n"
     )
+
+
+def test_the_answer_comes_first_and_the_steps_make_what_it_assumes(inside, qwen3_8b):
+    shown = inside("plan", "Qwen3-8B", "--gpu", "24GiB", "--gpus", "2", "--requests", "3").stdout
+    assert shown.startswith("Yes: 2 x 24GiB holds 3 requests of 131,072 tokens with weights as")
+    assert "a cache in fp8, or 9 in int2\n" in shown
+    assert "  vllm serve Qwen3-8B --kv-cache-dtype fp8\n" in shown
+    four_bit = inside("plan", "Qwen3-8B", "--gpu", "16GiB").stdout
+    assert "llm-compressor" in four_bit
+    assert "--kv-cache-dtype" not in four_bit
 
 
 def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):

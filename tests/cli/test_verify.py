@@ -4,6 +4,7 @@ import json
 import shutil
 
 from safetensors.torch import load_file, save_file
+from support.command_line import only_error
 from support.models import DATA
 
 from rotationzoo.calibration.job import calibrate
@@ -38,3 +39,9 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(i
     shown = json.loads(inside("verify", "plain", "--model", "demo", "--json").stdout)
     listed = inside("verify", "plain", "--model", "demo").stdout.splitlines()[-1]
     assert listed == f"Checked: {', '.join(shown['checked'])}"
+
+
+def test_an_export_is_no_artifact_and_is_called_by_its_name(inside, made):
+    assert inside("export", made, "--to", "mlx", "--pooled", "-o", "exported").returncode == 0
+    says = only_error(inside("verify", "exported"))
+    assert "exported holds files for an engine, which export wrote, and is no artifact" in says

@@ -1,5 +1,7 @@
 """Artifacts, layers and texts that do not fit the model: what is refused, and what is noted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -18,7 +20,7 @@ SMALL = Data(tokens=1024, length=256)
 ONE_ROW = Data(tokens=512, length=512)
 
 
-def test_an_artifact_of_other_weights_is_noted(tmp_path):
+def test_an_artifact_of_other_weights_is_refused_unless_it_is_wanted(tmp_path):
     model = save_tiny(tmp_path / "other")
     artifact = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "made")).folder
     twin = save_tiny(tmp_path / "twin")
@@ -28,6 +30,10 @@ def test_an_artifact_of_other_weights_is_noted(tmp_path):
     changed.save_pretrained(twin)
     options = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
     job = Evaluation(str(twin), [artifact], ONE_ROW, **options)
+    with pytest.raises(RotationZooError, match="made for other weights") as refused:
+        evaluate(job)
+    assert refused.value.hint.endswith("or add --anyway")
+    job = replace(job, anyway=True)
     assert any("made for other weights" in note for note in evaluate(job)["notes"])
 
 

@@ -54,7 +54,7 @@ def test_content_that_is_no_text(content, tmp_path, tokenizer):
 
 def test_text_that_is_not_utf_8(tmp_path, tokenizer):
     (tmp_path / "latin.txt").write_bytes("na\xefve".encode("latin-1"))
-    with pytest.raises(RotationZooError, match="not readable as UTF-8"):
+    with pytest.raises(RotationZooError, match="no UTF-8 text"):
         read_corpus(small(tmp_path / "latin.txt"), tokenizer)
 
 
