@@ -58,12 +58,15 @@ gpu: $(VENV)/.ready-dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pip $(INSTALL) -e '.[cuda]'
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-vllm: $(VENV)/.ready-dev  ## the tests that start a real vLLM (CPU), which takes an environment of 3.5 GB of its own
+vllm: $(VENV)/.ready-dev .venv-vllm/.ready  ## the tests that start a real vLLM (CPU), which takes an environment of 3.5 GB of its own
+	$(BIN)/python -m pytest -m vllm $(ARGS)
+
+.venv-vllm/.ready: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm]'
 	@# They come along, and do not fit its torch.
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(BIN)/python -m pytest -m vllm $(ARGS)
+	touch $@
 
 coverage: $(VENV)/.ready-dev  ## all tests with coverage: the lines that no test runs
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing $(ARGS)
