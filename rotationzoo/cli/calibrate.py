@@ -14,6 +14,7 @@ from rotationzoo.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Engine,
     Json,
     MaxMemory,
     Quiet,
@@ -40,9 +41,13 @@ def calibrate_command(
             help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
         ),
     ],
+    engine: Engine = None,
     recipe: Annotated[
-        str, typer.Option(help="oscar, oscar-v1, hadamard, random, identity, or a YAML file.")
-    ] = "oscar",
+        str | None,
+        typer.Option(
+            help="oscar, oscar-v1, hadamard, random, identity, or a YAML file (the engine's)."
+        ),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")
     ] = None,
@@ -107,6 +112,7 @@ def calibrate_command(
 
     hush_libraries()
     options = given(
+        engine=engine,
         data=data,
         subset=subset,
         split=split,
@@ -126,6 +132,8 @@ def calibrate_command(
         max_memory=max_memory,
     )
     job = calibration_job(model, follow_link(output), recipe, **options)
+    if engine and recipe is None:
+        out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
     if dry_run:
@@ -138,7 +146,7 @@ def calibrate_command(
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact, with_time=is_new)
-    suggest_evaluation(out, artifact, model, revision)
+    suggest_evaluation(out, artifact, model, revision, engine)
 
 
 def _last_change(folder: Path) -> int | None:
