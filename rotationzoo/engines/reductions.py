@@ -62,16 +62,15 @@ def describe_choice(
 ) -> str:
     """What an engine makes of artifacts, in one line: what is picked for it, what it loses, and
     which of the user's `settings` come before that."""
-    engine = find_engine(name)
-    picks = [
-        "a rotation per KV head" if engine.heads else "one rotation per layer",
-        "error feedback" if engine.feedback else "nearest codes",
-        f"format {engine.format}",
-    ]
+    engine, codes = find_engine(name), "nearest codes"
+    rotations = "a rotation per KV head" if engine.heads else "one rotation per layer"
     lost: dict[str, None] = {}
     for artifact in artifacts:
+        if engine.feedback and artifact.rotations.has_feedback:
+            codes = "error feedback"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
-    words = f"For {name}: {', '.join(picks)}. Reduced: {'; '.join(lost) or 'nothing'}"
+    picked = f"{rotations}, {codes}, format {engine.format}"
+    words = f"For {name}: {picked}. Reduced: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)
     return f"{words}. Chosen instead: {instead}" if instead else words
 
