@@ -12,6 +12,8 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
+from rotationzoo.engines.reductions import choose_measures
+from rotationzoo.engines.registry import DEFAULT, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
@@ -60,6 +62,8 @@ class Rows(RunOptions, total=False):
 class CalibrationOptions(Text, Rows, total=False):
     """Further options of `calibrate`."""
 
+    engine: str
+    """The engine that the rotations are for, such as `vllm`: it picks the recipe."""
     feedback: bool
     """Store, or leave out, what a cache needs to choose codes by error feedback. Without
     this option, the recipe decides."""
@@ -72,6 +76,9 @@ class CalibrationOptions(Text, Rows, total=False):
 class EvaluationOptions(Text, Rows, total=False):
     """Further options of `evaluate`."""
 
+    engine: str
+    """Measure what this engine serves of the artifacts, such as `vllm`. It picks the format, the
+    rounding, the windows, and one rotation per layer or KV head, unless options say otherwise."""
     tasks: Sequence[str]
     """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
     empty list asks nothing."""
@@ -88,6 +95,8 @@ class EvaluationOptions(Text, Rows, total=False):
     """Measure each artifact with one rotation per layer, too, as `export --pooled` writes it."""
     anyway: bool
     """Measure artifacts that were made for other weights, too."""
+    rounding: Literal["nearest", "feedback"]
+    """The codes of the arm that the decision is about."""
     layers: set[int]
     """Quantize only these layers."""
     sides: tuple[str, ...]
@@ -132,7 +141,7 @@ def calibrate(
     model: str,
     *,
     output: str | Path | None = None,
-    recipe: str | Recipe = "oscar",
+    recipe: str | Recipe | None = None,
     **options: Unpack[CalibrationOptions],
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
@@ -141,7 +150,8 @@ def calibrate(
     * `output`: the artifact folder, by default `rotations/MODEL-RECIPE`. If it already holds the
       artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
       its checkpoint;
-    * `recipe`: a name such as `oscar`, a YAML file, or a `Recipe`;
+    * `recipe`: a name, a YAML file, or a `Recipe`; by default the engine's, which is `oscar` for
+      most;
     * `options`: see `CalibrationOptions`.
 
     Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
@@ -154,13 +164,15 @@ def calibrate(
 def calibration_job(
     model: str,
     output: str | Path | None = None,
-    recipe: str | Recipe = "oscar",
+    recipe: str | Recipe | None = None,
     **options: Unpack[CalibrationOptions],
 ) -> Job:
     """The settings of one calibration, as `calibrate` takes them. Raises `RotationZooError` for
     settings that no recipe allows."""
     _check_names("calibrate", options, CalibrationOptions)
     settings: dict[str, Any] = {**options}
+    engine = find_engine(settings.pop("engine", DEFAULT))
+    recipe = engine.recipe if recipe is None else recipe
     loaded = load(recipe) if isinstance(recipe, str) else recipe
     # The user did not choose a preset's row length, so rows may be shortened to the model's
     # positions.
@@ -214,6 +226,9 @@ def evaluation_job(
     settings: dict[str, Any] = {**options}
     several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
     folders = [_folder_of(artifact) for artifact in several]
+    if "engine" in settings:
+        opened = [Artifact.open(folder) for folder in folders]
+        settings = choose_measures(settings.pop("engine"), opened, settings) | settings
     settings["fit_length"] = "length" not in settings
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
     text = {"tokens": 16384, "length": 2048, **_take_text(settings)}

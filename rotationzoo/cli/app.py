@@ -19,6 +19,7 @@ from rotationzoo.cli.demo import demo_command
 from rotationzoo.cli.evaluate import evaluate_command
 from rotationzoo.cli.export import export_command
 from rotationzoo.cli.generate import generate_command
+from rotationzoo.cli.help import Command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.list import list_command
@@ -37,9 +38,12 @@ from rotationzoo.words import nearest
 _MODEL = "Qwen/Qwen3-8B"
 _JOURNEYS = (
     ("demo", "see it work: a minute, no network"),
-    (f"pull {_MODEL} --to sglang", "fetch rotations for an engine"),
+    (f"pull {_MODEL} --for sglang", "fetch rotations for an engine"),
     (f"plan {_MODEL}", "see what fits a GPU"),
     (f"calibrate {_MODEL}", "make rotations yourself"),
+    (f"evaluate {_MODEL} FOLDER", "see what they keep of the model"),
+    ("report FOLDER", "a page to decide by"),
+    ("export FOLDER --for sglang", "files for an engine"),
     (f"generate {_MODEL} -p 'Hi'", "write text through a 2-bit cache"),
     ("push FOLDER OWNER/REPO", "publish what you made"),
 )
@@ -47,7 +51,7 @@ _JOURNEYS = (
 
 
 def journey_lines() -> list[str]:
-    """Ten lines of at most 80 columns."""
+    """Thirteen lines of at most 80 columns."""
     width = max(len(command) for command, _ in _JOURNEYS)
     lines = ["rotationzoo: rotations with which a KV cache can be stored in 2 bits", ""]
     for command, purpose in _JOURNEYS:
@@ -81,6 +85,7 @@ _QUOTED = re.compile(r"'([^']*)'")
 app = typer.Typer(
     invoke_without_command=True,  # `_common_options` then shows the journeys
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Rotations for 2-bit KV caches: calibrate them, measure them, publish and fetch them.",
 )
@@ -96,26 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     start_output()
     try:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
-        code = _command_line().main(words, "rotationzoo", standalone_mode=False)
+        group: Any = typer.main.get_command(app)
+        code = group.main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
         code = _fail(error, words)
     sys.exit(code)
-
-
-def _command_line() -> Any:
-    """The Click group that Typer builds from the commands."""
-    group: Any = typer.main.get_command(app)
-    for command in group.commands.values():
-        # Lines of a docstring end where our code is 100 columns wide, and not the terminal.
-        paragraphs = (command.help or "").split("\n\n")
-        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        for parameter in command.params:
-            if parameter.nargs == -1 or getattr(parameter, "multiple", False):
-                # Otherwise the help text shows the Python type `list[path]` for FILES. Typer has no
-                # option to change that; this is our only use of its internals.
-                kind = "text" if parameter.name == "vllm_options" else "path"
-                parameter.bare_type = lambda kind=kind: kind
-    return group
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
@@ -159,7 +149,8 @@ def _close_output() -> None:
 # What `serve` does not know goes to vLLM.
 _HANDED_ON = {"serve": {"ignore_unknown_options": True}}
 for _name, _command in COMMANDS.items():
-    app.command(_name, context_settings=_HANDED_ON.get(_name))(_interruptible(_command))
+    _settings = _HANDED_ON.get(_name)
+    app.command(_name, cls=Command, context_settings=_settings)(_interruptible(_command))
 
 
 def _print_version(wanted: bool) -> None:

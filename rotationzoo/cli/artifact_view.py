@@ -3,6 +3,7 @@
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say
+from rotationzoo.engines.registry import ENGINES
 from rotationzoo.report.spectra import LayerSpectra, SideSpectrum, summarize
 from rotationzoo.words import counted
 
@@ -42,11 +43,17 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
 
 
 def suggest_evaluation(
-    out: Output, artifact: Artifact, model: str, revision: str | None = None
+    out: Output,
+    artifact: Artifact,
+    model: str,
+    revision: str | None = None,
+    engine: str | None = None,
 ) -> None:
-    """Suggest to measure what the rotations cost the model, which is named as the user named it."""
+    """Suggest to measure what the rotations cost the model, which is named as the user named it, in
+    the engine that the user named."""
     words = [model, "--revision", revision] if revision else [model]
-    out.suggest("evaluate", *words, str(artifact.folder))
+    served = ["--for", engine] if engine and ENGINES[engine].format else []
+    out.suggest("evaluate", *words, str(artifact.folder), *served)
 
 
 def suggest_step(out: Output, artifact: Artifact) -> None:

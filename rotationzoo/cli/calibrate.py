@@ -15,6 +15,7 @@ from rotationzoo.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Engine,
     Json,
     MaxMemory,
     Quiet,
@@ -46,7 +47,13 @@ def calibrate_command(
             help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
         ),
     ],
-    recipe: Annotated[str, typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file.")] = "oscar",
+    engine: Engine = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{', '.join(RECIPES)}, or a YAML file (the engine's)."
+        ),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")
     ] = None,
@@ -104,7 +111,8 @@ def calibrate_command(
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
     out = Output(json, quiet)
-    _check_recipe(recipe)
+    if recipe is not None:
+        _check_recipe(recipe)
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
@@ -112,6 +120,7 @@ def calibrate_command(
 
     hush_libraries()
     options = given(
+        engine=engine,
         data=data,
         subset=subset,
         split=split,
@@ -131,6 +140,8 @@ def calibrate_command(
         max_memory=max_memory,
     )
     job = calibration_job(model, follow_link(output), recipe, **options)
+    if engine and recipe is None:
+        out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
     if dry_run:
@@ -143,7 +154,7 @@ def calibrate_command(
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact, with_time=is_new)
-    suggest_evaluation(out, artifact, model, revision)
+    suggest_evaluation(out, artifact, model, revision, engine)
 
 
 def _check_recipe(recipe: str) -> None:

@@ -13,6 +13,7 @@ from rotationzoo.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Engine,
     Format,
     Json,
     Lengths,
@@ -43,28 +44,28 @@ def evaluate_command(
         list[Path] | None,
         typer.Argument(help="Artifact folders.", metavar="ARTIFACT"),
     ] = None,
+    engine: Engine = None,
     data: Annotated[
-        str,
-        typer.Option(help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text."),
-    ] = "bundled",
+        str | None,
+        typer.Option(help="Data set id, .jsonl, .txt or .parquet (held-out text)."),
+    ] = None,
     subset: Subset = None,
     split: Split = None,
     column: Column = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 16384,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all (16384).")] = None,
     length: TextLength = None,
-    seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
     tasks: Tasks = "all",
     lengths: Lengths = None,
     questions: Questions = 16,
     windows: Annotated[
         str | None,
-        typer.Option(help="Sink/recent tokens kept exact; several pairs are separated by commas."),
+        typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024."),
     ] = None,
-    format: Annotated[Format, typer.Option(help="The engine's 2-bit format.")] = "sglang",
+    format: Annotated[Format | None, typer.Option(help="The 2-bit format")] = None,
     pooled: Annotated[
-        bool,
-        typer.Option("--pooled", help="Also one rotation per layer, as export --pooled writes it."),
-    ] = False,
+        bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
+    ] = None,
     layers: Annotated[
         str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")
     ] = None,
@@ -74,24 +75,21 @@ def evaluate_command(
     ] = False,
     prefill_chunk: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Prefill in chunks of so many tokens, which read the quantized history."
-        ),
+        typer.Option(min=1, help="Prefill in chunks, which read a quantized history."),
     ] = None,
     prefill_layout: PrefillLayout = None,
     real_cache: Annotated[
         bool,
         typer.Option(
             "--real-cache",
-            help="Answer through a cache that stores 2 bits, not a simulation of it. Slow without "
-            "--prefill-chunk.",
+            help="Answer through a cache that really stores 2 bits.",
         ),
     ] = False,
     queries: Annotated[
-        int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
-    ] = 32,
+        int | None, typer.Option(min=0, help="Queries per text for the attention KL (32).")
+    ] = None,
     rope_scaling: RopeScaling = None,
-    batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Texts per forward pass (1).")] = None,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
     ] = False,
@@ -109,8 +107,7 @@ def evaluate_command(
 
     rotationzoo evaluate demo rotations/demo-oscar
 
-    rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --data my-texts.jsonl --windows
-    64/256,128/1024 --save
+    rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     out = Output(json, quiet)
     sides = _quantized_sides(keys_only, values_only)
@@ -127,6 +124,7 @@ def evaluate_command(
 
     hush_libraries()
     options = given(
+        engine=engine,
         data=data,
         subset=subset,
         split=split,
@@ -137,7 +135,7 @@ def evaluate_command(
         tasks=parse_tasks(tasks),
         lengths=parse_lengths(lengths),
         questions=questions,
-        windows=parse_windows(windows),
+        windows=parse_windows(windows) or None,
         format=format,
         pooled=pooled,
         layers=parse_layers(layers),

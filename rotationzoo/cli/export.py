@@ -24,7 +24,7 @@ from rotationzoo.errors import UsageError
 
 def export_command(
     artifact: ArtifactFolder,
-    to: Annotated[EngineName | None, typer.Option("--to", help="The engine.")] = None,
+    to: Annotated[EngineName | None, typer.Option("--for", "--to", help="Engine")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder (ARTIFACT-ENGINE in exports).")
     ] = None,
@@ -70,10 +70,9 @@ def export_command(
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
-    rotationzoo export rotations/Qwen3-8B-oscar --to sglang
+    rotationzoo export rotations/Qwen3-8B-oscar --for sglang
 
-    rotationzoo export rotations/Qwen3-8B-oscar --to llama.cpp --base Qwen3-8B-Q8_0.gguf --pooled
-    --clip 0.96
+    rotationzoo export rotations/Qwen3-8B-oscar --for llama.cpp --base Qwen3-8B-Q8_0.gguf
 
     rotationzoo export rotations/Qwen3-8B-oscar --absorb Qwen/Qwen3-8B -o Qwen3-8B-absorbed
     """
@@ -81,7 +80,7 @@ def export_command(
     if (to is None) == (absorb is None):
         raise UsageError(
             "export writes for one engine, or one model that carries the value rotation",
-            hint="--to sglang",
+            hint="--for sglang",
         )
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.export_view import (
@@ -97,7 +96,7 @@ def export_command(
         if for_engines or for_llama_cpp:
             raise UsageError(
                 "--absorb goes with --output alone",
-                hint="give the other options with --to",
+                hint="give the other options with --for",
             )
         hush_libraries()
         from rotationzoo.engines.absorb import absorb as write_absorbed
@@ -113,6 +112,10 @@ def export_command(
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
+    chosen = pooled or uncentered or clip or windows or absorbed or output
+    if to == "vllm" and chosen:
+        out.note("Note: the files of vLLM's pull request are for vllm-oscar")
+        to = "vllm-oscar"
     request = Request(
         engine=str(to),
         output=follow_link(output),
@@ -125,7 +128,7 @@ def export_command(
     )
     if to != "llama.cpp" and for_llama_cpp:
         raise UsageError(
-            "--base, --model and --engine-hadamard are for llama.cpp", hint="--to llama.cpp"
+            "--base, --model and --engine-hadamard are for llama.cpp", hint="--for llama.cpp"
         )
     show_export(out, export(opened, request))
     suggest_measuring(out, opened, str(to))

@@ -1,12 +1,12 @@
-"""The output of `export` and `pull --to`: how to start the engine."""
+"""The output of `export` and `pull --for`: how to start the engine."""
 
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say, show_lines
-from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.export import Exported, as_json, launch_line
+from rotationzoo.engines.registry import ENGINES
 
 
 def show_export(out: Output, exported: Exported) -> None:
@@ -17,18 +17,16 @@ def show_export(out: Output, exported: Exported) -> None:
 
     def human() -> None:
         show_lines(*launch_line(exported.launch).splitlines())
-        out.note(f"Files: {exported.path}")
+        if exported.files:
+            out.note(f"Files: {exported.path}")
 
     out.result(as_json(exported), str(exported.path), human)
 
 
 def suggest_measuring(out: Output, artifact: Artifact, engine: str) -> None:
-    """Suggest to measure what the format of an engine costs the model, where it can be
-    simulated."""
-    words = ["evaluate", *model_words(artifact), str(artifact.folder)]
-    if engine in SIMULATED:
-        words += ["--format", engine]
-    out.suggest(*words)
+    """Suggest to measure what an engine serves of the artifact, where it can be simulated."""
+    served = ["--for", engine] if ENGINES[engine].format else []
+    out.suggest("evaluate", *model_words(artifact), str(artifact.folder), *served)
 
 
 def show_changed_model(out: Output, model: Path, artifact: Path) -> None:
@@ -40,4 +38,4 @@ def show_changed_model(out: Output, model: Path, artifact: Path) -> None:
         out.note("Its engine needs the keys, too")
 
     out.result({"model": str(model)}, str(model), human)
-    out.suggest("export", str(artifact), "--to", "sglang", "--absorbed", str(model))
+    out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(model))

@@ -15,6 +15,7 @@ from rotationzoo.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Engine,
     Json,
     MaxMemory,
     ModelName,
@@ -47,6 +48,7 @@ def generate_command(
             "model in rotations that you calibrated or pulled on this machine.",
         ),
     ] = None,
+    engine: Engine = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The text to continue.")
     ] = None,
@@ -67,7 +69,7 @@ def generate_command(
         float | None, typer.Option(help="Sample from the most probable tokens up to this share.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
-    format: Annotated[CacheFormat, typer.Option(help="The 2-bit format of the cache.")] = "sglang",
+    format: Annotated[CacheFormat | None, typer.Option(help="The 2-bit format")] = None,
     rounding: Rounding = None,
     sink: Sink = None,
     recent: Annotated[
@@ -112,6 +114,7 @@ def generate_command(
     hush_libraries()
     _check_order(model, rotations)
     options = given(
+        engine=engine,
         chat=chat,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.engines.registry import EngineName
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
@@ -113,9 +114,11 @@ else:
     Format = Literal[tuple(SIMULATED)]
     CacheFormat = Literal[(*SIMULATED, "kivi")]
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
+Engine = Annotated[
+    EngineName | None,
+    typer.Option("--for", help="Engine"),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
 
 ModelName = Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")]
@@ -130,13 +133,13 @@ Column = Annotated[str | None, typer.Option(help="Column of the text or of the c
 
 TextLength = Annotated[
     int | None,
-    typer.Option(min=2, help="Tokens per text (2048, or more where the windows leave nothing)."),
+    typer.Option(min=2, help="Tokens per text (2048, or more if windows need it)."),
 ]
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
 Dtype = Annotated[
     Literal["auto", "bfloat16", "float32"],
-    typer.Option(help="auto: the model's own, float32 on a CPU."),
+    typer.Option(help="auto: the model's own"),
 ]
 DeviceMap = Annotated[
     str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")
@@ -147,10 +150,7 @@ MaxMemory = Annotated[
 
 RopeScaling = Annotated[
     str | None,
-    typer.Option(
-        help="Scale RoPE to more positions: yarn:4 or linear:2, or yarn:4:32768 for a model that "
-        "was trained on other positions than its config says."
-    ),
+    typer.Option(help="Scale RoPE, as yarn:4, yarn:4:32768 or linear:2."),
 ]
 
 Clip = Annotated[
@@ -172,8 +172,7 @@ Sink = Annotated[int | None, typer.Option(min=0, help="First tokens kept exact (
 PrefillLayout = Annotated[
     Literal["server", "window"] | None,
     typer.Option(
-        help="Exact between chunks: the sink alone, as OSCAR's server has it (server), or the "
-        "recent window too."
+        help="Exact between chunks: the sink alone, as in OSCAR's server, or the window too"
     ),
 ]
 

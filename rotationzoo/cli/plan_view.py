@@ -177,15 +177,15 @@ def _commands(capacity: Capacity, format: str) -> list[str]:
     named = [model, "--revision", revision] if revision else [model]
     calibrate = ["rotationzoo", "calibrate", *named]
     generate = ["rotationzoo", "generate", *named, "--rotations", artifact]
-    export = ["rotationzoo", "export", artifact, "--to", format]
+    export = ["rotationzoo", "export", artifact, "--for", format]
     if format != "sglang":
         generate += ["--format", format]
     windows = f"{storage.sink}/{storage.recent}"
     if windows != "64/256":
         generate += ["--sink", str(storage.sink), "--recent", str(storage.recent)]
-    if format == "vllm":  # which serves neither; its module would import torch
-        export.append("--pooled")
-        windows = "0/0"
-    if windows != "64/256":
+    if format == "vllm":  # `serve` takes the windows
+        export = ["rotationzoo", "serve", *named, "--rotations", artifact]
+        export += generate[generate.index("--sink") :] if "--sink" in generate else []
+    elif windows != "64/256":
         export += ["--windows", windows]
     return [shlex.join(words) for words in (calibrate, generate, export)]

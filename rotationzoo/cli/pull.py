@@ -21,7 +21,7 @@ from rotationzoo.cli.options import (
 )
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.engines.registry import PullEngineName
+from rotationzoo.engines.registry import ENGINES, PullEngineName
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -45,7 +45,8 @@ def pull_command(
         Path | None, typer.Option(help="Put them here and not into the cache.")
     ] = None,
     to: Annotated[
-        PullEngineName | None, typer.Option("--to", help="Also export them for this engine.")
+        PullEngineName | None,
+        typer.Option("--for", "--to", help="Also export them for this engine"),
     ] = None,
     index: IndexPlace = None,
     repo: ZooRepo = None,
@@ -58,7 +59,7 @@ def pull_command(
 ) -> None:
     """Fetch published rotations, with every hash checked.
 
-    rotationzoo pull Qwen/Qwen3-8B --to sglang
+    rotationzoo pull Qwen/Qwen3-8B --for sglang
     """
     out = Output(json, quiet)
     hush_libraries(models=to is not None)
@@ -93,7 +94,9 @@ def pull_command(
     from rotationzoo.engines.payload import Request
 
     artifact = pulled.artifact or _import(pulled, revision)
-    target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
+    target = None
+    if not ENGINES[to].command:
+        target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
     show_export(out, export(artifact, Request(str(to), target)))
     suggest_measuring(out, artifact, str(to))
 

@@ -1,5 +1,4 @@
-"""The interface of a serving engine: its capabilities, the payload that it receives, and its
-launch command.
+"""The interface of a serving engine: the payload that it receives, and its launch command.
 
 Outside `formats/`, a rotation R is always applied as `x @ R`. Each module in `formats/` knows
 whether its engine wants R transposed.
@@ -9,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -84,22 +83,9 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """The features of an engine. Anything else stops an export, unless the user leaves it out."""
-
-    heads: bool
-    """Whether it takes one matrix per KV head."""
-    mean: bool
-    """Whether it subtracts a key mean."""
-    clip: Literal["one", "side"]
-    """`one` clip ratio for everything, or one per `side` (keys and values)."""
-    windows: bool
-    """Whether it keeps sink and recent tokens exact."""
-
-
-@dataclass(frozen=True)
 class Description:
-    """The entries of docs/engines.md about an engine besides its `Capabilities`, in Markdown."""
+    """The entries of docs/engines.md about an engine besides its row in `registry`, in
+    Markdown."""
 
     cache: str
     """The fork or pull request that implements its 2-bit cache."""
@@ -139,7 +125,6 @@ class Engine(Protocol):
     """The interface of an engine's module. To add an engine, write such a module in `formats/` and
     add a row to `registry.py`."""
 
-    CAPABILITIES: Capabilities
     DESCRIPTION: Description
 
     def check_payload(self, payload: Payload) -> None:

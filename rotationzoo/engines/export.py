@@ -14,19 +14,12 @@ from rotationzoo.artifact.measured import MeasuredArm, Window, arms_of, plain_ar
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.artifact.weights import RECORD, model_words, read_record
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.base import Launch, Payload
 from rotationzoo.engines.formats.oscar_pt import earlier_markers
-from rotationzoo.engines.payload import (
-    PLACEHOLDER,
-    Request,
-    assemble_payload,
-    dropped_means,
-    requested_clips,
-)
-from rotationzoo.engines.reductions import agreed_reductions, released_way
-from rotationzoo.engines.registry import load_engine
-from rotationzoo.errors import RotationZooError
+from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
+from rotationzoo.engines.reductions import list_reductions, settle_request
+from rotationzoo.engines.registry import find_engine, load_engine
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of, write_new
 from rotationzoo.storage.folders import (
@@ -130,10 +123,14 @@ class Exported:
 
 
 def export(artifact: Artifact, request: Request) -> Exported:
-    """Write the files of one engine.
+    """Write the files of one engine, without what it does not take. For an engine that reads
+    artifacts themselves, nothing is written.
 
-    Raises `RotationZooError` for what the engine cannot serve and the request does not leave out.
+    Raises `RotationZooError` for what the engine cannot serve.
     """
+    if command := find_engine(request.engine).command:
+        return _start_of(artifact, request, command)
+    settled = settle_request(artifact, request)
     engine = load_engine(request.engine)
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
@@ -146,21 +143,17 @@ def export(artifact: Artifact, request: Request) -> Exported:
             f"{artifact.folder} is not exported: {problems[0]}",
             hint=f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}",
         )
-    clips = requested_clips(artifact.rotations, request)
-    reduced = agreed_reductions(artifact, request, engine.CAPABILITIES, clips)
+    reduced = list_reductions(artifact, settled)
     changed_model = None
     if request.absorbed is not None:
         changed_model = check_absorbed(artifact, request.absorbed)
-    uncentered = dropped_means(artifact, request, engine.CAPABILITIES.mean)
-    payload = assemble_payload(artifact, request, clips, uncentered, changed_model)
+    payload = assemble_payload(artifact, settled, changed_model)
     engine.check_payload(payload)
     with disk_errors(target), temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, request.options)
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
-        if released := released_way(artifact, request.engine):
-            notes.insert(0, released)
-        if request.pooled and artifact.rotations.per_head:
-            notes.append(_describe_pooling(artifact, request))
+        if settled.pooled and artifact.rotations.per_head:
+            notes.append(_describe_pooling(artifact, settled))
         launch = replace(launch, notes=notes)
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         exported = Exported(request.engine, target, files, launch, reduced)
@@ -173,6 +166,18 @@ def export(artifact: Artifact, request: Request) -> Exported:
         with launch.while_replaced():
             install_export(work, target)
     return exported
+
+
+def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
+    """How rotationzoo starts an engine that reads the artifact itself."""
+    if request != Request(request.engine):
+        raise UsageError(
+            f"{request.engine} reads the artifact as it is, and nothing is written for it",
+            hint=f"leave out all options but --for {request.engine}",
+        )
+    words = ["rotationzoo", command, *model_words(artifact), "--rotations", str(artifact.folder)]
+    launch = Launch([shlex.join(words)], {}, ["the engine reads the artifact itself"])
+    return Exported(request.engine, artifact.folder, {}, launch, [])
 
 
 def as_json(exported: Exported) -> dict[str, Any]:
@@ -196,10 +201,10 @@ def launch_line(launch: Launch) -> str:
     return variables + "\n".join(launch.command)
 
 
-def _describe_pooling(artifact: Artifact, request: Request) -> str:
+def _describe_pooling(artifact: Artifact, request: Settled) -> str:
     """The cost of one rotation per layer, as the artifact's evaluation says it, best with
     these windows; or the command that measures it."""
-    served = request.windows or (artifact.recipe.sink, artifact.recipe.recent)
+    served = request.windows
     if evaluation := artifact.measured:
         pairs: list[tuple[Window, MeasuredArm, MeasuredArm]] = []
         for window in evaluation.windows:
@@ -219,10 +224,13 @@ def _describe_pooling(artifact: Artifact, request: Request) -> str:
                 f"one rotation per layer cost this artifact: {costs} (evaluation.json, format "
                 f"{evaluation.format}, windows {window.sink}/{window.recent})"
             )
-    words = ["rotationzoo", "evaluate", *model_words(artifact), str(artifact.folder), "--pooled"]
-    if request.engine in SIMULATED:
-        words += ["--format", request.engine]
-    if request.windows is not None:
+    words = ["rotationzoo", "evaluate", *model_words(artifact), str(artifact.folder)]
+    engine = find_engine(request.engine)
+    if engine.format:
+        words += ["--for", request.engine]
+    if engine.heads or not engine.format:  # otherwise the engine implies it
+        words.append("--pooled")
+    if engine.windows and served != (artifact.recipe.sink, artifact.recipe.recent):
         words += ["--windows", f"{served[0]}/{served[1]}"]
     return (
         "one rotation per layer makes some models useless, and its cost has not been measured "

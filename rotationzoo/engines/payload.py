@@ -2,15 +2,14 @@
 user asked, and what the files state about the origin of their rotations.
 """
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
-from rotationzoo.evaluation.arms import pooled_rotations
+from rotationzoo.engines.registry import find_engine
+from rotationzoo.evaluation.arms import reduced_rotations
 from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.storage.files import digest
@@ -79,9 +78,6 @@ def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Proven
 PLACEHOLDER = "MODEL"
 """The placeholder in a launch command for a model whose location is unknown."""
 
-Clips = tuple[list[float], list[float]]
-"""The distinct clip ratios of all keys, and of all values, ascending."""
-
 
 @dataclass(frozen=True)
 class Request:
@@ -102,57 +98,52 @@ class Request:
     options: Options = field(default_factory=Options)
 
 
-def requested_clips(rotations: Rotations, request: Request) -> Clips:
-    """The clip ratios to serve with: the user's, or else the artifact's own."""
-    if request.clip is not None:
-        key_clip, value_clip = request.clip
-        return [key_clip], [value_clip]
-    keys, values = (_distinct_ratios(rotations, side) for side in SIDES)
-    return keys, values
+@dataclass(frozen=True)
+class Settled(Request):
+    """A request that leaves nothing open."""
+
+    clip: tuple[float, float] = (1.0, 1.0)
+    windows: tuple[int, int] = (0, 0)
 
 
-def _distinct_ratios(rotations: Rotations, side: str) -> list[float]:
-    ratios = (sides[side].clip.tolist() for sides in rotations.values())
-    return sorted(set(itertools.chain.from_iterable(ratios)))
+def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
+    """The distinct clip ratios of all keys, and of all values, ascending."""
+    ratios: dict[str, set[float]] = {side: set() for side in SIDES}
+    for _, side, rotation in rotations.each():
+        ratios[side].update(rotation.clip.tolist())
+    return tuple(sorted(ratios[side]) for side in SIDES)
 
 
-def dropped_means(artifact: Artifact, request: Request, subtracts: bool) -> list[str]:
-    """The sides whose means are left out: `subtracts` says whether the engine subtracts those of
-    keys. None subtracts those of values."""
-    sides = artifact.recipe.centered
-    return [side for side in sides if request.uncentered or side == "value" or not subtracts]
+def dropped_means(artifact: Artifact, request: Request) -> list[str]:
+    """The sides whose means are left out: the engine does not subtract them, or the user does not
+    want them."""
+    kept = () if request.uncentered else find_engine(request.engine).means
+    return [side for side in artifact.recipe.centered if side not in kept]
 
 
-def assemble_payload(
-    artifact: Artifact,
-    request: Request,
-    clips: Clips,
-    uncentered: Sequence[str],
-    changed_model: str | None,
-) -> Payload:
-    """The engine's payload. The sides `uncentered` keep their mean. `changed_model` is the copy of
-    the model to serve, whose weights carry the value rotation.
+def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | None) -> Payload:
+    """The engine's payload, for a settled request. `changed_model` is the copy of the model to
+    serve, whose weights carry the value rotation.
 
     Raises `RotationZooError` if the rotations should be pooled and cannot be.
     """
-    recipe, rotations = artifact.recipe, artifact.rotations
-    pools = request.pooled and rotations.per_head
-    if pools:
-        rotations = pooled_rotations(artifact)
-    sides = []
-    for side in SIDES:
-        matrices = _side_matrices(rotations, side, _objective(artifact, side, pools))
-        sides.append(replace(matrices, mean={}) if side in uncentered else matrices)
-    key, value = sides
-    sink, recent = request.windows or (recipe.sink, recipe.recent)
-    served = _served(clips, recipe.group_size, sink, recent)
+    recipe = artifact.recipe
+    pools = request.pooled and artifact.rotations.per_head
+    uncentered = dropped_means(artifact, request)
+    rotations = reduced_rotations(artifact, pools, uncentered)
+    key, value = (
+        _side_matrices(rotations, side, _objective(artifact, side, pools)) for side in SIDES
+    )
+    (key_clip, value_clip), (sink, recent) = request.clip, request.windows
+    served = {"sink": sink, "recent": recent, "key_clip": key_clip, "value_clip": value_clip}
+    if recipe.group_size is not None:
+        served["group_size"] = recipe.group_size
     return Payload(
         model=changed_model or _model_to_serve(artifact),
         geometry=artifact.geometry,
         key=key,
         value=None if request.absorbed else value,
-        # No engine takes clip ratios by layer or head: `agreed_reductions` has left one a side.
-        clip=(clips[0][0], clips[1][0]),
+        clip=request.clip,
         group_size=recipe.group_size,
         sink=sink,
         recent=recent,
@@ -203,17 +194,3 @@ def _model_to_serve(artifact: Artifact) -> str | None:
     demo = Source("demo", DEMO, None)
     is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
     return str(DEMO) if is_demo else PLACEHOLDER
-
-
-def _served(clips: Clips, group_size: int | None, sink: int, recent: int) -> dict[str, int | float]:
-    """The serving parameters, for whoever imports the files again.
-
-    Clip ratios are included only if all layers and heads share them.
-    """
-    served: dict[str, int | float] = {"sink": sink, "recent": recent}
-    if group_size is not None:
-        served["group_size"] = group_size
-    for index, name in enumerate(("key_clip", "value_clip")):
-        if len(clips[index]) == 1:
-            served[name] = clips[index][0]
-    return served

@@ -1,170 +1,96 @@
-"""Reductions: what an export leaves out of an artifact because an engine cannot serve it, and what
-else it needs.
+"""Reductions: what an export leaves out of an artifact because its engine does not take it."""
 
-Each has a flag, by which the user agrees to it or names what is missing.
-"""
-
-import itertools
-import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import model_words
-from rotationzoo.engines.base import Capabilities
-from rotationzoo.engines.payload import Clips, Request, dropped_means, requested_clips
-from rotationzoo.engines.registry import ENGINES
-from rotationzoo.errors import RotationZooError
+from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
+from rotationzoo.engines.registry import choose_format, find_engine
+from rotationzoo.errors import UsageError
 
-_CLIP_WORDS = {
-    "one": "a single clip ratio",
-    "side": "one clip ratio for all keys and one for all values",
-}
+_PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
+"""What `--for` picks of a cache, in the words of the options that come before it."""
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """One thing that may be left out of what the engine receives."""
+def settle_request(artifact: Artifact, request: Request) -> Settled:
+    """The request with everything that the user did not choose: one rotation per layer, clip ratios
+    and windows as the engine takes them, and otherwise the artifact's own.
 
-    needed: bool
-    """Whether the engine cannot serve it, or the user does not want it."""
-    agreed: bool
-    words: str
-    flag: str = ""
-    """The flag to suggest if the reduction is needed and the user has not agreed."""
-
-
-def agreed_reductions(
-    artifact: Artifact, request: Request, capabilities: Capabilities, clips: Clips
-) -> list[str]:
-    """The reductions of this export, in words.
-
-    Raises `RotationZooError`, with the whole command, for what the engine cannot serve and the
-    request does not leave out, and for what the engine needs and the request does not name.
+    Raises `UsageError` for a choice that the engine does not take.
     """
-    rows = itertools.chain(
-        _base(request),
-        _pooling(artifact, request, capabilities),
-        _means(artifact, request, capabilities),
-        _clip_ratios(artifact, request, capabilities, clips),
-        _windows(artifact, request, capabilities),
-    )
-    needed = [row for row in rows if row.needed]
-    refused = [row for row in needed if not row.agreed]
-    if not refused:
-        return [row.words for row in needed]
-    flags = dict(row.flag.partition(" ")[::2] for row in refused)
-    wanted = ", ".join(f"{row.words} ({row.flag.split()[0]})" for row in refused)
-    hint = f"with all of that: {_command(artifact, request, flags)}"
-    if released := released_way(artifact, request.engine):
-        hint = f"{released}; for its pull request, {hint}"
-    raise RotationZooError(
-        f"{request.engine} cannot serve {artifact.folder} as it is, only with {wanted}", hint=hint
-    )
+    engine = find_engine(request.engine)
+    windows = (artifact.recipe.sink, artifact.recipe.recent) if engine.windows else (0, 0)
+    if not engine.windows and request.windows not in (None, windows):
+        raise UsageError(f"{request.engine} keeps no tokens exact", hint="leave out --windows")
+    # The highest ratio clips least. Lower ones were chosen for heads that tolerate them, and other
+    # heads may not.
+    keys, values = map(max, distinct_clips(artifact.rotations))
+    clip = request.clip or (keys, values)
+    if engine.clip == "one" and clip[0] != clip[1]:
+        if request.clip:
+            raise UsageError(
+                f"{request.engine} has a single clip ratio", hint=f"--clip {max(clip):g}"
+            )
+        clip = (max(clip), max(clip))
+    chosen = {"pooled": request.pooled or not engine.heads, "clip": clip}
+    return Settled(**{**vars(request), **chosen, "windows": request.windows or windows})
 
 
-def released_way(artifact: Artifact, engine: str) -> str:
-    """How a released version of the engine serves the artifact, with the whole command. Empty if
-    none does."""
-    words = ["rotationzoo", "serve", *model_words(artifact), "--rotations", str(artifact.folder)]
-    released = ENGINES[engine].released
-    return released and f"{released}: {shlex.join(words)}"
+def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
+    """What a request leaves out of an artifact, in words."""
+    engine, recipe, rotations = find_engine(request.engine), artifact.recipe, artifact.rotations
+    reduced = []
+    if request.pooled and rotations.per_head:
+        reduced.append("one rotation per layer instead of one per KV head")
+    if dropped := dropped_means(artifact, request):
+        reduced.append(f"{' and '.join(f'{side}s' for side in dropped)} that keep their mean")
+    if engine.clip != "head" and distinct_clips(rotations) != tuple(
+        [each] for each in request.clip
+    ):
+        ratios = "/".join(f"{ratio:g}" for ratio in request.clip)
+        reduced.append(f"clip ratios {ratios} instead of the artifact's own")
+    if request.windows != (recipe.sink, recipe.recent):
+        chosen = "/".join(map(str, request.windows))
+        reduced.append(f"windows {chosen} instead of {recipe.sink}/{recipe.recent}")
+    if rotations.has_feedback and not engine.feedback:
+        reduced.append("nearest codes instead of error feedback")
+    return reduced
 
 
-def _command(artifact: Artifact, request: Request, flags: dict[str, str]) -> str:
-    """The command that exports as requested with more flags: name -> value, empty for a switch."""
-    options = request.options
-    given: dict[str, Path | str | bool | None] = {
-        "--output": request.output,
-        "--pooled": request.pooled,
-        "--uncentered": request.uncentered,
-        "--clip": request.clip and _pair(request.clip),
-        "--windows": request.windows and _window(request.windows),
-        "--absorbed": request.absorbed,
-        "--base": options.base,
-        "--engine-hadamard": options.engine_hadamard,
-        "--model": options.model,
+def describe_choice(
+    name: str, artifacts: Iterable[Artifact], settings: Collection[str] = ()
+) -> str:
+    """What an engine makes of artifacts, in one line: what is picked for it, what it loses, and
+    which of the user's `settings` come before that."""
+    engine, codes = find_engine(name), "nearest codes"
+    rotations = "a rotation per KV head" if engine.heads else "one rotation per layer"
+    lost: dict[str, None] = {}
+    for artifact in artifacts:
+        if engine.feedback and artifact.rotations.has_feedback:
+            codes = "error feedback"
+        lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
+    picked = f"{rotations}, {codes}, format {engine.format}"
+    words = f"For {name}: {picked}. Reduced: {'; '.join(lost) or 'nothing'}"
+    instead = ", ".join(option for option in _PICKED if option in settings)
+    return f"{words}. Chosen instead: {instead}" if instead else words
+
+
+def choose_measures(
+    name: str, artifacts: Iterable[Artifact], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings of an evaluation that measures what an engine serves of artifacts; `settings`
+    are the user's own. Raises `UsageError` for an engine whose codec is not simulated."""
+    engine, artifacts = find_engine(name), list(artifacts)
+    chosen: dict[str, Any] = {
+        "format": choose_format(name),
+        "uncentered": engine.uncentered,
+        "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
+        "notes": [describe_choice(name, artifacts, settings)],
     }
-    chosen = {name: value for name, value in given.items() if value} | flags
-    words = ["rotationzoo", "export", str(artifact.folder), "--to", request.engine]
-    for name, value in chosen.items():
-        words += [name] if value in (True, "") else [name, str(value)]
-    return shlex.join(words)
-
-
-def _base(request: Request) -> Iterator[_Reduction]:
-    yield _Reduction(
-        needed=ENGINES[request.engine].needs_base and request.options.base is None,
-        agreed=False,
-        words="a GGUF file of the model, which is copied",
-        flag="--base MODEL.gguf",
-    )
-
-
-def _pooling(
-    artifact: Artifact, request: Request, capabilities: Capabilities
-) -> Iterator[_Reduction]:
-    yield _Reduction(
-        needed=artifact.rotations.per_head and (request.pooled or not capabilities.heads),
-        agreed=request.pooled,
-        words="one rotation per layer instead of one per KV head",
-        flag="--pooled",
-    )
-
-
-def _means(
-    artifact: Artifact, request: Request, capabilities: Capabilities
-) -> Iterator[_Reduction]:
-    """The means to leave out. An engine that does not subtract them needs no flag: rotations are
-    the same without them, and attention too."""
-    dropped = dropped_means(artifact, request, capabilities.mean)
-    sides = " and ".join(f"{side}s" for side in dropped)
-    yield _Reduction(needed=bool(dropped), agreed=True, words=f"{sides} that keep their mean")
-
-
-def _clip_ratios(
-    artifact: Artifact, request: Request, capabilities: Capabilities, clips: Clips
-) -> Iterator[_Reduction]:
-    keys, values = clips
-    fits = len(keys) == len(values) == 1 and (capabilities.clip == "side" or keys == values)
-    if request.clip is not None:
-        words = f"clip ratios {_pair(request.clip)} instead of the artifact's own"
-        unchanged = clips == requested_clips(artifact.rotations, replace(request, clip=None))
-        yield _Reduction(needed=fits and not unchanged, agreed=True, words=words)
-    # Suggest the highest ratio, which clips least. Lower ones were chosen for heads that tolerate
-    # them, and other heads may not.
-    highest = max(keys), max(values)
-    ratios = f"{highest[0]:g}" if capabilities.clip == "one" else _pair(highest)
-    yield _Reduction(
-        needed=not fits,
-        agreed=False,
-        words=_CLIP_WORDS[capabilities.clip],
-        flag=f"--clip {ratios}",
-    )
-
-
-def _pair(ratios: tuple[float, float]) -> str:
-    return f"{ratios[0]:g}/{ratios[1]:g}"
-
-
-def _windows(
-    artifact: Artifact, request: Request, capabilities: Capabilities
-) -> Iterator[_Reduction]:
-    of_artifact = (artifact.recipe.sink, artifact.recipe.recent)
-    windows = request.windows or of_artifact
-    yield _Reduction(
-        needed=not capabilities.windows and windows != (0, 0),
-        agreed=False,
-        words="no tokens kept exact",
-        flag="--windows 0/0",
-    )
-    yield _Reduction(
-        needed=windows != of_artifact,
-        agreed=True,
-        words=f"windows {_window(windows)} instead of {_window(of_artifact)}",
-    )
-
-
-def _window(windows: tuple[int, int]) -> str:
-    return f"{windows[0]}/{windows[1]}"
+    if not engine.feedback:
+        chosen["rounding"] = "nearest"
+    if not engine.windows:
+        chosen["windows"] = [(0, 0)]
+    if settings.get("prefill_chunk"):
+        chosen["prefill_layout"] = engine.prefill_layout
+    return chosen

@@ -1,12 +1,16 @@
-"""The registry of serving engines, one row each.
+"""The registry of serving engines, one row each: what an engine takes of an artifact.
 
-The command line, `export`, docs/engines.md and the tests take the engines from here. To add one,
-write a module in `formats/` (`base.Engine` says what it defines) and add a row here.
+The command line, `export`, `evaluate`, `generate`, docs/engines.md and the tests take the engines
+from here. To add one, write a module in `formats/` (`base.Engine` says what it defines) and add a
+row here.
 """
 
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
+
+from rotationzoo.errors import UsageError
+from rotationzoo.words import nearest
 
 if TYPE_CHECKING:
     from rotationzoo.engines.base import Engine
@@ -14,25 +18,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an engine is defined.
+    """What an engine takes of an artifact. Everything else is left out, and said."""
 
-    Its module is imported only when it is used, so that `--help` does not wait for torch.
-    """
-
-    module: str
-    """A module of `engines/formats`."""
+    module: str = ""
+    """The module of `engines/formats` that writes its files, imported only when it is used, so that
+    `--help` does not wait for torch. Empty if the engine reads artifacts themselves."""
+    command: str = ""
+    """The command of rotationzoo that starts an engine which reads artifacts themselves."""
+    format: str = ""
+    """Its format, a name in `codec.formats.SIMULATED`. Empty if only the engine has its codec."""
+    heads: bool = True
+    """Whether it takes one matrix per KV head, and not one per layer alone."""
+    means: tuple[str, ...] = ()
+    """The sides whose means it subtracts."""
+    clip: Literal["one", "side", "head"] = "side"
+    """`one` clip ratio for everything, one per `side` (keys and values), or one per `head`."""
+    windows: bool = True
+    """Whether it keeps sink and recent tokens exact."""
+    feedback: bool = False
+    """Whether it chooses codes by error feedback, and not the nearest."""
+    prefill_layout: Literal["server", "window"] = "server"
+    """Which tokens of earlier chunks of a prompt stay exact, as in `simulation.layout`."""
     needs_base: bool = False
     """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
-    released: str = ""
-    """What a released version of the engine takes by `rotationzoo serve`, in words. Empty if only
-    forks and pull requests read artifacts."""
+
+    @property
+    def uncentered(self) -> tuple[str, ...]:
+        """The sides that keep their mean."""
+        return tuple(side for side in ("key", "value") if side not in self.means)
+
+    @property
+    def recipe(self) -> str:
+        """The preset to calibrate with: the default, or the one that is made for one rotation per
+        layer, no means and nearest codes."""
+        return "oscar" if self.heads else "oscar-v1"
 
 
+DEFAULT = "transformers"
 ENGINES = {
-    "sglang": Entry("sglang"),
-    "vllm": Entry("vllm", released="a released vLLM takes the whole artifact"),
-    "llama.cpp": Entry("llama_cpp", needs_base=True),
-    "mlx": Entry("mlx"),
+    "vllm": Entry(
+        command="serve",
+        format="vllm",
+        means=("key", "value"),
+        clip="head",
+        feedback=True,
+        prefill_layout="window",
+    ),
+    "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
+    "sglang": Entry("sglang", format="sglang", means=("key",)),
+    "llama.cpp": Entry("llama_cpp", heads=False, clip="one", needs_base=True),
+    "mlx": Entry("mlx", format="mlx"),
+    "transformers": Entry(
+        command="generate",
+        format="sglang",
+        means=("key", "value"),
+        clip="head",
+        feedback=True,
+    ),
 }
 ENGINE_NAMES = tuple(ENGINES)
 PULL_ENGINE_NAMES = tuple(name for name, entry in ENGINES.items() if not entry.needs_base)
@@ -46,7 +88,28 @@ else:
     PullEngineName = Literal[PULL_ENGINE_NAMES]
 
 
+def find_engine(name: str) -> Entry:
+    """The row of an engine. Raises `UsageError` for an unknown name."""
+    if name not in ENGINES:
+        names = ", ".join(ENGINES)
+        raise UsageError(
+            f"there is no engine {name!r}{nearest(name, ENGINES)}", hint=f"give one of {names}"
+        )
+    return ENGINES[name]
+
+
+def choose_format(engine: str) -> str:
+    """The format in which an engine's cache is simulated. Raises `UsageError` for a codec that only
+    the engine has."""
+    if format := find_engine(engine).format:
+        return format
+    raise UsageError(
+        f"{engine} rounds to a codebook of its own, which is not simulated here",
+        hint="measure on that engine; for another format, leave out --for: --format sglang",
+    )
+
+
 def load_engine(name: str) -> "Engine":
-    """The module of an engine. Raises `KeyError` for an unknown name."""
+    """The module that writes an engine's files. Raises `KeyError` for an unknown name."""
     module = importlib.import_module(f"rotationzoo.engines.formats.{ENGINES[name].module}")
     return cast("Engine", module)

@@ -50,6 +50,7 @@ def build_arms(
     geometry: Geometry,
     baselines: Collection[str] = BASELINES,
     pooled: bool = False,
+    uncentered: Collection[str] = (),
 ) -> list[TestedArm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
     factors; then one with one rotation per layer for each that has more; then one per baseline. All
@@ -57,18 +58,21 @@ def build_arms(
 
     - `baselines`: those to compare with, in the order of `BASELINES`.
     - `pooled`: whether to add the arms with one rotation per layer.
+    - `uncentered`: the sides that artifacts' arms store with their mean.
     """
     plain: list[TestedArm] = []
     for artifact in artifacts:
         name = _unique_name(artifact, [tested.arm.name for tested in plain])
-        arm = Arm(name, artifact.rotations, artifact.recipe.group_size)
+        rotations = reduced_rotations(artifact, False, uncentered)
+        arm = Arm(name, rotations, artifact.recipe.group_size)
         about = AboutArm(name=name, kind="artifact", artifact=artifact.identity)
         plain.append(TestedArm(arm, about))
     with_feedback = [_vary(each, "+feedback") for each in plain if each.arm.rotations.has_feedback]
     one_a_layer: list[TestedArm] = []
     for artifact, each in zip(artifacts, plain, strict=True):
         if pooled and each.arm.rotations.per_head:
-            one_a_layer.append(_vary(each, "+pooled", artifact))
+            rotations = reduced_rotations(artifact, True, uncentered)
+            one_a_layer.append(_vary(each, "+pooled", rotations))
     others = []
     for baseline in build_baselines(shared_recipe(artifacts), geometry):
         if baseline.name in baselines:
@@ -76,11 +80,10 @@ def build_arms(
     return [*plain, *with_feedback, *one_a_layer, *others]
 
 
-def _vary(plain: TestedArm, ending: str, artifact: Artifact | None = None) -> TestedArm:
-    """The same arm with error feedback, or with one rotation per layer of an `artifact`."""
+def _vary(plain: TestedArm, ending: str, rotations: Rotations | None = None) -> TestedArm:
+    """The same arm with error feedback, or with one rotation per layer, which are `rotations`."""
     name = plain.arm.name + ending
-    if artifact is not None:
-        rotations = pooled_rotations(artifact)
+    if rotations is not None:
         about = plain.about.model_copy(update={"name": name, "pooled": True})
         return TestedArm(replace(plain.arm, name=name, rotations=rotations), about)
     about = plain.about.model_copy(update={"name": name, "rounding": "feedback"})
@@ -162,3 +165,16 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
         return replace(rotation, mean=artifact.rotations[layer][side].mean)
 
     return fitted.replace(complete)
+
+
+def reduced_rotations(artifact: Artifact, pooled: bool, uncentered: Collection[str]) -> Rotations:
+    """The rotations of an artifact as an engine takes them: one per layer, if `pooled`, and without
+    the means of the sides `uncentered`. Raises as `check_pooled` does."""
+    rotations = artifact.rotations
+    if pooled and rotations.per_head:
+        rotations = pooled_rotations(artifact)
+
+    def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
+        return replace(rotation, mean=None) if side in uncentered else rotation
+
+    return rotations.replace(reduce)

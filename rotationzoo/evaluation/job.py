@@ -80,6 +80,13 @@ class Evaluation(RunSettings):
     pooled: bool = False
     """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
     writes it."""
+    rounding: Literal["nearest", "feedback"] | None = None
+    """The codes of the arm that the decision is about. None means feedback where an artifact has
+    the factors. With `pooled`, it is about one rotation per layer."""
+    uncentered: tuple[str, ...] = ()
+    """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
+    notes: list[str] = field(default_factory=list)
+    """What the report says of these settings."""
     batch: int = 1
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
@@ -144,7 +151,7 @@ def evaluate(
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        tested = build_arms(artifacts, geometry, job.baselines, job.pooled)
+        tested = build_arms(artifacts, geometry, job.baselines, job.pooled, job.uncentered)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         reader = through if job.real_cache else None
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
@@ -152,7 +159,7 @@ def evaluate(
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
         answers = answer_tasks(asking, plan, trial)
-        notes = notes_for_reader(text, source, artifacts, geometry)
+        notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
         notes += rope_notes(artifacts, scaling)
         probes: dict[Path, list[Probe]] = {}
         # A server runs the model as its config says.

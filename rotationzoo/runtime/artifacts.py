@@ -15,7 +15,6 @@ from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import check_artifacts, check_rope, other_weights_note
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import Source, config_hash, has_weights
-from rotationzoo.rotations import Rotations
 from rotationzoo.writer import is_remembered
 from rotationzoo.zoo.by_name import pull
 
@@ -74,13 +73,11 @@ def open_artifact(given: str | Path) -> Artifact:
         ) from error
 
 
-def fitting_rotations(artifact: Artifact, model: PreTrainedModel) -> Rotations:
-    """An artifact's rotations for what this model's weights compute. Raises `RotationZooError` for
-    another model's artifact."""
+def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
+    """Raise `RotationZooError` for an artifact of another model than what these weights compute."""
     name = model.name_or_path or type(model).__name__
     check_artifacts(name, [artifact], geometry_of(model))
     check_rope(artifact, model.config)
-    return artifact.rotations
 
 
 def warn_of_other_weights(artifact: Artifact, model: PreTrainedModel) -> None:

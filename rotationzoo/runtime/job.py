@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
@@ -34,7 +35,7 @@ from rotationzoo.runtime.continuation import (
     describe_text,
 )
 from rotationzoo.runtime.generation import MAX_NEW_TOKENS, Generation
-from rotationzoo.runtime.options import CacheOptions, build_settings
+from rotationzoo.runtime.options import CacheOptions, as_engine, build_settings
 from rotationzoo.runtime.prompt import (
     LEAD,
     Prompt,
@@ -79,12 +80,15 @@ def generate(
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
-    windows = _windows(job, artifact)
+    options = as_engine(job.cache)
+    windows = _windows(options, artifact)
     prompt = _encode(job, tokenizer, windows, position_count(config), note)
     prompt.check_positions(job.model, config)
     fetch_weights(source, progress)
     check_weights(artifacts, source, job.anyway)
     rotations = _rotations(artifact, source)
+    if "engine" in job.cache:
+        rotations["notes"].insert(0, describe_choice(options["engine"], artifacts, job.cache))
     rotations["notes"] += rope_notes(artifacts, scaling)
     for text in rotations["notes"]:
         note(text)
@@ -107,7 +111,7 @@ def generate(
         "revision": source.revision,
         **rotations,
         "rope_scaling": scaling_of(config),
-        "format": job.cache.get("format", "sglang"),
+        "format": options["format"],
         **windows,
         **sizes,
         **describe_text(prompt, written),
@@ -174,10 +178,10 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
     return artifact
 
 
-def _windows(job: Generation, artifact: Artifact | None) -> CacheOptions:
+def _windows(options: CacheOptions, artifact: Artifact | None) -> CacheOptions:
     """How many first and last tokens stay exact, from the options or the recipe."""
     recipe = artifact.recipe if artifact else Recipe()
-    sink, recent = job.cache.get("sink", recipe.sink), job.cache.get("recent", recipe.recent)
+    sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
     return {"sink": sink, "recent": recent}
 
 

@@ -9,19 +9,19 @@ from transformers import PreTrainedModel
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SGLANG, SIMULATED
+from rotationzoo.engines.registry import DEFAULT, ENGINE_NAMES, choose_format, find_engine
 from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.arms import KIVI, reduced_rotations
 from rotationzoo.model.geometry import check_group_size, geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
-from rotationzoo.runtime.artifacts import fitting_rotations
+from rotationzoo.runtime.artifacts import check_fits
 from rotationzoo.runtime.settings import CacheSettings, Reading
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.words import nearest
 
-KIVI = "kivi"
-"""The format with scales of key channels over groups of tokens; see `simulation.kivi`."""
 Rounding = Literal["nearest", "feedback"]
 Layout = Literal["server", "window"]
 Given = str | Path | Artifact | Rotations | None
@@ -30,6 +30,9 @@ Given = str | Path | Artifact | Rotations | None
 class CacheOptions(TypedDict, total=False):
     """Further options of `RotatedCache`."""
 
+    engine: str
+    """Store an artifact as this engine does, such as `mlx`, where other options do not say
+    otherwise. The default, `transformers`, loses nothing of it."""
     format: str
     """`sglang` (the default), `vllm`, `mlx` or `kivi`."""
     sink: int
@@ -42,7 +45,7 @@ class CacheOptions(TypedDict, total=False):
     loses fewer answers, and else the `nearest`, as engines write them. Not for `kivi`."""
     prefill_layout: Layout
     """Which earlier tokens a chunk of a prompt reads exact: with `server`, the default, the sink
-    alone; with `window` the `recent` tokens before it as well."""
+    alone; with `window`, as vLLM, the `recent` tokens before it as well."""
     reading: Reading
     """The form in which a decoding step reads: `rows` that are restored and rotated back, layer by
     layer, or the `pages` of codes themselves. `auto`, the default, reads pages where there is a
@@ -61,11 +64,13 @@ def build_settings(
             raise UsageError("settings of a cache take no options", hint="leave out the options")
         return rotations
     check_options({**options})
+    options = as_engine(options)
     recipe = Recipe()
     name = "this cache"
     if isinstance(rotations, Artifact):
         recipe, name = rotations.recipe, str(rotations.folder)
-        rotations = fitting_rotations(rotations, model)
+        check_fits(rotations, model)
+        rotations = served_rotations(rotations, options["engine"])
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
     elif not isinstance(rotations, Rotations):
@@ -73,17 +78,47 @@ def build_settings(
             f"an object of type {type(rotations).__name__} holds no rotations",
             hint="give an artifact or its folder, a name in the zoo, or None",
         )
+    settings = settle(name, recipe, rotations, options)
+    dims = {rotation.dim for _, _, rotation in rotations.each()}
+    check_group_size(settings.layout.group_size, dims)
+    return settings
+
+
+def as_engine(options: CacheOptions) -> CacheOptions:
+    """The options with all that the engine decides. Raises `UsageError` for an engine whose codec
+    is not simulated."""
+    name = options.get("engine", DEFAULT)
+    engine = find_engine(name)
+    chosen: CacheOptions = {
+        "engine": name,
+        "format": choose_format(name),
+        "prefill_layout": engine.prefill_layout,
+    }
+    if not engine.feedback:
+        chosen["rounding"] = "nearest"
+    if not engine.windows:
+        chosen |= {"sink": 0, "recent": 0}
+    return chosen | options
+
+
+def served_rotations(artifact: Artifact, engine: str) -> Rotations:
+    """What an engine reads of an artifact's rotations."""
+    entry = find_engine(engine)
+    return reduced_rotations(artifact, not entry.heads, entry.uncentered)
+
+
+def settle(name: str, recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
+    """The settings that options make, with all that the engine decides in them, and a recipe."""
     layout = CacheLayout(
-        SIMULATED.get(options.get("format", "sglang"), SGLANG),
+        SIMULATED.get(options["format"], SGLANG),
         options.get("sink", recipe.sink),
         options.get("recent", recipe.recent),
-        prefill_layout=options.get("prefill_layout", "server"),
+        prefill_layout=options["prefill_layout"],
         group_size=options.get("group_size", recipe.group_size),
     )
-    check_group_size(layout.group_size, {rotation.dim for _, _, rotation in rotations.each()})
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
     arm = Arm(name, rotations, layout.group_size, options.get("rounding", default))
-    if options.get("format") == KIVI:
+    if options["format"] == KIVI:
         arm = KiviArm(name, rotations)
     slack = options.get("slack", CacheSettings.slack)
     reading = options.get("reading", CacheSettings.reading)
@@ -101,6 +136,7 @@ def check_options(options: dict[str, Any]) -> None:
         )
     choices = {"format": (*SIMULATED, KIVI), "rounding": get_args(Rounding)}
     choices |= {"prefill_layout": get_args(Layout), "reading": get_args(Reading)}
+    choices["engine"] = ENGINE_NAMES
     for name, words in choices.items():
         if name in options and options[name] not in words:
             raise UsageError(

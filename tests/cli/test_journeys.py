@@ -24,7 +24,7 @@ def test_without_a_command_the_journeys_are_shown_without_importing_torch():
     lines, imported = run_apart()
     assert not imported & {"torch", "transformers", "numpy"}
     assert lines == journey_lines()
-    assert len(lines) == 10
+    assert len(lines) == 13
     assert max(map(len, lines)) <= 80
     assert all(line.isascii() for line in lines), "no box art"
 
@@ -33,7 +33,8 @@ def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
     """All but the option that makes it stop before it does anything."""
     commands = [line.split("  ")[1] for line in journey_lines() if line.startswith("  ")]
     names = [shlex.split(command)[1] for command in commands]
-    assert {"demo", "pull", "calibrate", "generate", "push"} <= set(names) <= set(COMMANDS)
+    wanted = {"demo", "pull", "calibrate", "evaluate", "report", "export", "generate", "push"}
+    assert wanted <= set(names) <= set(COMMANDS)
     for command in commands:
         assert inside(*shlex.split(command)[1:], "--help").returncode == 0
         wrong = inside(*shlex.split(command)[1:], "--no-such-option")
@@ -50,8 +51,8 @@ def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
         ("inspect {made}", "evaluate demo {made} --save"),
         ("verify {made}", "verify {made} --model demo"),
         ("verify {made} --model demo", "generate demo --rotations {made}"),
-        ("export {made} --to sglang -o out", "evaluate demo {made} --format sglang"),
-        ("export {made} --to mlx -o mlx", "evaluate demo {made} --format mlx"),
+        ("export {made} --to sglang -o out", "evaluate demo {made} --for sglang"),
+        ("export {made} --to mlx -o mlx", "evaluate demo {made} --for mlx"),
         ("push {made} me/zoo --dry-run", "push {made} me/zoo"),
         ("plan {tiny} --context 100", "calibrate {tiny}"),
         ("list qwen3-8b --index bundled", "pull Qwen/Qwen3-8B --index bundled"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import engine_readers as engines
 from support.engine_artifacts import (
+    WRITTEN,
     base_for,
     check_engine,
     exported,
@@ -16,12 +17,11 @@ from support.engine_artifacts import (
 )
 
 from rotationzoo.engines.base import Options
-from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import sha256
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WRITTEN)
 def test_an_export_read_as_the_engine_does(engine, made, tmp_path):
     artifact = made(head_dim=32)
     done = exported(engine, artifact, tmp_path)
@@ -34,7 +34,7 @@ def test_an_export_read_as_the_engine_does(engine, made, tmp_path):
     assert {path.name for path in done.path.iterdir()} == {*record["files"], "export.json"}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WRITTEN)
 def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
     """Only layer 3 of four caches keys; a loader that counted cached layers would take it for layer
     0."""
@@ -59,26 +59,26 @@ SUPPORTS = {
     "gemma4": {
         "sglang": None,
         "mlx": "whole heads of",
-        "vllm": "whole heads of",
+        "vllm-oscar": "whole heads of",
         "llama.cpp": "32 channels",
     },
     "mimo_v2_flash": {
         "sglang": "head dimension 12",
         "mlx": "head dimension 12",
-        "vllm": "values of dimension 12",
+        "vllm-oscar": "values of dimension 12",
         "llama.cpp": "values of dimension 12",
     },
     "phi3": {
         "sglang": "head dimension 24",
         "mlx": "head dimension 24",
-        "vllm": None,
+        "vllm-oscar": None,
         "llama.cpp": "32 channels",
     },
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "engine"), [(family, engine) for family in SUPPORTS for engine in ENGINES]
+    ("family", "engine"), [(family, engine) for family in SUPPORTS for engine in WRITTEN]
 )
 def test_other_geometries_are_served_or_refused(family, engine, made, tmp_path):
     changes = {"hidden_size": 96} if family == "phi3" else {}
@@ -92,7 +92,7 @@ def test_other_geometries_are_served_or_refused(family, engine, made, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WRITTEN)
 def test_engines_that_need_no_value_rotation(engine, made, tmp_path):
     artifact = made(head_dim=32)
     model = tmp_path / "a model"
@@ -119,7 +119,7 @@ def test_engines_that_need_no_value_rotation(engine, made, tmp_path):
         assert np.array_equal(rotate("value", 1, rows), rows)
     if engine == "sglang":
         assert "v_rotation_identity.pt" in done.files, "under its own name"
-    if engine in ("sglang", "vllm"):
+    if engine in ("sglang", "vllm-oscar"):
         assert f"'{model}'" in done.launch.command[0], "that model, and quoted"
 
 

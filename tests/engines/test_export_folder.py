@@ -8,11 +8,11 @@ import threading
 import pytest
 from support.engine_artifacts import (
     OSCAR,
+    WRITTEN,
     exported,
 )
 
 from rotationzoo.engines.formats.oscar_pt import markers
-from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import sha256
@@ -39,7 +39,7 @@ def test_two_exports_at_once_do_not_share_a_folder(made, tmp_path, monkeypatch):
     assert exported("sglang", made(head_dim=32), tmp_path).files
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WRITTEN)
 def test_servers_that_run_as_somebody_else_can_read_the_files(engine, made, tmp_path):
     """safetensors makes files for their owner alone."""
     done = exported(engine, made(head_dim=32), tmp_path)

@@ -1,5 +1,7 @@
 """What an engine does not serve: refused with the flags that accept it, or left out and said."""
 
+import shlex
+
 import pytest
 from support.engine_artifacts import (
     CENTERED,
@@ -10,28 +12,48 @@ from support.engine_artifacts import (
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import export as exporting
+from rotationzoo.engines.export import export, launch_line
+from rotationzoo.engines.payload import Request
+from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import write_artifact
 
 
-def test_what_an_engine_does_not_take_is_refused_with_the_whole_command(made, tmp_path):
-    artifact = made(recipe=CENTERED, head_dim=32)
-    with pytest.raises(
-        RotationZooError, match=r"one rotation per layer.*a single clip ratio"
-    ) as refused:
-        exported("llama.cpp", artifact, tmp_path, pooled=False, clip=None)
-    base, out = tmp_path / "base.gguf", tmp_path / "out"
-    assert refused.value.hint == (
-        f"with all of that: rotationzoo export {artifact.folder} --to llama.cpp --output {out} "
-        f"--base {base} --pooled --clip 0.96"
+def test_what_an_engine_does_not_take_is_left_out_and_said(made, tmp_path):
+    artifact = made(recipe=CENTERED.model_copy(update={"feedback": True}), head_dim=32)
+    assert exported("vllm-oscar", artifact, tmp_path / "a").reduced == [
+        "one rotation per layer instead of one per KV head",
+        "keys that keep their mean",
+        "windows 0/0 instead of 8/16",
+        "nearest codes instead of error feedback",
+    ]
+    assert "clip ratios 0.96/0.96 instead of the artifact's own" in (
+        exported("llama.cpp", artifact, tmp_path / "b").reduced
     )
-    assert "per KV head (--pooled)" in str(refused.value)
-    with pytest.raises(RotationZooError, match="no tokens kept exact") as refused:
-        exported("vllm", artifact, tmp_path, windows=None)
-    assert refused.value.hint.endswith(" --pooled --windows 0/0")
-    done = exported("vllm", artifact, tmp_path)
-    assert len(done.reduced) == 3, done.reduced
-    assert "keys that keep their mean" in done.reduced
+    assert exported("sglang", artifact, tmp_path / "c").reduced == [
+        "nearest codes instead of error feedback"
+    ]
+
+
+def test_what_a_user_asks_of_an_engine_that_has_it_not_is_refused(made, tmp_path):
+    artifact = made(head_dim=32)
+    with pytest.raises(RotationZooError, match="keeps no tokens exact"):
+        exported("vllm-oscar", artifact, tmp_path, windows=(8, 16))
+    with pytest.raises(RotationZooError, match="single clip ratio") as refused:
+        exported("llama.cpp", artifact, tmp_path, clip=(0.96, 0.92))
+    assert refused.value.hint == "--clip 0.96"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_an_engine_that_reads_artifacts_needs_no_files(made, tmp_path, monkeypatch, engine):
+    monkeypatch.chdir(tmp_path)
+    artifact = made(head_dim=32)
+    done = export(artifact, Request(engine))
+    command = ["rotationzoo", ENGINES[engine].command, "tiny/qwen3", "--revision", "0" * 40]
+    assert shlex.split(launch_line(done.launch)) == [*command, "--rotations", str(artifact.folder)]
+    assert (done.files, done.reduced, list(tmp_path.iterdir())) == ({}, [], [])
+    with pytest.raises(RotationZooError, match="nothing is written for it"):
+        export(artifact, Request(engine, pooled=True))
 
 
 def test_means_that_an_engine_does_not_subtract_are_left_out(made, tmp_path):
@@ -57,9 +79,8 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
         artifact.statistics,
         dict(artifact.content),
     )
-    with pytest.raises(RotationZooError, match="one clip ratio for all keys") as refused:
-        exported("sglang", changed, tmp_path / "sglang")
-    assert refused.value.hint.endswith(" --clip 0.96/0.92")
+    done = exported("sglang", changed, tmp_path / "highest")
+    assert done.reduced == ["clip ratios 0.96/0.92 instead of the artifact's own"]
     done = exported("sglang", changed, tmp_path / "sglang", clip=(1.0, 0.92))
     assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
     assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
@@ -71,7 +92,9 @@ def test_other_refusals(made, tmp_path):
         exported("sglang", artifact, tmp_path, windows=(60, 256))
     with pytest.raises(RotationZooError, match="one scale a head"):
         exported(
-            "vllm", made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32), tmp_path
+            "vllm-oscar",
+            made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32),
+            tmp_path,
         )
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
@@ -79,4 +102,4 @@ def test_other_refusals(made, tmp_path):
         exported("sglang", artifact, tmp_path)
     bare = write_artifact(tmp_path / "bare", artifact.rotations, None, dict(artifact.content))
     with pytest.raises(RotationZooError, match="has no statistics"):
-        exported("vllm", bare, tmp_path / "vllm")
+        exported("vllm-oscar", bare, tmp_path / "vllm")

@@ -3,12 +3,14 @@
 import re
 
 import pytest
-from engines_table import PAGE, current_table, table
-from support import engine_artifacts, engine_readers
-from support.engine_artifacts import base_for, exported
+from engines_table import PAGE, current_tables, tables
+from support import engine_readers
+from support.engine_artifacts import WRITTEN, base_for, exported
 from support.places import ROOT
 
-from rotationzoo.engines.base import Capabilities, Description, Options
+from rotationzoo.cli.app import COMMANDS
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.engines.base import Description, Options
 from rotationzoo.engines.export import launch_line
 from rotationzoo.engines.registry import (
     ENGINE_NAMES,
@@ -19,10 +21,17 @@ from rotationzoo.engines.registry import (
 from rotationzoo.recipe import PRESETS
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+def test_every_row_has_files_or_a_command_of_ours():
+    assert [name for name, entry in ENGINES.items() if entry.command] == ["vllm", "transformers"]
+    for name, entry in ENGINES.items():
+        assert bool(entry.module) != (entry.command in COMMANDS), name
+        assert entry.recipe in PRESETS
+        assert entry.format in ("", *FORMATS)
+
+
+@pytest.mark.parametrize("engine", WRITTEN)
 def test_every_row_leads_to_an_engine(engine):
     module = load_engine(engine)
-    assert isinstance(module.CAPABILITIES, Capabilities)
     assert isinstance(module.DESCRIPTION, Description)
     assert callable(module.check_payload)
     assert callable(module.write_files)
@@ -30,8 +39,7 @@ def test_every_row_leads_to_an_engine(engine):
 
 def test_every_engine_has_a_reader_and_a_codec_of_its_own():
     """Written from what is known of the engine; the tests of all engines read exports with them."""
-    assert set(engine_readers.READ) == set(engine_readers.STORE) == set(ENGINES)
-    assert set(engine_artifacts.AGREED) == set(ENGINES)
+    assert set(engine_readers.READ) == set(engine_readers.STORE) == set(WRITTEN)
 
 
 def test_the_command_line_offers_every_engine(inside):
@@ -47,15 +55,15 @@ def test_texts_that_name_engines_name_no_other(made):
     out; cards that are published must not change with every engine."""
     card = made(recipe=PRESETS["oscar"], head_dim=128).folder / "README.md"
     for path in (card, ROOT / "README.md"):
-        line = re.search(r"--to (\S+) +# or ([\w., ]+)", path.read_text(encoding="utf-8"))
+        line = re.search(r"--(?:to|for) (\S+) +# or ([\w., ]+)", path.read_text(encoding="utf-8"))
         named = [line[1], *line[2].strip().split(", ")]
         assert len(named) > 1
         assert set(named) <= set(ENGINE_NAMES), path
 
 
-def test_the_table_of_the_engines_page_is_the_code_s():
+def test_the_tables_of_the_engines_page_are_the_code_s():
     """`python scripts/tools/engines_table.py` rewrites it."""
-    assert current_table(PAGE.read_text(encoding="utf-8")) == table()
+    assert current_tables(PAGE.read_text(encoding="utf-8")) == tables()
 
 
 def test_the_engines_page_says_what_the_code_does(made, tmp_path):
@@ -63,7 +71,7 @@ def test_the_engines_page_says_what_the_code_does(made, tmp_path):
     default recipe."""
     page = PAGE.read_text(encoding="utf-8")
     artifact = made(recipe=PRESETS["oscar"], head_dim=128)
-    for engine in ENGINES:
+    for engine in WRITTEN:
         assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.MULTILINE), engine
         changes = {}
         if ENGINES[engine].needs_base:

@@ -47,10 +47,10 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
 
 
 def test_an_export_that_pools_names_the_command_and_then_has_the_figures(inside, mine):
-    words = ["export", mine, "--to", "vllm", "--pooled", "--windows", "0/0", "-o", "exported"]
+    words = ["export", mine, "--for", "vllm-oscar", "-o", "exported"]
     said = inside(*words).stderr
     (command,) = re.findall(r"to measure it: rotationzoo (.*)", said)
-    assert command == f"evaluate demo {mine} --pooled --format vllm --windows 0/0 --save"
+    assert command == f"evaluate demo {mine} --for vllm-oscar --save"
     printed = inside(*shlex.split(command), *SMALL)
     assert printed.returncode == 0, printed.stderr
     assert "+pooled: one rotation per layer" in printed.stdout

@@ -14,6 +14,7 @@ from rotationzoo.codec import int2
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
+from rotationzoo.engines.registry import ENGINES
 from rotationzoo.evaluation.arms import pooled_rotations
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import Layer, cached_layers, geometry_json, geometry_of
@@ -31,13 +32,8 @@ OSCAR = Recipe(sink=8, recent=16)
 CENTERED = OSCAR.model_copy(update={"center_keys": True})
 
 
-# What an engine does not take, agreed to.
-AGREED = {
-    "sglang": {},
-    "mlx": {},
-    "vllm": {"pooled": True, "windows": (0, 0)},
-    "llama.cpp": {"pooled": True, "clip": (0.96, 0.96)},
-}
+# The engines for which files are written.
+WRITTEN = tuple(name for name, entry in ENGINES.items() if entry.module)
 
 
 def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifact:
@@ -96,11 +92,10 @@ def base_for(artifact: Artifact, folder: Path, architecture: str = "qwen3") -> P
 
 
 def exported(engine: str, artifact: Artifact, folder: Path, **changes):
-    options = {**AGREED[engine], **changes}
-    if engine == "llama.cpp" and "options" not in options:
+    if engine == "llama.cpp" and "options" not in changes:
         folder.mkdir(parents=True, exist_ok=True)
-        options["options"] = Options(base=base_for(artifact, folder))
-    return export(artifact, Request(engine, folder / "out", **options))
+        changes["options"] = Options(base=base_for(artifact, folder))
+    return export(artifact, Request(engine, folder / "out", **changes))
 
 
 def matrices(artifact: Artifact, layer, side: str, pooled: bool) -> torch.Tensor:
@@ -128,7 +123,7 @@ def attend(q, k, v):
 
 def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False) -> None:
     """Attention through the export is exact, and rows are stored as the codec says."""
-    pooled = bool(AGREED[engine].get("pooled"))
+    pooled = not ENGINES[engine].heads
     recipe = artifact.recipe
     for layer in layers_of(artifact):
         rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
@@ -162,7 +157,7 @@ def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False)
                 reference = engines.store_q2_0(wanted.numpy(), clip, group)
                 assert_codes(codes, reference[0])
                 continue
-            form = int2.FORMATS.get(engine, int2.SGLANG)
+            form = int2.FORMATS[ENGINES[engine].format]
             stored = int2.quantize(wanted, clip, group, form).codes
             assert_codes(codes, stored.numpy())
             same = (codes == stored.numpy()).all(-1)
@@ -177,5 +172,5 @@ def assert_codes(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 def done_clip(engine: str, recipe: Recipe, side: str) -> float:
-    agreed = AGREED[engine].get("clip")
-    return agreed[0] if agreed else recipe.key_clip if side == "key" else recipe.value_clip
+    one = ENGINES[engine].clip == "one"
+    return recipe.key_clip if side == "key" or one else recipe.value_clip

@@ -86,7 +86,7 @@ def read_mlx(folder: Path, environment: dict, heads: int):
 
 READ = {
     "sglang": read_sglang,
-    "vllm": read_vllm,
+    "vllm-oscar": read_vllm,
     "llama.cpp": read_llama,
     "mlx": read_mlx,
 }
@@ -164,7 +164,7 @@ def consecutive(codes: np.ndarray) -> np.ndarray:
 
 STORE = {
     "sglang": store_sglang,
-    "vllm": store_vllm,
+    "vllm-oscar": store_vllm,
     "llama.cpp": store_q2_0,
     "mlx": store_mlx,
 }

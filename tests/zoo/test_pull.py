@@ -10,10 +10,7 @@ from support.command_line import edited_manifest
 from support.published import ZOO, ok, publish_oscar_pair, refused
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
-from rotationzoo.recipe import PRESETS
 from rotationzoo.zoo import index
 
 
@@ -79,26 +76,14 @@ def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
     assert own["path"] == "exports/demo-oscar-mlx"
 
 
-def test_a_pull_for_vllm_names_the_released_way_first(zoo, made, tmp_path, monkeypatch):
-    """Both where the pull request takes what was pulled, and where it does not."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+def test_a_pull_for_an_engine_that_reads_artifacts_says_how_to_start_it(zoo, made):
     ok(zoo.run("push", made, ZOO, "--json"))
-    said = refused(zoo.run("pull", "demo", "--repo", ZOO, "--to", "vllm"))
-    released, pull_request = said.partition("Hint: ")[2].split("; for its pull request, ")
-    command = shlex.split(released.partition("the whole artifact: ")[2])
+    pulled = zoo.run("pull", "demo", "--repo", ZOO, "--for", "vllm")
+    assert pulled.returncode == 0, pulled.stderr
+    command = shlex.split(pulled.stdout)
     assert command[:4] == ["rotationzoo", "serve", "demo", "--rotations"]
     assert verify(Artifact.open(zoo.folder / command[4])).ok
-    assert "--to vllm --output exports/demo-oscar-vllm --pooled --windows 0/0" in pull_request
-
-    recipe = PRESETS["hadamard"].model_copy(update={"pooling": "layer", "sink": 0, "recent": 0})
-    plain = calibrate(Job("demo", recipe, tmp_path / "plain", device="cpu")).folder
-    ok(zoo.run("push", plain, ZOO, "--json"))
-    pulled = zoo.run("pull", "demo", "--repo", ZOO, "--recipe", "hadamard", "--to", "vllm")
-    assert pulled.returncode == 0, pulled.stderr
-    notes = [line for line in pulled.stderr.splitlines() if "vLLM" in line]
-    assert ": rotationzoo serve demo --rotations " in notes[0]
-    assert "pull request 46774" in notes[1]
-    assert "--kv-cache-dtype oscar_int2" in pulled.stdout
+    assert not (zoo.folder / "exports").exists()
 
 
 def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):

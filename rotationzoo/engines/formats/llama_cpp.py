@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 from rotationzoo.engines.base import (
-    Capabilities,
     Description,
     Launch,
     Options,
@@ -21,7 +20,6 @@ from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, objectiv
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 
-CAPABILITIES = Capabilities(heads=False, mean=False, clip="one", windows=True)
 DESCRIPTION = Description(
     cache="[OSCAR's fork](https://github.com/FutureMLS-Lab/OSCAR/tree/zhongzhu/llamacpp) "
     "(`qwen3`), "

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rotationzoo.engines.base import (
-    Capabilities,
     Description,
     Launch,
     Options,
@@ -32,7 +31,6 @@ from rotationzoo.engines.formats.reading import (
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError, first_sentence
 
-CAPABILITIES = Capabilities(heads=True, mean=False, clip="side", windows=True)
 DESCRIPTION = Description(
     cache="[mlx-lm pull request 1789](https://github.com/ml-explore/mlx-lm/pull/1789), closed",
     reads="two safetensors, transposed, and `metadata.json`",

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from rotationzoo.engines.base import (
-    Capabilities,
     Description,
     Launch,
     Options,
@@ -21,7 +20,6 @@ from rotationzoo.engines.formats.reading import check_power_of_two
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 
-CAPABILITIES = Capabilities(heads=True, mean=True, clip="side", windows=True)
 DESCRIPTION = Description(
     cache="[OSCAR's SGLang](https://github.com/FutureMLS-Lab/OSCAR), "
     "[pull request 32129](https://github.com/sgl-project/sglang/pull/32129)",

@@ -15,15 +15,12 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.options import Rounding
+from rotationzoo.runtime.options import Rounding, as_engine, settle
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.plugin import check_version
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.storage import strict_json
 
 KEY = "rotationzoo"
@@ -84,14 +81,10 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     """The settings that options make for a model. Raises as `read_settings`."""
     artifact = Artifact.open(Path(options.artifact).expanduser())
     check_model(artifact, source)
-    recipe, rotations = artifact.recipe, artifact.rotations
-    default: Rounding = "feedback" if rotations.has_feedback else "nearest"
-    arm = Arm(artifact.folder.name, rotations, recipe.group_size, options.rounding or default)
-    layout = CacheLayout.of_recipe(recipe, FORMATS[options.format])
-    asked = {"sink": options.sink, "recent": options.recent}
-    windows: Any = {name: tokens for name, tokens in asked.items() if tokens is not None}
-    windows.setdefault("recent", max(1, layout.recent))
-    return CacheSettings(arm, replace(layout, prefill_layout="window", **windows))
+    recipe = artifact.recipe
+    asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
+    chosen = as_engine({"engine": "vllm", "recent": max(1, recipe.recent)} | asked)
+    return settle(artifact.folder.name, recipe, artifact.rotations, chosen)
 
 
 def check_model(artifact: Artifact, source: Source) -> None:

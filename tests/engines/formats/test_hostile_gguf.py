@@ -6,7 +6,7 @@ import struct
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.engine_artifacts import AGREED, base_for, exported
+from support.engine_artifacts import base_for, exported
 from support.oscar_files import (
     gguf_bytes,
     gguf_field,
@@ -73,7 +73,6 @@ def test_a_base_with_bytes_changed(tmp_path, made, data):
         "llama.cpp",
         tmp_path / "out",
         options=Options(tmp_path / "changed.gguf"),
-        **AGREED["llama.cpp"],
     )
     with contextlib.suppress(RotationZooError):
         export(artifact, request)

@@ -150,7 +150,7 @@ def test_bases_that_do_not_fit(made, tmp_path):
     (tmp_path / "none.gguf").write_bytes(b"GGUF or not")
     with pytest.raises(RotationZooError, match="is no GGUF file"):
         exported("llama.cpp", artifact, tmp_path, options=Options(base=tmp_path / "none.gguf"))
-    with pytest.raises(RotationZooError, match="a GGUF file of the model") as refused:
+    with pytest.raises(RotationZooError, match="from the model's own file") as refused:
         exported("llama.cpp", artifact, tmp_path, options=Options())
     assert "--base" in refused.value.hint
 

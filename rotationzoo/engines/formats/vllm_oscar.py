@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 from rotationzoo.engines.base import (
-    Capabilities,
     Description,
     Launch,
     Options,
@@ -17,7 +16,6 @@ from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, check_on
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 
-CAPABILITIES = Capabilities(heads=False, mean=False, clip="side", windows=False)
 DESCRIPTION = Description(
     cache="[pull request 46774](https://github.com/vllm-project/vllm/pull/46774)",
     reads="`.pt` pair, version 1",

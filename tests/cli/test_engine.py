@@ -1,0 +1,157 @@
+"""`--for ENGINE`: what is measured and read is what the engine serves."""
+
+import json
+
+import pytest
+import torch
+from support.command_line import SMALL, only_error
+from support.models import save_tiny
+
+from rotationzoo.api import calibration_job, evaluation_job
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.engines.export import export
+from rotationzoo.engines.payload import Request
+from rotationzoo.engines.reductions import choose_measures
+from rotationzoo.engines.registry import ENGINES
+from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.arms import build_arms
+from rotationzoo.model.source import find
+from rotationzoo.runtime.options import build_settings
+from rotationzoo.runtime.vllm.settings import Options, make_settings
+
+WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "512"]
+
+
+@pytest.fixture(scope="module")
+def tiny_of_heads(tmp_path_factory):
+    """A tiny model with two KV heads, and an artifact of it with every part that engines lose."""
+    from rotationzoo.api import calibrate
+    from rotationzoo.recipe import PRESETS, Data
+
+    folder = tmp_path_factory.mktemp("heads")
+    model = save_tiny(folder / "model", num_key_value_heads=2)
+    data = Data(tokens=1024, length=256)
+    recipe = PRESETS["oscar"].model_copy(update={"data": data, "sink": 8, "recent": 16})
+    artifact = calibrate(str(model), output=folder / "made", recipe=recipe, device="cpu")
+    assert artifact.rotations.per_head
+    assert artifact.rotations.has_feedback
+    assert artifact.recipe.centered == ("key",)
+    return str(model), artifact
+
+
+def written(path) -> dict:
+    """The keys' matrices of a `.pt` file by layer."""
+    (file,) = path.glob("k_rotation*.pt")
+    layers = torch.load(file, weights_only=True)["layers"]
+    return {layer: entry["rotation"] for layer, entry in layers.items()}
+
+
+@pytest.mark.parametrize("engine", ["vllm-oscar", "sglang"])
+def test_what_is_measured_is_what_is_written(tiny_of_heads, tmp_path, engine):
+    """Evaluation and `generate` rotate with the very matrices of the files, and the same means."""
+    model, artifact = tiny_of_heads
+    done = export(artifact, Request(engine, tmp_path / "out"))
+    matrices = written(done.path)
+    job = evaluation_job(model, artifact, engine=engine)
+    arms = build_arms([artifact], artifact.geometry, (), job.pooled, job.uncentered)
+    judged = arms[-1] if job.pooled else arms[0]
+    settings = build_settings(artifact, _loaded(model), {"engine": engine})
+    for rotations in (judged.arm.rotations, settings.arm.rotations):
+        for layer, matrix in matrices.items():
+            key = rotations[layer].key
+            assert torch.equal(key.matrix.squeeze(0), matrix)
+            assert (key.mean is None) == (engine == "vllm-oscar")
+    assert settings.arm.rounding == job.rounding == "nearest"
+    served = (settings.layout.sink, settings.layout.recent)
+    assert served == ((0, 0) if engine == "vllm-oscar" else (8, 16))
+    assert job.windows == ([(0, 0)] if engine == "vllm-oscar" else [])
+
+
+def _loaded(model: str):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model)
+
+
+def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
+    model, artifact = tiny_of_heads
+    served = make_settings(Options(artifact=str(artifact.folder)), find(model))
+    read = build_settings(artifact, _loaded(model), {"engine": "vllm"})
+    assert read.layout == served.layout
+    assert served.layout.prefill_layout == "window"
+    assert read.arm.rounding == served.arm.rounding == "feedback"
+    job = evaluation_job(model, artifact, engine="vllm", prefill_chunk=64)
+    assert (job.format, job.prefill_layout) == ("vllm", "window")
+    assert (job.pooled, job.uncentered, job.rounding) == (False, (), None)
+
+
+def test_options_come_before_what_the_engine_picks(tiny_of_heads):
+    model, artifact = tiny_of_heads
+    options = dict(format="mlx", windows=[(4, 16)], pooled=False)
+    job = evaluation_job(model, artifact, engine="vllm-oscar", **options)
+    assert (job.format, job.windows, job.pooled) == ("mlx", [(4, 16)], False)
+    assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
+    settings = build_settings(artifact, _loaded(model), {"engine": "mlx", "rounding": "feedback"})
+    assert settings.arm.rounding == "feedback"
+
+
+def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
+    """The demo's own rotations, pooled already."""
+    hadamard = Artifact.open(made)
+    chosen = choose_measures("vllm-oscar", [hadamard], {})
+    assert chosen["pooled"] == hadamard.rotations.per_head
+    assert choose_measures("vllm-oscar", [], {})["pooled"] is False
+
+
+def test_recipes_of_engines():
+    recipes = {name: calibration_job("demo", engine=name).recipe.name for name in ENGINES}
+    assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
+    assert set(recipes.values()) == {"oscar", "oscar-v1"}
+    assert calibration_job("demo", engine="llama.cpp", recipe="random").recipe.name == "random"
+    with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
+        calibration_job("demo", engine="vlm")
+
+
+def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
+    model, artifact = tiny_of_heads
+    result = inside("evaluate", model, artifact.folder, "--for", "mlx", *WORDS, "--json")
+    assert result.returncode == 0, result.stderr
+    line = (
+        "For mlx: a rotation per KV head, nearest codes, format mlx. Reduced: keys that keep "
+        "their mean; nearest codes instead of error feedback"
+    )
+    assert line in result.stderr
+    assert json.loads(result.stdout)["notes"][0] == line
+    result = inside(
+        "generate", model, "--rotations", artifact.folder, "--for", "mlx", "-p", "a b",
+        "--max-new-tokens", "1", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert line in result.stderr
+    assert json.loads(result.stdout)["format"] == "mlx"
+
+
+def test_the_next_command_is_for_the_same_engine(inside, tiny):
+    made = inside("calibrate", tiny, *SMALL, "--for", "vllm-oscar", "-o", "made")
+    assert made.returncode == 0, made.stderr
+    assert "For vllm-oscar: recipe oscar-v1" in made.stderr
+    assert made.stderr.endswith(f"Next: rotationzoo evaluate {tiny} made --for vllm-oscar\n")
+    result = inside("export", "made", "--for", "vllm-oscar", "-o", "out")
+    assert result.stderr.endswith("made --for vllm-oscar\n"), result.stderr
+
+
+def test_a_codec_that_is_not_simulated_is_refused(inside, made):
+    error = only_error(inside("evaluate", "demo", made, "--for", "llama.cpp"), 2)
+    assert "codebook of its own" in error
+    words = ["generate", "demo", "--rotations", made, "--for", "llama.cpp"]
+    assert "codebook of its own" in only_error(inside(*words), 2)
+
+
+def test_the_earlier_name_of_the_files_of_the_pull_request(inside, made):
+    """`--to vllm` with options of an export writes them, and says their name."""
+    result = inside("export", made, "--to", "vllm", "--pooled", "--windows", "0/0", "-o", "out")
+    assert result.returncode == 0, result.stderr
+    assert "for vllm-oscar" in result.stderr
+    assert "--kv-cache-dtype oscar_int2" in result.stdout
+    result = inside("export", made, "--to", "vllm")
+    assert result.stdout == f"rotationzoo serve demo --rotations {made}\n"
