@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from rotationzoo.runtime.vllm.plugin import server_command
+from rotationzoo.runtime.vllm.plugin import FULL_ATTENTION, server_command
 
 # The client's own command is part of `vllm`, which the package for CPUs cannot start.
 CLIENT = """
@@ -45,7 +45,7 @@ def serving(args: argparse.Namespace, rotated: bool, folder: Path) -> Iterator[s
         port = free.getsockname()[1]
     words = server_command(args.model)
     if not rotated:
-        words = [word for word in words if word not in ("--attention-backend", "CUSTOM")]
+        words = [word for word in words if word not in FULL_ATTENTION]
     words += ["--port", str(port), "--dtype", "bfloat16", "--no-enable-prefix-caching"]
     if rotated:
         options = {"artifact": str(Path(args.artifact).absolute()), "rounding": args.rounding}

@@ -12,6 +12,8 @@ from rotationzoo.errors import RotationZooError
 
 TESTED = ("0.32.0",)
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
+FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM")
+"""Layers with a sliding window keep the backend that vLLM chooses."""
 FEWER_REQUESTS = ("--max-num-seqs", "64")
 """vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
 later option of the same name replaces this one."""
@@ -37,7 +39,7 @@ def server_command(model: str) -> list[str]:
         if shutil.which("vllm") is None:
             command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         # As many requests as exact copies are kept for, besides the memory that vLLM plans.
-        return [*command, "serve", model, "--attention-backend", "CUSTOM", *FEWER_REQUESTS]
+        return [*command, "serve", model, *FULL_ATTENTION, *FEWER_REQUESTS]
     # The command `vllm` of the package for CPUs ends with an error: it looks for the other one.
     entry = "vllm.entrypoints.launchers.api_server.entry"
     return [sys.executable, "-m", entry, "--model", model]
