@@ -61,8 +61,9 @@ def serve_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.compatibility import other_weights_note
     from rotationzoo.model.source import find, has_weights
+    from rotationzoo.model.loading import load_config
     from rotationzoo.runtime.vllm.plugin import server_command
-    from rotationzoo.runtime.vllm.settings import KEY, Options, make_settings
+    from rotationzoo.runtime.vllm.settings import KEY, Options, has_windows, make_settings
 
     chosen = given(format=format, rounding=rounding, sink=sink, recent=recent)
     options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
@@ -74,7 +75,8 @@ def serve_command(
         out.notes([note])
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
-    words = [*server_command(place), *(["--revision", revision] if revision else [])]
+    words = server_command(place, has_windows(load_config(source)))
+    words += ["--revision", revision] if revision else []
     named = {KEY: options.model_dump(exclude_none=True)}
     words += [_OURS, dumps(named), *handed_on]
     layout = settings.layout

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from rotationzoo.runtime.vllm.plugin import server_command
+from rotationzoo.runtime.vllm.plugin import EVERY_LAYER, server_command
 
 # The client's own command is part of `vllm`, which the package for CPUs cannot start.
 CLIENT = """
@@ -43,9 +43,9 @@ def serving(args: argparse.Namespace, rotated: bool, folder: Path) -> Iterator[s
     """The address of a server, while it runs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = server_command(args.model)
+    words = server_command(args.model, has_windows=False)
     if not rotated:
-        words = [word for word in words if word not in ("--attention-backend", "CUSTOM")]
+        words = [word for word in words if word not in EVERY_LAYER]
     words += ["--port", str(port), "--dtype", "bfloat16", "--no-enable-prefix-caching"]
     if rotated:
         options = {"artifact": str(Path(args.artifact).absolute()), "rounding": args.rounding}

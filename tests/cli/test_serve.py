@@ -23,7 +23,7 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     done = inside(*words)
     assert done.returncode == 0, done.stderr
     line = shlex.split(done.stdout)
-    assert line[:5] == ["vllm", "serve", str(DEMO), "--attention-backend", "CUSTOM"]
+    assert line[:5] == ["vllm", "serve", str(DEMO), *plugin.EVERY_LAYER]
     assert line[5:8] == ["--max-num-seqs", "64", "--additional-config"]
     options = {"artifact": str(made), "format": "vllm", "sink": 4}
     assert json.loads(line[8]) == {"rotationzoo": options}

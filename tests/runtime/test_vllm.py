@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rotationzoo import Artifact, RotatedCache
 from rotationzoo.calibration.job import calibrate
@@ -114,14 +114,17 @@ def alone(made, prompts, tmp_path_factory) -> dict:
     return serve(folder, made, [[ids] for ids in prompts], **options)
 
 
-def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK):
-    """The log probability of each token but the first, with a prompt in chunks and tokens after it
-    one by one."""
+def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK, cut=0):
+    """The log probability of each token but the first, with a prompt in chunks, of which one begins
+    at `cut`, and tokens after it one by one."""
     row, prompt = torch.tensor(ids)[None], len(ids) - tokens
     cache = RotatedCache(Artifact.open(artifact), model, format="vllm", prefill_layout="window")
+    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+        if layer.is_sliding:  # which vLLM's own backend serves
+            cache.layers[index] = layer
     expected, at = [], 0
     while at < len(ids) - 1:
-        end = min(at + chunk, prompt) if at < prompt else at + 1
+        end = min(at + chunk, cut if at < cut else prompt) if at < prompt else at + 1
         with torch.no_grad():
             logits = model(row[:, at:end], past_key_values=cache).logits[0]
         following = row[0, at + 1 : end + 1]
@@ -161,29 +164,40 @@ def test_two_processes_hold_a_head_each_and_samples_of_a_prompt_are_read_apart(
         assert_same(sample["answer"], expected[-TOKENS:])
 
 
+WINDOWS = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 128,
+    "max_position_embeddings": 32768,
+    "pad_token_id": None,
+}
 FAMILIES = {
     "one KV head": ("Llama", {"num_key_value_heads": 1}),
     "biases": ("Qwen2", {"num_key_value_heads": 2}),
     "a scale of its own": ("Granite", {"num_key_value_heads": 4, "attention_multiplier": 0.4}),
+    "windows and soft caps": ("Gemma2", WINDOWS | {"query_pre_attn_scalar": 32}),
+    "windows and sinks": ("GptOss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_families(family, prompts, tmp_path):
-    """Random models with heads of 32, whose weights are large enough for attention to matter."""
+def make_family(family: str, tmp_path: Path):
+    """A random model with heads of 32, whose weights are large enough for attention to matter, and
+    its artifact."""
     name, changes = FAMILIES[family]
     options = dict(
         vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0,
-        **changes,
     )  # fmt: skip
+    options |= changes
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{name}Config")(**options)
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim > 1:
                 parameter.normal_(std=0.1)
     folder = tmp_path / "model"
     model.eval().save_pretrained(folder)
@@ -191,8 +205,14 @@ def test_other_families(family, prompts, tmp_path):
         shutil.copy(DEMO / file, folder)
     recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
     artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
+    return model, folder, artifact
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family, prompts, tmp_path):
+    model, folder, artifact = make_family(family, tmp_path)
     options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
-    served = serve(tmp_path, artifact, [[prompts[1]]], **options)
+    served = serve(tmp_path, artifact, [[prompts[2]]], **options)
     (answer,) = served["rounds"][0]
     expected = read_in_transformers(artifact, model, answer["ids"])
     assert_same([*answer["prompt"], *answer["answer"]], expected)
@@ -200,6 +220,35 @@ def test_other_families(family, prompts, tmp_path):
         logits = model(torch.tensor(answer["ids"])[None]).logits[0, :-1].log_softmax(-1)
     exact = logits.gather(1, torch.tensor(answer["ids"])[1:, None])[:, 0]
     assert (torch.tensor(expected) - exact).abs().mean() > 10 * CLOSE, "attention matters"
+
+
+def test_blocks_go_from_layers_with_a_window_to_others_and_back(tmp_path):
+    """A block of layers with full attention holds 1,408 tokens, and one of the others 128. A prefix
+    is found in steps that suit both. What one kind left may be no numbers to the other."""
+    model, folder, artifact = make_family("windows and soft caps", tmp_path)
+    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
+    together = [ids[at : at + 500] for at in range(0, 240, 40)]
+    rounds = [[ids[:1700]], [ids[:1700]], together, [ids[7:1707]], together]
+    engine = {"model": str(folder), "num_gpu_blocks_override": 26, "enable_prefix_caching": True}
+    served = serve(tmp_path, artifact, rounds, **engine)
+    answers = [answer for answers in served["rounds"] for answer in answers]
+    assert [answer["cached"] for answer in answers] == [0, 1408, *[0] * 13]
+    for answer in answers:
+        expected = read_in_transformers(artifact, model, answer["ids"], cut=answer["cached"])
+        assert_same(answer["answer"], expected[-TOKENS:])
+
+
+def test_capacity_of_a_model_with_windows(tmp_path):
+    """In bfloat16, a token of a KV head takes 128 bytes, and 24 in 2 bits. Six blocks of 128 tokens
+    make one that is larger than a block in bfloat16: 2 heads x 768 x 24 bytes, and 2 x 128 x 128.
+    A request takes four blocks of layers with a window: 127 tokens, and a chunk of 256."""
+    _, folder, artifact = make_family("windows and soft caps", tmp_path)
+    engine = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 32768}
+    rotated, plain = (serve(tmp_path, each, [], **engine) for each in (artifact, None))
+    assert rotated["blocks"] == plain["blocks"] * 32768 // 36864
+    for held, of_request in ((rotated, 43 + 4), (plain, 256 + 4)):
+        assert held["capacity"] == held["blocks"] * 32768 // of_request
+    assert rotated["capacity"] > 4.9 * plain["capacity"]
 
 
 @contextmanager

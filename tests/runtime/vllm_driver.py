@@ -29,8 +29,9 @@ def run_engine(job: dict) -> dict:
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         requests = llm.generate(asked, settings, use_tqdm=False)
         rounds.append([each for request in requests for each in describe(request)])
-    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    return {"rounds": rounds, "blocks": blocks}
+    cache = llm.llm_engine.vllm_config.cache_config
+    held = {"blocks": cache.num_gpu_blocks, "capacity": cache.kv_cache_size_tokens}
+    return {"rounds": rounds, **held}
 
 
 def describe(request) -> list[dict]:

@@ -1,9 +1,11 @@
 """The attention backends of vLLM with keys and values in 2 bits: one for its GPU engine, and one in
 the place of its own for CPUs.
 
-A `VllmConfig` whose `additional_config` names no artifact gets vLLM's own backend, unchanged.
+Layers with a sliding window keep vLLM's own backend, and the model's dtype. A `VllmConfig` whose
+`additional_config` names no artifact gets vLLM's own backend, unchanged.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -21,7 +23,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.errors import RotationZooError, UnsupportedModel
@@ -54,6 +56,8 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
+        self.tokens = _page_tokens(kv_cache_spec.block_size)
+        self.pages = kv_cache_spec.block_size // self.tokens  # of a block
 
     @cached_property
     def planner(self) -> Planner:
@@ -63,9 +67,9 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         assert settings is not None
         return Planner(
             settings.layout,
-            self.kv_cache_spec.block_size,
-            self.kv_cache_spec.page_size_bytes,
-            self.vllm_config.cache_config.num_gpu_blocks,
+            self.tokens,
+            self.kv_cache_spec.page_size_bytes // self.pages,
+            self.vllm_config.cache_config.num_gpu_blocks * self.pages,
             self.vllm_config.scheduler_config.max_num_seqs,
             self.device,
         )
@@ -83,6 +87,9 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
             common.query_start_loc_cpu.diff().tolist(), known_lengths.tolist(), common.max_seq_len
         )
         table, mapping = common.block_table_tensor, common.slot_mapping
+        if self.pages > 1:
+            inside = torch.arange(self.pages, dtype=table.dtype, device=table.device)
+            table = (table[..., None] * self.pages + inside).flatten(1)
         tokens = common.num_actual_tokens
         step = self.planner.plan(table, common.seq_lens, bounds.diff(), mapping[:tokens], known)
         return RotatedMetadata(tokens, step)
@@ -113,6 +120,11 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         for what, asked in unserved.items():
             if asked:
                 raise UnsupportedModel(f"rotations are not served with {what} by this backend")
+        if sliding_window is not None:
+            raise UnsupportedModel(
+                "layers with a sliding window are served by vLLM's own attention backend alone",
+                hint="start vLLM with: rotationzoo serve MODEL --rotations ARTIFACT",
+            )
         config = get_current_vllm_config()
         settings = read_settings(config)
         assert settings is not None
@@ -151,6 +163,8 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if attn_metadata is None:  # the run that measures memory
             self._reserve(key)
             return output.zero_()
+        _, heads, tokens, cell = kv_cache.shape
+        kv_cache = kv_cache.view(-1, heads, _page_tokens(tokens), cell)
         # To measure what graphs take, vLLM runs with a small tensor first.
         if self.pages is None or not self.pages.holds(kv_cache):
             index = extract_layer_index(layer.layer_name)
@@ -164,9 +178,9 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
 
     def _reserve(self, like: torch.Tensor) -> None:
         """Take the memory that exact copies will take, so that vLLM leaves it on a GPU."""
-        tokens = self.cache_config.block_size
         is_first = self.reserved is None and self.pages is None
-        if like.is_cuda and is_first and tokens:
+        if like.is_cuda and is_first and self.cache_config.block_size:
+            tokens = _page_tokens(self.cache_config.block_size)
             slots = count_slots(self.settings.layout, tokens, self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
 
@@ -183,7 +197,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
 
 
 class RotatedBackend(AttentionBackend):  # type: ignore[misc]
-    """The backend of a GPU, chosen with `--attention-backend CUSTOM`."""
+    """The backend of a GPU, chosen for layers with full attention."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update = True
@@ -227,9 +241,26 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        settings = _read_current()
-        assert settings is not None
-        return _in_two_bits(spec, settings)
+        return _in_two_bits(spec)
+
+
+class _CpuBuilder(RotatedBuilder):
+    """Ours, or vLLM's for layers with a sliding window: a CPU has one backend for all layers."""
+
+    def __new__(cls, kv_cache_spec: Any, *others: Any) -> Any:
+        if kv_cache_spec.state_content_bytes is None:
+            return CPUAttentionBackend.get_builder_cls()(kv_cache_spec, *others)
+        return super().__new__(cls)
+
+
+class _CpuImpl(RotatedImpl):
+    """Ours, or vLLM's for layers with a sliding window."""
+
+    def __new__(cls, *arguments: Any, **others: Any) -> Any:
+        *_, sliding_window = arguments[:6]  # vLLM gives the first ones by position
+        if sliding_window is not None:
+            return CPUAttentionBackend.get_impl_cls()(*arguments, **others)
+        return super().__new__(cls)
 
 
 class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
@@ -238,40 +269,56 @@ class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_impl_cls(cls) -> Any:
         """The class of a layer's attention."""
-        return super().get_impl_cls() if _read_current() is None else RotatedImpl
+        return super().get_impl_cls() if _read_current() is None else _CpuImpl
 
     @classmethod
     def get_builder_cls(cls) -> Any:
         """The class that plans steps."""
-        return super().get_builder_cls() if _read_current() is None else RotatedBuilder
+        return super().get_builder_cls() if _read_current() is None else _CpuBuilder
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        settings = _read_current()
-        if settings is None or spec.state_content_bytes is not None:
+        if _read_current() is None or isinstance(spec, SlidingWindowSpec):
             return super().customize_spec(spec)
-        return _in_two_bits(spec, settings)
+        return _in_two_bits(spec)
 
 
-_current: CacheSettings | None = None
-"""The settings of the model that this process serves, as its layers are built: vLLM asks for the
-spec of a cache later, when it shows its configuration no more."""
+_current: Any = None
+"""The `VllmConfig` of the model that this process serves, as its layers are built: vLLM asks for
+the spec of a cache later, when it shows its configuration no more."""
 
 
 def _read_current() -> CacheSettings | None:
     global _current
-    config = get_current_vllm_config_or_none()
-    if config is not None:
-        _current = read_settings(config)
-    return _current
+    _current = get_current_vllm_config_or_none() or _current
+    return None if _current is None else read_settings(_current)
 
 
-def _in_two_bits(spec: Any, settings: CacheSettings) -> Any:
+def _in_two_bits(spec: Any) -> Any:
     """Raises `UnsupportedModel` for a layer that is not of full attention."""
-    if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+    if type(spec) is not FullAttentionSpec:
         raise UnsupportedModel(
-            "this backend serves layers with full attention alone, and the model has others",
+            "rotations are served with full attention and sliding windows alone",
             hint="read it with transformers: rotationzoo generate",
         )
-    return replace(spec, state_content_bytes=cell_bytes(settings, spec.head_size))
+    settings = _read_current()
+    assert settings is not None
+    cell = cell_bytes(settings, spec.head_size)
+    stored = replace(spec, state_content_bytes=cell)
+    layers = _current.compilation_config.static_forward_context.values()
+    if all(getattr(layer, "sliding_window", None) is None for layer in layers):
+        return stored
+    # Of another dtype, so that vLLM clears blocks that change hands: what layers with a window left
+    # in one may be no numbers as scales, and codes may be none as rows.
+    stored = replace(stored, dtype=torch.uint8)
+    # Blocks of all layers take the same bytes: vLLM pads those that take fewer. So a block holds as
+    # many more tokens as make it larger than one of a layer with a window.
+    more = -(-spec.page_size_bytes // stored.page_size_bytes)
+    return replace(stored, block_size=more * spec.block_size)
+
+
+def _page_tokens(block: int) -> int:
+    """The tokens of our pages in a block of vLLM's with so many: exact copies belong to a page, and
+    not to a whole block."""
+    return math.gcd(block, 64)

@@ -12,6 +12,9 @@ from rotationzoo.errors import RotationZooError
 
 TESTED = ("0.32.0",)
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
+EVERY_LAYER = ("--attention-backend", "CUSTOM")
+FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM")
+"""Layers with a sliding window keep the backend that vLLM chooses."""
 FEWER_REQUESTS = ("--max-num-seqs", "64")
 """vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
 later option of the same name replaces this one."""
@@ -29,15 +32,16 @@ def find_installed() -> tuple[str, str] | None:
     return None
 
 
-def server_command(model: str) -> list[str]:
-    """The words that start a server for a model with the installed vLLM. Raises as
-    `check_version`."""
+def server_command(model: str, has_windows: bool) -> list[str]:
+    """The words that start a server with the installed vLLM. `has_windows`: whether layers of the
+    model have a sliding window. Raises as `check_version`."""
     if check_version() == GPU_PACKAGE:
         command = ["vllm"]
         if shutil.which("vllm") is None:
             command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         # As many requests as exact copies are kept for, besides the memory that vLLM plans.
-        return [*command, "serve", model, "--attention-backend", "CUSTOM", *FEWER_REQUESTS]
+        backend = FULL_ATTENTION if has_windows else EVERY_LAYER
+        return [*command, "serve", model, *backend, *FEWER_REQUESTS]
     # The command `vllm` of the package for CPUs ends with an error: it looks for the other one.
     entry = "vllm.entrypoints.launchers.api_server.entry"
     return [sys.executable, "-m", entry, "--model", model]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from transformers import PretrainedConfig
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda_attention
@@ -85,6 +86,15 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
     chosen = as_engine({"engine": "vllm", "recent": max(1, recipe.recent)} | asked)
     return settle(artifact.folder.name, recipe, artifact.rotations, chosen)
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """Whether layers of a model have a sliding window, as its config says."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return getattr(text, "sliding_window", None) is not None
+    return "sliding_attention" in kinds
 
 
 def check_model(artifact: Artifact, source: Source) -> None:
