@@ -76,8 +76,8 @@ class EvaluationOptions(Text, Rows, total=False):
     empty list asks nothing."""
     lengths: Sequence[int]
     """Tokens per prompt of the tasks. Defaults to `length`."""
-    questions: int
-    """Questions per task and length."""
+    questions: int | Literal["auto"]
+    """Questions per task and length; `auto`, the default, asks until the decision is made."""
     windows: list[tuple[int, int]]
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""
@@ -85,6 +85,8 @@ class EvaluationOptions(Text, Rows, total=False):
     """The engine's 2-bit format, such as `sglang` or `mlx`."""
     pooled: bool
     """Measure each artifact with one rotation per layer, too, as `export --pooled` writes it."""
+    rounding: Literal["nearest", "feedback"]
+    """The codes of the arm that the decision is about."""
     layers: set[int]
     """Quantize only these layers."""
     sides: tuple[str, ...]
