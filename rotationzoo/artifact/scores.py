@@ -188,9 +188,8 @@ class Rival(Figures):
 
     name: Action
     """Of the arm, which is also what to do where it is as good."""
-    answered: float
-    """The share of the questions that it answers."""
     difference: float
+    """Of the shares of all questions that are answered."""
     interval: list[float]
     p_value: float
     """Of the sign-flip test over prompts, corrected for all rivals."""

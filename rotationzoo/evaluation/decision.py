@@ -20,14 +20,15 @@ from rotationzoo.words import counted, percent
 
 RIVALS: dict[Action, str] = {"identity": "no rotation", "hadamard": "Hadamard"}
 """The rotations that need no data and no calibration, the simplest first, as people call them."""
-MARGIN = 0.03  # of all questions: a smaller difference is worth no calibration
+MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _LITTLE = 0.9  # of the answers; if surely fewer are kept, the advice says so
+_FEWEST = 8  # prompts: fewer show nothing by the sign-flip test
 _PACE = 16  # questions, to a multiple of which more are asked
 _PHRASES: dict[Outlook, str] = {
     "better": "shown better than",
     "worse": "shown worse than",
-    "same": f"within {percent(MARGIN)} of",
+    "same": "within 3 points of",
     "open": "not shown better than",
 }
 
@@ -47,18 +48,19 @@ def decide(
     """
     asked = {task: exact[task] for task in arms[arm]}
     sizes = [size for recall in asked.values() for size in recall.prompts]
+    tasks = [len(recall.prompts) for recall in asked.values()]
     level = LEVEL / looks
     right, mine = read_correct(asked), read_correct(arms[arm])
     if not right.any():
         return _undecided(arm, level, was_asked=bool(exact))
-    kept, interval = _kept_share(_add_up(right & mine, sizes), _add_up(right, sizes), level)
+    kept, interval = _kept_share(_add_up(right & mine, sizes), _add_up(right, sizes), tasks, level)
     others = {name: read_correct(arms[name]) for name in RIVALS if name in arms}
     gains = {name: _add_up(mine.int() - other.int(), sizes) for name, other in others.items()}
     values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
     rivals, more = [], 0
     for (name, gain), value in zip(gains.items(), values, strict=True):
         assert value is not None, "the test always gives one"
-        rival, prompts = _compare(name, others[name], gain, sizes, value, level)
+        rival, prompts = _compare(name, gain, sizes, tasks, value, level)
         rivals.append(rival)
         if rival.outlook == "open":
             more = max(more, _PACE * math.ceil(questions * prompts / len(sizes) / _PACE))
@@ -101,18 +103,33 @@ def _add_up(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return torch.stack([part.sum() for part in values.split(list(sizes))]).double()
 
 
-def _kept_share(kept: torch.Tensor, right: torch.Tensor, level: float) -> tuple[float, list[float]]:
+def _average(
+    values: torch.Tensor, weights: torch.Tensor, tasks: Sequence[int]
+) -> tuple[float, float | None]:
+    """The weighted mean over prompts, and its standard error by the spread within each task, where
+    each has at least two prompts. `tasks`: how many prompts each has, in their order."""
+    parts = zip(values.split(list(tasks)), weights.split(list(tasks)), strict=True)
+    errors = [(weighted_mean(*part)[1], part[1].sum()) for part in parts if part[1].any()]
+    mean, error = weighted_mean(values, weights)
+    if all(each is not None for each, _ in errors):
+        error = math.hypot(*(each * weight / weights.sum() for each, weight in errors))
+    return mean, error
+
+
+def _kept_share(
+    kept: torch.Tensor, right: torch.Tensor, tasks: Sequence[int], level: float
+) -> tuple[float, list[float]]:
     """The share of right answers that is kept, from both counts of each prompt, and its interval.
 
     It is Clopper and Pearson's for as many independent answers as have the standard error over
     prompts (Korn and Graubard 1998), which holds near 100 %, too. Where no prompt differs from
     another, each counts as one answer.
     """
-    share, error = weighted_mean(kept / right, right)
+    share, error = _average(kept / right, right, tasks)
     prompts = int((right > 0).sum())
     number = float(prompts)
     if error:
-        scale = ndtri(1 - level / 2) / stdtrit(prompts - 1, 1 - level / 2)
+        scale = ndtri(1 - level / 2) / stdtrit(max(1, prompts - len(tasks)), 1 - level / 2)
         number = min(right.sum().item(), share * (1 - share) / error**2) * scale**2
     count = share * number
     low = betaincinv(count, number - count + 1, level / 2) if share > 0 else 0.0
@@ -122,26 +139,28 @@ def _kept_share(kept: torch.Tensor, right: torch.Tensor, level: float) -> tuple[
 
 def _compare(
     name: Action,
-    correct: torch.Tensor,
     gain: torch.Tensor,
     sizes: Sequence[int],
+    tasks: Sequence[int],
     value: float,
     level: float,
 ) -> tuple[Rival, float]:
-    """A rival with its answers, compared by the arm's gain in each prompt and the corrected p
-    `value` of the sign-flip test; and how many new prompts would settle it with a power of 80 %.
+    """A rival, compared by the arm's gain in each prompt and the corrected p `value` of the
+    sign-flip test; and how many new prompts would settle it with a power of 80 %.
 
-    The interval of the difference is Student's t over prompts, with two more that differ entirely,
-    one each way (Agresti and Min 2005): without them, prompts of which none differs would have no
-    error. It is corrected for the number of rivals.
+    The interval of the difference is Student's t over prompts, with half a prompt more in favor of
+    each (Agresti and Min 2005): without them, prompts of which none differs would have no error.
+    It is corrected for the number of rivals.
     """
     weights = torch.tensor(sizes, dtype=torch.float64)
     opposed = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    center, error = weighted_mean(
-        torch.cat([gain / weights, opposed]), torch.cat([weights, weights.mean().expand(2)])
+    half = weights.mean().expand(2) / 2
+    center, error = _average(
+        torch.cat([gain / weights, opposed]), torch.cat([weights, half]), [*tasks, 2]
     )
     assert error is not None, "there are at least three"
-    reach = float(stdtrit(len(sizes) + 1, 1 - level / len(RIVALS) / 2)) * error
+    alpha = 1 / len(RIVALS) / 2
+    reach = float(stdtrit(max(1, len(sizes) - len(tasks)), 1 - level * alpha)) * error
     interval = [center - reach, center + reach]
     difference = (gain.sum() / weights.sum()).item()
     outlook: Outlook = "open"
@@ -150,18 +169,15 @@ def _compare(
     elif max(map(abs, interval)) <= MARGIN:
         outlook = "same"
     # Either that there is a difference can be shown, or that it is within the margin.
-    effect = max(abs(difference), MARGIN - abs(difference))
-    quantiles = ndtri(1 - LEVEL / len(RIVALS) / 2) + ndtri(_POWER)
-    prompts = float((quantiles * error / effect) ** 2) * (len(sizes) + 2)
+    quantiles = ndtri(1 - LEVEL * alpha) + ndtri(_POWER)
+    ratio = quantiles / max(abs(difference), MARGIN - abs(difference))
+    _, spread = _average(gain / weights, weights, tasks)
+    variance = 0.25 if spread is None else spread**2 * len(sizes)
+    prompts = float(ratio**2 * variance + ratio * math.sqrt(0.5))  # with both halves
     rival = Rival(
-        name=name,
-        answered=correct.double().mean().item(),
-        difference=difference,
-        interval=interval,
-        p_value=value,
-        outlook=outlook,
+        name=name, difference=difference, interval=interval, p_value=value, outlook=outlook
     )
-    return rival, prompts
+    return rival, max(_FEWEST, prompts)
 
 
 def _choose(rivals: Sequence[Rival]) -> Action:
@@ -177,12 +193,16 @@ def _choose(rivals: Sequence[Rival]) -> Action:
 
 def _compare_words(share: float, rivals: Sequence[Rival]) -> str:
     parts = []
-    for rival in rivals:
-        shares = f"{percent(share)} of the questions against {percent(rival.answered)}"
-        parts.append(f"{_PHRASES[rival.outlook]} {RIVALS[rival.name]} ({shares})")
-    if not parts:
-        return f"It was not compared with {' or '.join(RIVALS.values())}."
-    return f"In the same bytes, it is {' and '.join(parts)}."
+    for outlook, phrase in _PHRASES.items():
+        names = []
+        for rival in rivals:
+            if rival.outlook == outlook:
+                names.append(f"{RIVALS[rival.name]} ({percent(share - rival.difference)})")
+        if names:
+            joint = " or " if outlook == "open" else " and "
+            parts.append(f"{phrase} {joint.join(names)}")
+    compared = "; ".join(parts) or f"not compared with {' or '.join(RIVALS.values())}"
+    return f"In the same bytes, it answers {percent(share)} of the questions: {compared}."
 
 
 def _advise(action: Action, more: int, kept: float, at_most: float) -> str:
