@@ -84,8 +84,8 @@ class EvaluationOptions(Text, Rows, total=False):
     empty list asks nothing."""
     lengths: Sequence[int]
     """Tokens per prompt of the tasks. Defaults to `length`."""
-    questions: int
-    """Questions per task and length."""
+    questions: int | Literal["auto"]
+    """Questions per task and length; `auto`, the default, asks until the decision is made."""
     windows: list[tuple[int, int]]
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""

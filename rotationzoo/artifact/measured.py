@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from rotationzoo.artifact.scores import (
     AnswerVerdict,
+    Decision,
     Errors,
     ExactTaskRecall,
     Figures,
@@ -198,15 +199,17 @@ class FeedbackComparison(Figures):
 
 
 class VerdictSummary(Figures):
-    """How many texts were compared, and the sentences that state the result."""
+    """How many texts were compared, the decision on each artifact, and the sentences that state
+    it."""
 
     texts: Count
     words: list[str]
+    decisions: list[Decision] = Field(default_factory=list)
 
 
 class Verdict(VerdictSummary):
     """All comparisons of a window: of perplexities and of answers, all of them with the nearest
-    codes, and of error feedback with these. The words begin with answers."""
+    codes, and of error feedback with these."""
 
     level: float
     comparisons: list[Comparison]
@@ -322,6 +325,11 @@ class Measured(Conditions):
     windows: Annotated[list[Window], Field(min_length=1)]
     probes: list[Probe] = Field(default_factory=list)
     """What a server with the artifact's rotations answers; empty where none can read them."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.window.verdict.words) or f"{self.model}: baselines alone"
+
+    __repr__ = __str__
 
     @property
     def window(self) -> Window:

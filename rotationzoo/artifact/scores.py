@@ -17,6 +17,11 @@ Outcome = Literal["more", "fewer", "likelier", "less likely", "unclear"]
 """How an arm's answers compare with another's: it answers clearly more or fewer questions; or it
 answers about as many, and finds the right answers clearly likelier or less likely; or neither is
 clear."""
+Outlook = Literal["better", "worse", "same", "open"]
+"""Whether an arm is shown better or worse than another, or as good within a margin, or neither."""
+Action = Literal["use", "ask", "identity", "hadamard", "nothing"]
+"""To use an artifact, to ask more questions, to use a baseline instead, or that nothing was shown
+because the exact model can do no task."""
 
 
 class Figures(Strict):
@@ -172,4 +177,45 @@ class AnswerVerdict(Figures):
     prompts: int
     level: float
     comparisons: list[AnswerComparison]
+
+
+# ---- decisions
+
+
+class Rival(Figures):
+    """A rotation in the same bytes that needs no data, compared with an artifact's arm. Positive
+    differences favor the artifact."""
+
+    name: Action
+    """Of the arm, which is also what to do where it is as good."""
+    difference: float
+    """Of the shares of all questions that are answered."""
+    interval: list[float]
+    p_value: float
+    """Of the sign-flip test over prompts, corrected for all rivals."""
+    outlook: Outlook
+
+
+class Decision(Figures):
+    """What to do with an artifact, by the answers of one of its arms."""
+
+    arm: str
+    kept: float | None = None
+    """The share of the questions which the exact model answers right that the arm answers right,
+    too; None where the exact model answers none."""
+    interval: list[float] | None = None
+    better_than: list[str] = Field(default_factory=list)
+    action: Action
+    more_questions: Count | None = None
+    """New questions of each task and length that would settle an open comparison in 80 of 100
+    evaluations."""
+    level: float
+    """The chance of a false finding at this look: 5 % over the number of looks."""
+    rivals: list[Rival] = Field(default_factory=list)
     words: list[str]
+    """Three sentences: what the arm keeps, how it compares, and what to do."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.words)
+
+    __repr__ = __str__

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,7 +20,6 @@ from rotationzoo.cli.options import (
     MaxMemory,
     ModelName,
     PrefillLayout,
-    Questions,
     Quiet,
     Revision,
     RopeScaling,
@@ -57,7 +56,10 @@ def evaluate_command(
     seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
     tasks: Tasks = "all",
     lengths: Lengths = None,
-    questions: Questions = 16,
+    questions: Annotated[
+        str,
+        typer.Option(help="Per task and length; auto asks until the decision is made, or 128."),
+    ] = "auto",
     windows: Annotated[
         str | None,
         typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024."),
@@ -94,6 +96,9 @@ def evaluate_command(
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
     ] = False,
     anyway: Anyway = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also print all tables, and how they were measured.")
+    ] = False,
     revision: Revision = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -102,8 +107,8 @@ def evaluate_command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure what rotations cost a model whose cache is stored in 2 bits: answers to questions
-    about its context, then perplexity.
+    """Measure what rotations keep of a model whose cache is stored in 2 bits, whether they are
+    better than none, and what to do.
 
     rotationzoo evaluate demo rotations/demo-oscar
 
@@ -134,7 +139,7 @@ def evaluate_command(
         seed=seed,
         tasks=parse_tasks(tasks),
         lengths=parse_lengths(lengths),
-        questions=questions,
+        questions=parse_questions(questions),
         windows=parse_windows(windows) or None,
         format=format,
         pooled=pooled,
@@ -156,9 +161,9 @@ def evaluate_command(
     job = evaluation_job(model, artifacts or [], save, **options)
     with show_progress(out) as progress:
         report = evaluate(job, progress, ThroughCache)
-    show_evaluation(out, report)
+    show_evaluation(out, report, details)
     words = [model, "--revision", revision] if revision else [model]
-    suggest_next(out, words, artifacts or [], save)
+    suggest_next(out, report.window.verdict.decisions, words, artifacts or [], save, seed or 0)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
@@ -183,6 +188,18 @@ def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
     if values_only:
         return ("value",)
     return ("key", "value")
+
+
+def parse_questions(text: str) -> int | Literal["auto"]:
+    """Parse a number, or `auto`. Raises `UsageError`."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--questions {text!r} is no number", hint="write it as: --questions 64, or auto"
+        ) from error
 
 
 def parse_layers(text: str | None) -> set[int] | None:

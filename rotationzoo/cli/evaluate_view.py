@@ -1,8 +1,11 @@
-"""The output of `evaluate`: the tables of each pair of windows, and which arms clearly differ."""
+"""The output of `evaluate`: the decision on each artifact, and behind `--details` all tables."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rotationzoo.artifact.measured import Measured, Window
+from rotationzoo.artifact.scores import Decision
+from rotationzoo.cli.command_line import retyped
 from rotationzoo.cli.output import Output, say, show_table
 from rotationzoo.report.conditions import (
     ABOUT_BITS,
@@ -14,21 +17,37 @@ from rotationzoo.report.tables import evaluation_tables
 from rotationzoo.words import counted
 
 
-def show_evaluation(out: Output, report: Measured) -> None:
-    """Print the arms for each window: what they answer, and their perplexity increase by context
-    length."""
+def show_evaluation(out: Output, report: Measured, details: bool = False) -> None:
+    """Print the decision on each artifact, with `details` after all tables. Without artifacts there
+    are tables alone."""
     out.notes(report.notes)
-    out.result(report.report(), "\n".join(report.window.arms), lambda: _say_evaluation(report))
+    names = "\n".join(report.window.arms)
+    out.result(report.report(), names, lambda: _say_evaluation(report, details))
 
 
-def suggest_next(out: Output, model: list[str], artifacts: list[Path], saved: bool) -> None:
-    """Suggest what to do after an evaluation of these artifacts: the report on one that keeps it,
-    or a text through this cache to compare with the exact model's.
+def suggest_next(
+    out: Output,
+    decisions: Sequence[Decision],
+    model: list[str],
+    artifacts: list[Path],
+    saved: bool,
+    seed: int = 0,
+) -> None:
+    """Suggest what the decision on the first of these artifacts calls for.
 
-    `model`: its name and, if the user gave one, the option for its revision.
+    - `model`: its name and, if the user gave one, the option for its revision;
+    - `seed`: of the questions that were asked. New ones need another.
     """
     if not artifacts:
         out.suggest("calibrate", *model)
+        return
+    action, more = decisions[0].action, decisions[0].more_questions
+    if action == "ask" and more is not None:
+        out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
+    elif action == "hadamard":
+        out.suggest("calibrate", *model, "--recipe", "hadamard")
+    elif action == "identity":
+        out.suggest("generate", *model, "--rotations", "none")
     elif saved:
         out.suggest("report", str(artifacts[0]))
     else:
@@ -36,7 +55,16 @@ def suggest_next(out: Output, model: list[str], artifacts: list[Path], saved: bo
         out.suggest("generate", *model, "--rotations", str(artifacts[0]), "--compare", *prompt)
 
 
-def _say_evaluation(report: Measured) -> None:
+def _say_evaluation(report: Measured, details: bool) -> None:
+    if details or not report.window.verdict.decisions:
+        _say_details(report)
+    for window in report.windows:
+        if len(report.windows) > 1:
+            say(f"With {_title(window)}:")
+        say(*window.verdict.words)
+
+
+def _say_details(report: Measured) -> None:
     tokens = f"{counted(report.tokens, 'token')} from position {report.first_position} on"
     text = f"{tokens} in {counted(report.text.rows, 'text')}"
     exact = f"exact perplexity {report.exact.perplexity:.4f}"
@@ -53,10 +81,6 @@ def _say_evaluation(report: Measured) -> None:
     say(f"{ABOUT_BITS}; bits here: at {report.text.length:,}")
     say(*describe_arms(report.window.arms.values()))
     say("")
-    for window in report.windows:
-        if len(report.windows) > 1:
-            say(f"With {_title(window)}:")
-        say(*window.verdict.words)
 
 
 def _title(window: Window) -> str:

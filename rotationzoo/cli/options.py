@@ -181,7 +181,6 @@ Lengths = Annotated[
     str | None,
     typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length)."),
 ]
-Questions = Annotated[int, typer.Option(min=1, help="Questions per task and length.")]
 
 Signers = Annotated[
     list[str] | None,

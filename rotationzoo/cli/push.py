@@ -1,5 +1,6 @@
 """`rotationzoo push`: verify an artifact, sign it if asked, and publish it."""
 
+import shlex
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -21,10 +22,11 @@ from rotationzoo.cli.options import (
 )
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.output import Output
     from rotationzoo.zoo.hubs.protocol import Published
     from rotationzoo.zoo.push import Destination
@@ -112,6 +114,9 @@ def push_command(
     sign: SignWith = None,
     adopt_index: AdoptIndex = False,
     trust_config: TrustConfig = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also if its evaluation shows no use of it.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")
     ] = False,
@@ -139,6 +144,8 @@ def push_command(
     tool = choose_tool(sign, trust_config)
     signer = index_signer(tool, adopt_index)
     opened = Artifact.open(artifact)
+    if not anyway:
+        _check_use(opened)
     day = published and published.date()
     upload = prepare_upload(opened, repo, not no_statistics, day)
     if dry_run:
@@ -165,6 +172,19 @@ def _suggest_next(out: Output, model: str, repo: str, destination: "Destination"
     hub = destination.hubs[0]
     place = ["--repo", repo] if hub == DEFAULT_HUB else ["--from", hub, "--repo", repo]
     out.suggest(*(["list"] if destination.create_pr else ["pull", model]), *place)
+
+
+def _check_use(artifact: "Artifact") -> None:
+    """Raise `RotationZooError` for an artifact whose own evaluation shows that it is of no use."""
+    evaluation = artifact.manifest.metrics.evaluation
+    for decision in evaluation.verdict.decisions if evaluation else ():
+        if decision.action not in ("use", "ask"):
+            command = shlex.join(["rotationzoo", *typed_words(), "--anyway"])
+            raise RotationZooError(
+                f"{artifact.folder} is not worth publishing by its own evaluation: "
+                f"{decision.words[-1]}",
+                hint=f"to publish it all the same: {command}",
+            )
 
 
 def show_push_plan(

@@ -60,8 +60,8 @@ def serve_command(
     hush_libraries()
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.compatibility import other_weights_note
-    from rotationzoo.model.source import find, has_weights
     from rotationzoo.model.loading import load_config
+    from rotationzoo.model.source import find, has_weights
     from rotationzoo.runtime.vllm.plugin import server_command
     from rotationzoo.runtime.vllm.settings import KEY, Options, has_windows, make_settings
 

@@ -3,7 +3,7 @@ one rotation per layer if that is asked; and baselines that need no calibration.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.store import Artifact
@@ -78,6 +78,22 @@ def build_arms(
         if baseline.name in baselines:
             others.append(TestedArm(baseline, AboutArm(name=baseline.name, kind="baseline")))
     return [*plain, *with_feedback, *one_a_layer, *others]
+
+
+def judged_arms(
+    tested: Sequence[TestedArm], rounding: Literal["nearest", "feedback"] | None, pooled: bool
+) -> list[str]:
+    """The arm of each artifact that the decision is about: `pooled` if it has one, or else with
+    error feedback if it has its factors, unless the `rounding` is nearest."""
+    names = [each.arm.name for each in tested]
+    wanted = ["+pooled"] * pooled + ["+feedback"] * (rounding != "nearest") + [""]
+    judged = []
+    for each in tested:
+        about = each.about
+        if about.kind == "artifact" and about.rounding == "nearest" and not about.pooled:
+            mine = [about.name + ending for ending in wanted]
+            judged.append(next(name for name in mine if name in names))
+    return judged
 
 
 def _vary(plain: TestedArm, ending: str, rotations: Rotations | None = None) -> TestedArm:

@@ -12,7 +12,13 @@ from rotationzoo.artifact.measured import Measured, Probe, Text
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, shared_recipe
+from rotationzoo.evaluation.arms import (
+    BASELINES,
+    build_arms,
+    check_pooled,
+    judged_arms,
+    shared_recipe,
+)
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_layers,
@@ -26,8 +32,8 @@ from rotationzoo.evaluation.compatibility import (
     settle_rope_scaling,
 )
 from rotationzoo.evaluation.forward import Through, Trial, run_models
-from rotationzoo.evaluation.report import Results, assemble_report, save_evaluation
-from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
+from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
+from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
@@ -153,12 +159,19 @@ def evaluate(
             _check_model(job, artifacts, geometry)
         tested = build_arms(artifacts, geometry, job.baselines, job.pooled, job.uncentered)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
+        judged = judged_arms(tested, job.rounding, job.pooled)
+
+        def is_settled(answers: TaskAnswers) -> bool:
+            # The first pair of windows, whose figures are shown, ends the questions.
+            decisions = decide_all(answers, caches[0], judged)
+            return all(decision.action != "ask" for decision in decisions)
+
         reader = through if job.real_cache else None
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
-        answers = answer_tasks(asking, plan, trial)
+        answers = answer_tasks(asking, plan, trial, is_settled)
         notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
         notes += rope_notes(artifacts, scaling)
         probes: dict[Path, list[Probe]] = {}
@@ -172,7 +185,7 @@ def evaluate(
                     name = artifact.folder.resolve().name
                     notes.append(f"{name} gets no record of what a server answers: {error}")
     layout = caches[0].prefill_layout if job.prefill_chunk else None
-    results = Results(trial, [each.about for each in tested], measured, answers)
+    results = Results(trial, [each.about for each in tested], judged, measured, answers)
     report = assemble_report(
         results,
         text=Text(

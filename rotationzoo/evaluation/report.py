@@ -14,7 +14,9 @@ from rotationzoo.artifact.measured import (
     Window,
     plain_arm,
 )
+from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.evaluation.decision import RIVALS, decide
 from rotationzoo.evaluation.forward import Measurements, Trial
 from rotationzoo.evaluation.tasks.answering import TaskAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
@@ -28,10 +30,11 @@ from rotationzoo.writer import add_files
 @dataclass(frozen=True)
 class Results:
     """The results of the forward passes of an evaluation. `about` says what each of the trial's
-    arms is."""
+    arms is, and `judged` which of them decide."""
 
     trial: Trial
     about: Sequence[AboutArm]
+    judged: Sequence[str]
     measured: Measurements
     answers: TaskAnswers
 
@@ -47,7 +50,8 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
     windows = []
     for cache in trial.caches:
         arms = {about.name: _assemble_arm(results, cache, about, length) for about in results.about}
-        windows.append(_judge(cache.sink, cache.recent, arms, exact))
+        decisions = decide_all(results.answers, cache, results.judged)
+        windows.append(_judge(cache.sink, cache.recent, arms, exact, decisions))
     notes = conditions.pop("notes") + results.answers.notes
     return Measured(
         **conditions,
@@ -55,7 +59,7 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
         first_position=trial.start,
         layers=trial.layers,
         notes=notes,
-        tasks=results.answers.plan.describe(),
+        tasks=results.answers.plan.describe(results.answers.questions),
         exact=exact,
         windows=windows,
     )
@@ -77,14 +81,31 @@ def _assemble_arm(
     )
 
 
-def _judge(sink: int, recent: int, arms: Mapping[str, MeasuredArm], exact: Exact) -> Window:
+def decide_all(answers: TaskAnswers, cache: CacheLayout, judged: Sequence[str]) -> list[Decision]:
+    """The decision on each of the `judged` arms with one cache."""
+    exact, _ = score_exact(answers)
+    names = [arm for of_cache, arm in answers.arms if of_cache == cache]
+    shown = [name for name in names if name in (*judged, *RIVALS)]
+    arms = {name: score_arm(answers, cache, name)[0] for name in shown}
+    looks = len(answers.plan.settings.looks)
+    return [decide(name, arms, exact, answers.questions, looks) for name in judged]
+
+
+def _judge(
+    sink: int,
+    recent: int,
+    arms: Mapping[str, MeasuredArm],
+    exact: Exact,
+    decisions: Sequence[Decision],
+) -> Window:
     """A window with the verdict on its artifacts' arms: their own rotations with the nearest
-    codes."""
+    codes. The `decisions` on arms that it has are kept."""
     judged = []
     for name, arm in arms.items():
         if arm.kind == "artifact" and arm.rounding == "nearest" and not arm.pooled:
             judged.append(name)
-    verdict = judge_window(arms, judged, exact)
+    made = [decision for decision in decisions if decision.arm in arms]
+    verdict = judge_window(arms, judged, exact, made)
     return Window(sink=sink, recent=recent, arms=arms, verdict=verdict)
 
 
@@ -95,7 +116,8 @@ def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -
     for window in report.windows:
         kept = _arms_to_keep(window.arms, artifact.identity)
         # Judge again: with fewer arms there are fewer comparisons to correct for.
-        windows.append(_judge(window.sink, window.recent, kept, report.exact))
+        decisions = window.verdict.decisions
+        windows.append(_judge(window.sink, window.recent, kept, report.exact, decisions))
     evaluation = report.model_copy(update={"windows": windows, "probes": probes})
     content = strict_json.text(evaluation.model_dump())
     summary = evaluation.summary().model_dump()

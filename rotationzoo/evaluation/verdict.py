@@ -1,10 +1,8 @@
 """The verdict of an evaluation: which arms clearly differ from an artifact, by paired differences
 over the same questions and the same texts, and what error feedback adds."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
-from typing import Any, TypeVar
 
 import torch
 from scipy.special import stdtr
@@ -19,60 +17,44 @@ from rotationzoo.artifact.measured import (
 from rotationzoo.artifact.scores import (
     AnswerComparison,
     AnswerVerdict,
+    Decision,
     Outcome,
     PairedAnswers,
     TaskRecall,
 )
 from rotationzoo.linalg.paired import paired_difference
-from rotationzoo.words import change, counted, nats, percent
 
 # The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
-_LARGEST = 700.0  # nats: beyond about 709 the exponential overflows float64
-# The wording of the verdict, by the sign of the artifact's difference from the other arm.
-_PHRASES = {
-    -1: "clearly better than",
-    1: "clearly worse than",
-    0: "not clearly different from",
-}
-_ANSWER_PHRASES: dict[Outcome, str] = {
-    "more": "answers clearly more than",
-    "fewer": "answers clearly fewer than",
-    "likelier": "finds right answers clearly likelier than",
-    "less likely": "finds right answers clearly less likely than",
-    "unclear": "no clear difference in answers from",
-}
 Answered = Mapping[str, TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order."""
-Compared = TypeVar("Compared", Comparison, AnswerComparison)
 
 
-def judge_window(arms: Mapping[str, MeasuredArm], judged: Sequence[str], exact: Exact) -> Verdict:
-    """Compare each of the `judged` arms with every other arm: answers first, then perplexity.
+def judge_window(
+    arms: Mapping[str, MeasuredArm],
+    judged: Sequence[str],
+    exact: Exact,
+    decisions: Sequence[Decision] = (),
+) -> Verdict:
+    """Compare each of the `judged` arms with every other arm: answers, and perplexity.
 
     Arms with error feedback are only compared with the same rotations and the nearest codes.
-    `exact` counts the tokens of each text and the questions of each prompt.
+    `exact` counts the tokens of each text and the questions of each prompt. The words are those of
+    the `decisions`.
     """
     tokens = exact.text_tokens
     prompts = prompt_sizes(exact, next(iter(arms.values())).tasks)
-    feedback = compare_feedback(arms, tokens, prompts)
     nearest = {name: arm for name, arm in arms.items() if arm.rounding == "nearest"}
     losses = {name: arm.text_losses for name, arm in nearest.items()}
-    comparisons = judge_perplexity(losses, judged, tokens)
-    answers, words = None, []
-    if prompts:
-        answered = {name: arm.tasks for name, arm in nearest.items()}
-        answers = judge_answers(answered, judged, prompts)
-        words += answers.words
-    words += _perplexity_words(comparisons, len(tokens))
-    words += [_feedback_line(comparison, sum(prompts)) for comparison in feedback]
+    answered = {name: arm.tasks for name, arm in nearest.items()}
     return Verdict(
         texts=len(tokens),
-        words=words,
+        words=[words for decision in decisions for words in decision.words],
+        decisions=list(decisions),
         level=LEVEL,
-        comparisons=comparisons,
-        answers=answers,
-        feedback=feedback,
+        comparisons=judge_perplexity(losses, judged, tokens),
+        answers=judge_answers(answered, judged, prompts) if prompts else None,
+        feedback=compare_feedback(arms, tokens, prompts),
     )
 
 
@@ -136,7 +118,6 @@ def judge_answers(
         prompts=len(prompts),
         level=LEVEL,
         comparisons=comparisons,
-        words=_answer_words(comparisons, sum(prompts), len(prompts)),
     )
 
 
@@ -147,7 +128,7 @@ def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -
     by `sign_flip`, and log probabilities by Student's t, where a prompt counts
     for as many questions as it asks.
     """
-    correct, other_correct = _read_correct(first), _read_correct(second)
+    correct, other_correct = read_correct(first), read_correct(second)
     sizes = list(prompts)
     gains = (correct.int() - other_correct.int()).split(sizes)
     difference, error = paired_difference(
@@ -266,7 +247,8 @@ def _outcome_of(paired: PairedAnswers) -> Outcome:
     return "unclear"
 
 
-def _read_correct(answered: Answered) -> torch.Tensor:
+def read_correct(answered: Answered) -> torch.Tensor:
+    """Which questions are answered right, boolean `[questions]`, task after task."""
     digits = "".join(recall.correct for recall in answered.values())
     return torch.tensor([digit == "1" for digit in digits])
 
@@ -276,113 +258,3 @@ def _prompt_means(answered: Answered, prompts: list[int]) -> list[float]:
     logs = [value for recall in answered.values() for value in recall.log_probabilities]
     parts = torch.tensor(logs, dtype=torch.float64).split(prompts)
     return [part.mean().item() for part in parts]
-
-
-# ---- words
-
-
-def _perplexity_words(comparisons: list[Comparison], texts: int) -> list[str]:
-    """One line per artifact, and one that explains what clear means."""
-    if not comparisons:
-        return []
-    if texts < 2:
-        return [
-            "A single text gives no standard errors: no arm is said to be better than another. "
-            "Give more --tokens."
-        ]
-    lines = _lines(comparisons, _sign, _PHRASES, _with_difference, ": perplexity ")
-    test = (
-        f"Student's t over {counted(texts, 'text')}, Holm's correction for "
-        f"{counted(len(comparisons), 'comparison')}, {percent(LEVEL)}"
-    )
-    lines.append(
-        "In brackets: perplexity against the other's on the same texts, ± standard error. "
-        f"Clear: {test}"
-    )
-    return lines
-
-
-def _answer_words(comparisons: list[AnswerComparison], questions: int, prompts: int) -> list[str]:
-    """One line per artifact, and one that explains what clear means."""
-    if not comparisons:
-        return []
-
-    def with_shares(comparison: AnswerComparison) -> str:
-        return f"{comparison.other} ({_shares(comparison, questions)})"
-
-    lines = _lines(comparisons, lambda each: each.outcome, _ANSWER_PHRASES, with_shares, ": ")
-    test, tests = f"the sign-flip test over {counted(prompts, 'prompt')}", len(comparisons)
-    if prompts > 1:  # a single one gives no standard error of log probabilities
-        test += ", or Student's t"
-        tests *= 2
-    lines.append(
-        f"In brackets: the share of {counted(questions, 'question')} answered, "
-        "against the other's, and the difference in the log probability of right answers, in nats "
-        "± standard error. "
-        f"Clear: {test}, Holm's correction for {counted(tests, 'test')}, {percent(LEVEL)}"
-    )
-    return lines
-
-
-def _lines(
-    comparisons: list[Compared],
-    finding: Callable[[Compared], object],
-    phrases: Mapping[Any, str],
-    describe: Callable[[Compared], str],
-    joint: str,
-) -> list[str]:
-    """`NAME: answers clearly more than A (61% against 44%, p 0.003, +1.20 ±0.25); ...`, for each
-    artifact."""
-    lines = []
-    for name in dict.fromkeys(comparison.arm for comparison in comparisons):
-        parts = []
-        for outcome, phrase in phrases.items():
-            others = [
-                describe(comparison)
-                for comparison in comparisons
-                if comparison.arm == name and finding(comparison) == outcome
-            ]
-            if others:
-                parts.append(f"{phrase} {', '.join(others)}")
-        lines.append(f"{name}{joint}{'; '.join(parts)}")
-    return lines
-
-
-def _sign(comparison: Comparison) -> int:
-    """-1 if the artifact is clearly better, 1 if it is clearly worse, and 0 otherwise."""
-    if not comparison.clear:
-        return 0
-    return -1 if comparison.log_perplexity_difference < 0 else 1
-
-
-def _with_difference(comparison: Comparison) -> str:
-    """The other arm's name, followed in brackets by the relative difference in perplexity and its
-    standard error."""
-    return f"{comparison.other} ({_relative(comparison)})"
-
-
-def _relative(comparison: Comparison | FeedbackComparison) -> str:
-    """The relative difference in perplexity, with its standard error if there is one."""
-    ratio = math.exp(min(comparison.log_perplexity_difference, _LARGEST))
-    error = comparison.standard_error
-    return change(ratio - 1, error=None if error is None else ratio * error)
-
-
-def _shares(paired: AnswerComparison, questions: int) -> str:
-    share, other = percent(paired.answered / questions), percent(paired.other_answered / questions)
-    difference = nats(paired.log_probability_difference, paired.standard_error, sign=True)
-    return f"{share} against {other}, p {paired.answers_p_value:.2g}, {difference}"
-
-
-def _feedback_line(comparison: FeedbackComparison, questions: int) -> str:
-    """`a+feedback against a, the same bytes: 60% of the questions answered against 44% (...)`."""
-    parts = []
-    if answers := comparison.answers:
-        share, other = answers.answered / questions, answers.other_answered / questions
-        test = f"p {answers.answers_p_value:.2g}"
-        parts += [
-            f"{percent(share)} of the questions answered against {percent(other)} ({test})",
-            f"{nats(answers.log_probability_difference, answers.standard_error, sign=True)} nats",
-        ]
-    parts.append(f"perplexity {_relative(comparison)}")
-    return f"{comparison.arm} against {comparison.other}, the same bytes: {', '.join(parts)}"

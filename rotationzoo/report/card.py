@@ -134,7 +134,9 @@ def _results(evaluation: Summary, arms: list[ArmSummary]) -> list[dict[str, Any]
     for arm in arms:
         if arm.all_tasks is not None:
             words = f"2-bit cache, {arm.name}"
-            answers.append(_metric("accuracy", words, arm.all_tasks.share))
+            # More answers than the exact model's are chance, and no merit of 2 bits.
+            share = min(arm.all_tasks.share, exact.all_tasks.share) if exact.all_tasks else 0.0
+            answers.append(_metric("accuracy", words, share))
         perplexities.append(_metric("perplexity", f"2-bit cache, {arm.name}", arm.perplexity))
     text = evaluation.text.source
     results = [_result(text, text, perplexities)]
@@ -159,19 +161,19 @@ def _metric(kind: str, name: str, value: float) -> dict[str, Any]:
 
 
 def _answers_section(evaluation: Summary | None) -> str:
-    """The tables of recall tasks, with a sentence on what they are; empty where no arm was
-    asked."""
+    """The decision, and the tables of recall tasks with a sentence on what they are."""
     if evaluation is None:
         return ""
     exact = evaluation.exact
+    decision = "".join(f"* {words}\n" for words in evaluation.verdict.words) + "\n"
     tables = recall_tables(exact.tasks, exact.all_tasks, evaluation.arms)
     if not tables:
-        return ""
+        return decision
     hidden = f"{numbers(evaluation.tasks.lengths)} tokens of text"
     shown = "\n\n".join(table.markdown() for table in tables)
-    return f"""Questions about statements hidden in {hidden}, read from the 2-bit part of the cache:
-the share answered exactly, and the mean log probability of the right answers in nats, with
-standard errors over prompts; then task by task.
+    return f"""{decision}Questions about statements hidden in {hidden}, read from the 2-bit
+part of the cache: the share answered exactly (≥: no fewer than the exact model), and the mean log
+probability of the right answers in nats, with standard errors over prompts; then task by task.
 
 {shown}
 
@@ -179,11 +181,10 @@ standard errors over prompts; then task by task.
 
 
 def _cost_section(evaluation: Summary | None) -> str:
-    """The section on what the rotations and the baselines cost the model, and which differ clearly;
-    empty without an evaluation."""
+    """The section on what the rotations and the baselines cost the model; empty without an
+    evaluation."""
     if evaluation is None:
         return ""
-    verdict = "".join(f"* {words}\n" for words in evaluation.verdict.words)
     past = counted(evaluation.tokens, "token")
     windows = f"{evaluation.sink}/{evaluation.recent}"
     about = "".join(f"\n{sentence(words)}\n" for words in describe_arms(evaluation.arms.values()))
@@ -198,7 +199,6 @@ at {CONTEXT:,} tokens and at the length of the text:
 
 {cost_table(evaluation.arms).markdown()}
 {about}
-{verdict}
 """
 
 

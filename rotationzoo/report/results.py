@@ -32,8 +32,8 @@ def describe_decision(arms: Arms) -> Section:
         [describe_conditions(evaluation)],
         pictures,
         tables,
-        [*words[1:], *arms.notes],
-        lead=words[0] if words else "",
+        [*words[3:], *arms.notes],
+        lead=" ".join(words[:3]),
     )
 
 

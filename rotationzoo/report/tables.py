@@ -3,9 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rotationzoo.artifact.measured import ArmSummary, Column, Exact, Measured, MeasuredArm, Window
-from rotationzoo.artifact.scores import Recall, Score
-from rotationzoo.words import change, nats, number, percent
+from rotationzoo.artifact.measured import (
+    ArmSummary,
+    Column,
+    Comparison,
+    Exact,
+    FeedbackComparison,
+    Measured,
+    MeasuredArm,
+    Verdict,
+    Window,
+)
+from rotationzoo.artifact.scores import PairedAnswers, Recall, Score
+from rotationzoo.words import UNKNOWN, change, nats, number, percent
 
 EXACT = "exact"
 
@@ -49,9 +59,9 @@ def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
 
 def recall_table(models: Mapping[str, Recall]) -> Table:
     """The answers of the exact model and of every arm to all tasks."""
-    rows = []
+    rows, most = [], models[EXACT].share
     for label, recall in models.items():
-        answered = percent(recall.share, 1, recall.standard_error.get("answered"))
+        answered = _share(recall, most, 1, recall.standard_error.get("answered"))
         error = recall.standard_error.get("log_probability")
         rows.append([label, answered, nats(recall.log_probability, error)])
     return Table("recall: all tasks", ["arm", "answered", "log probability"], rows)
@@ -61,7 +71,7 @@ def task_table(tasks: Sequence[str], models: Mapping[str, Mapping[str, Score]]) 
     """The answers of the exact model and of every arm to some `tasks`, one by one."""
     rows = []
     for label, scores in models.items():
-        rows.append([label, *(_score(scores[task]) for task in tasks)])
+        rows.append([label, *(_score(scores[task], models[EXACT][task]) for task in tasks)])
     return Table("recall by task", ["arm", *tasks], rows)
 
 
@@ -84,7 +94,10 @@ def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
     models = {EXACT: exact.all_tasks, **{name: arm.all_tasks for name, arm in arms.items()}}
     recalls = {name: recall for name, recall in models.items() if recall is not None}
     starts = [f"from {score.from_:,}" for score in next(iter(recalls.values())).by_distance]
-    rows = [[name, *map(_score, recall.by_distance)] for name, recall in recalls.items()]
+    rows = []
+    for name, recall in recalls.items():
+        pairs = zip(recall.by_distance, recalls[EXACT].by_distance, strict=True)
+        rows.append([name, *(_score(score, most) for score, most in pairs)])
     return Table("recall by distance", ["arm", *starts], rows)
 
 
@@ -105,8 +118,42 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     tables = recall_tables(exact.tasks, exact.all_tasks, window.arms)
     if tables:
         tables.append(distance_table(exact, window.arms))
-    return [*tables, cost_table(window.arms), length_table(window.arms)]
+    tables += [cost_table(window.arms), length_table(window.arms)]
+    compared = comparison_table(window.verdict)
+    return [*tables, compared] if compared.rows else tables
 
 
-def _score(score: Score) -> str:
-    return f"{percent(score.share)} {score.log_probability:.1f}"
+def comparison_table(verdict: Verdict) -> Table:
+    """The paired differences of arms: answers and perplexity, with p values that are corrected for
+    all comparisons; of error feedback with p values of single tests."""
+    answers = verdict.answers.comparisons if verdict.answers else []
+    paired: dict[tuple[str, str], PairedAnswers | None] = {}
+    paired |= {(each.arm, each.other): each for each in answers}
+    paired |= {(each.arm, each.other): each.answers for each in verdict.feedback}
+    costs = {(each.arm, each.other): each.p_value for each in verdict.comparisons}
+    rows = []
+    compared: list[Comparison | FeedbackComparison] = [*verdict.comparisons, *verdict.feedback]
+    for each in compared:
+        pair = each.arm, each.other
+        cells = [UNKNOWN] * 4
+        if found := paired.get(pair):
+            error = nats(found.log_probability_difference, found.standard_error, sign=True)
+            values = found.answers_p_value, found.log_probability_p_value
+            alone = f"{found.only_arm} / {found.only_other}"
+            cells = [alone, number(values[0], ".2g"), error, number(values[1], ".2g")]
+        cost = number(each.log_perplexity_difference, "+.4f", each.standard_error)
+        rows.append([" against ".join(pair), *cells, cost, number(costs.get(pair), ".2g")])
+    columns = ["arms", "answered by one alone", "p", "nats", "p", "log perplexity", "p"]
+    return Table("paired comparisons", columns, rows)
+
+
+def _score(score: Score, most: Score) -> str:
+    return f"{_share(score, most.share)} {score.log_probability:.1f}"
+
+
+def _share(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
+    """The share answered. A cache in 2 bits is not shown as better than the exact one, whose share
+    is `most`: it answers no fewer, and more by chance."""
+    if score.share > most:
+        return f"≥{percent(most, digits)}"
+    return percent(score.share, digits, error)

@@ -1,7 +1,6 @@
 """Artifacts with the factors of error feedback: a second arm, and what it adds."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -18,6 +17,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.report.tables import comparison_table
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,14 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     logs = [arm["tasks"]["quote"]["log_probability"] for arm in (feedback, nearest)]
     difference = added["answers"]["log_probability_difference"]
     assert difference == pytest.approx(logs[0] - logs[1], abs=1e-5)  # records are rounded
-    assert verdict["words"][-1].startswith("mine+feedback against mine, the same bytes: ")
+    assert verdict["words"][0].startswith("mine+feedback keeps ")
 
     evaluate_view.show_evaluation(Output(False, False), measured)
+    assert capsys.readouterr().out.splitlines() == verdict["words"] == str(measured).splitlines()
+    evaluate_view.show_evaluation(Output(False, False), measured, details=True)
     printed = capsys.readouterr().out
+    assert printed.splitlines()[-3:] == verdict["words"]
+    assert "mine+feedback against mine " in printed
     assert printed.count("\nmine+feedback ") >= 3
     assert "+feedback: the same rotations and the same bytes" in printed
     saved = json.loads((mine / "evaluation.json").read_text())
@@ -67,7 +71,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     card = (mine / "README.md").read_text()
     assert "| mine+feedback |" in card
     assert "+feedback: the same rotations and the same bytes" in card
-    assert "* mine+feedback against mine, the same bytes: " in card
+    assert f"* {verdict['words'][0]}\n" in card
 
 
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, tmp_path):
@@ -96,7 +100,4 @@ def test_what_feedback_adds_is_paired():
     assert (added.arm, added.answers) == ("c", None)
     assert added.log_perplexity_difference == pytest.approx(-0.2)
     assert added.standard_error == pytest.approx(0.1)
-    line = verdict.words[-1]
-    ratio = math.exp(-0.2)
-    expected = f"perplexity {ratio - 1:+.2%} ±{0.1 * ratio:.2%}"
-    assert line == f"c against a, the same bytes: {expected}"
+    assert comparison_table(verdict).rows[-1][-2] == "-0.2000 ±0.1000"

@@ -81,18 +81,9 @@ def test_answers_decide_before_log_probabilities():
     judged = judge_answers(arms, ["mine"], [1] * 32)
     outcomes = {row["other"]: row["outcome"] for row in judged["comparisons"]}
     assert outcomes == {"fewer": "more", "less likely": "likelier", "same": "unclear"}
-    line, method = judged["words"]
-    assert line.startswith("mine: answers clearly more than fewer (100% against 50%, p 0.00012, -1")
-    assert "; finds right answers clearly likelier than less likely (100% against" in line
-    assert "; no clear difference in answers from same (100% against 97%, p 1, +0.00" in line
-    assert "32 questions" in method
-    assert "32 prompts" in method
-    assert "Holm's correction for 6 tests" in method
+    assert (judged["questions"], judged["prompts"]) == (32, 32)
     reverse = judge_answers(arms, ["fewer"], [1] * 32)
     assert {row["outcome"] for row in reverse["comparisons"]} == {"fewer"}
-    _, method = judge_answers(arms, ["mine"], [32])["words"]
-    rule = "Clear: the sign-flip test over 1 prompt, Holm's correction for 3 tests, 5%"
-    assert method.endswith(rule), "one prompt has no standard error"
 
 
 def test_p_values_are_corrected_for_all_tests():
@@ -107,4 +98,4 @@ def test_p_values_are_corrected_for_all_tests():
 
 def test_without_artifacts_nothing_is_said():
     judged = judge_answers({"identity": answered("1010")}, [], [2, 2])
-    assert judged["words"] == judged["comparisons"] == []
+    assert judged["comparisons"] == []

@@ -9,9 +9,11 @@ import torch
 from support.reports import evaluate
 
 from rotationzoo.artifact.manifest import parse_manifest
+from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.cli.command_line import remember_words
 from rotationzoo.cli.evaluate_view import suggest_next
 from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
@@ -113,9 +115,10 @@ def test_the_report_is_saved_and_shown_with_answers_first(report, job):
     assert saved["exact"]["tasks"] == report["exact"]["tasks"]
     compared_with = [row["other"] for row in report["verdict"]["answers"]["comparisons"]]
     assert compared_with == ["identity", "hadamard", "random", "kivi"]
-    first, *_ = report["verdict"]["words"]
-    assert first.startswith("mine: ")
-    assert "answer" in first
+    (decision,) = report["verdict"]["decisions"]
+    assert report["verdict"]["words"] == decision["words"]
+    assert decision["words"][0].startswith("mine+feedback keeps ")
+    assert [rival["name"] for rival in decision["rivals"]] == ["identity", "hadamard"]
     summary = Artifact.open(folder).manifest.metrics.evaluation
     score = report["arms"]["mine"]["tasks"]["quote"]
     assert summary.arms["mine"].tasks["quote"].answered == score["answered"]
@@ -151,8 +154,9 @@ def test_the_caches_are_a_stage_of_their_own(report, told):
 
 
 def test_the_next_command(capsys):
-    def following(model: list[str], artifacts: list[Path]) -> str:
-        suggest_next(Output(), model, artifacts, saved=False)
+    def following(model: list[str], artifacts: list[Path], action="use", more=None) -> str:
+        decided = [Decision(arm="mine", action=action, more_questions=more, level=0.05, words=[])]
+        suggest_next(Output(), decided, model, artifacts, saved=False, seed=3)
         return capsys.readouterr().err.removeprefix("Next: rotationzoo ").rstrip()
 
     artifacts = [Path("rotations/my demo")]
@@ -162,6 +166,11 @@ def test_the_next_command(capsys):
     assert other.startswith("generate a/b --revision c --rotations")
     assert other.endswith("--prompt TEXT")
     assert following(["a/b"], []) == "calibrate a/b"
+    assert following(["a/b"], artifacts, "hadamard") == "calibrate a/b --recipe hadamard"
+    assert following(["a/b"], artifacts, "identity") == "generate a/b --rotations none"
+    remember_words(["evaluate", "a/b", "x", "--questions", "8", "--seed=3", "--save"])
+    more = "evaluate a/b x --save --questions 96 --seed 4"
+    assert following(["a/b"], artifacts, "ask", 96) == more
 
 
 def test_the_command_line(inside, induction):

@@ -51,6 +51,25 @@ def test_publish_list_and_pull_on_both_hubs(zoo, made):
     assert b"rotationzoo pull demo --repo someone/zoo" in content["README.md"]
 
 
+@pytest.mark.parametrize("action", ["hadamard", "nothing", "use", "ask"])
+def test_what_is_of_no_use_by_its_own_evaluation_needs_anyway(zoo, made, tmp_path, action):
+    folder = Path(shutil.copytree(made, tmp_path / "mine"))
+    artifact = Artifact.open(folder)
+    evaluation = summary({"mine": 14, "hadamard": 14}, artifact.identity, {"needles": 16})
+    words = ["mine keeps all.", "It is within 3 points.", "Use Hadamard."]
+    decision = {"arm": "mine", "action": action, "level": 0.05, "words": words}
+    evaluation["verdict"]["decisions"] = [decision]
+    add_files(artifact, {}, {"evaluation": evaluation})
+    push = ["push", folder, ZOO, "--dry-run"]
+    if action in ("use", "ask"):
+        ok(zoo.run(*push, "--json"))
+        return
+    says = refused(zoo.run(*push))
+    assert "is not worth publishing by its own evaluation: Use Hadamard" in says
+    assert says.rstrip().endswith(f"rotationzoo push {folder} {ZOO} --dry-run --anyway")
+    ok(zoo.run(*push, "--anyway", "--json"))
+
+
 def test_a_dry_run_reaches_no_hub(zoo, made):
     files = ok(zoo.run("push", made, ZOO, "--dry-run", "--json"))["files"]
     assert {Path(file["path"]).name for file in files} == {path.name for path in made.iterdir()}

@@ -1,8 +1,8 @@
 """Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 
 from transformers import PreTrainedModel
@@ -29,13 +29,15 @@ class ExactAnswers:
     series: Series
     answers: Answers
     blind: Answers
-    """Its answers where the statements are cut away."""
+    """Its answers to the first of them where the statements are cut away."""
 
     @property
     def can_do(self) -> bool:
         """Whether the model can do the task: only then are the arms compared on it."""
-        added = self.answers.correct.double().mean() - self.blind.correct.double().mean()
-        lacking, blind = self.answers.log_probability.mean(), self.blind.log_probability.mean()
+        first = len(self.blind.correct)
+        added = self.answers.correct[:first].double().mean() - self.blind.correct.double().mean()
+        lacking = self.answers.log_probability[:first].mean()
+        blind = self.blind.log_probability.mean()
         return bool(added >= LEAST_ADDED or lacking >= (1 - LEAST_TAKEN) * blind)
 
 
@@ -44,6 +46,8 @@ class TaskAnswers:
     """All answers of an evaluation."""
 
     plan: TaskPlan
+    questions: int
+    """Asked so far of each task and length that the exact model can do."""
     exact: list[ExactAnswers]
     arms: dict[tuple[CacheLayout, str], list[Answers]]
     """Keyed by cache and name of the arm: the answers to each series that the exact model can
@@ -123,20 +127,65 @@ class Asking:
             yield
 
 
-def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
-    """Ask the exact model every question, and every arm with every cache the questions of the tasks
-    that the exact model can do.
+def answer_tasks(
+    asking: Asking,
+    plan: TaskPlan,
+    trial: Trial,
+    is_settled: Callable[[TaskAnswers], bool] = lambda answers: True,
+) -> TaskAnswers:
+    """Ask the exact model, and every arm with every cache what the exact model can do, until the
+    answers are settled or all questions are asked. Without their statements, the questions of the
+    first round are asked alone: they tell what the model can do.
 
     Raises `RotationZooError` for prompts that do not fit the device's memory.
     """
+    first, *later = plan.settings.looks
+    series = [each.part(0, first) for each in plan.series]
     requests = []
-    for series in plan.series:
-        requests += [Request(series.prompts), Request(series.blind)]
+    for each in series:
+        requests += [Request(each.prompts), Request(each.blind)]
     replies = asking.ask("answering with the exact cache", requests)
-    of_series = zip(plan.series, replies[::2], replies[1::2], strict=True)
-    exact = [ExactAnswers(*each) for each in of_series]
-    able = [each.series.prompts for each in exact if each.can_do]
-    asked = list(product(trial.caches, trial.arms, able))
+    exact = [ExactAnswers(*each) for each in zip(series, replies[::2], replies[1::2], strict=True)]
+    able = [each.series for each in exact if each.can_do]
+    answers = TaskAnswers(plan, first, exact, _ask_arms(asking, trial, able))
+    for questions in later:
+        if not answers.asked or is_settled(answers):
+            break
+        answers = _ask_more(asking, trial, answers, questions)
+    return answers
+
+
+def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int) -> TaskAnswers:
+    """The answers with those of another round, which asks the tasks that the exact model can do up
+    to so many questions."""
+    whole = {(series.task, series.length): series for series in answers.plan.series}
+    added = []
+    for each in answers.asked:
+        series = whole[each.series.task, each.series.length]
+        added.append(series.part(answers.questions, questions))
+    replies = asking.ask(
+        "answering with the exact cache", [Request(series.prompts) for series in added]
+    )
+    arms = _ask_arms(asking, trial, added)
+    for key, before in answers.arms.items():
+        arms[key] = [join_answers(pair) for pair in zip(before, arms[key], strict=True)]
+    exact, of_round = [], zip(added, replies, strict=True)
+    for each in answers.exact:
+        if each.can_do:
+            more, reply = next(of_round)
+            prompts = each.series.prompts + more.prompts
+            joined = join_answers([each.answers, reply])
+            each = replace(each, series=replace(each.series, prompts=prompts), answers=joined)
+        exact.append(each)
+    return TaskAnswers(answers.plan, questions, exact, arms)
+
+
+def _ask_arms(
+    asking: Asking, trial: Trial, series: Sequence[Series]
+) -> dict[tuple[CacheLayout, str], list[Answers]]:
+    """The answers of every arm with every cache to each of the series."""
+    prompts = [each.prompts for each in series]
+    asked = list(product(trial.caches, trial.arms, prompts))
     requests = [_request(asking.model, trial, *each) for each in asked]
     # A stage of its own, because a 2-bit cache is slower than the exact one.
     replies = asking.ask("answering", requests)
@@ -146,7 +195,7 @@ def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
     }
     for (cache, arm, _), answers in zip(asked, replies, strict=True):
         arms[cache, arm.name].append(answers)
-    return TaskAnswers(plan, exact, arms)
+    return arms
 
 
 def _request(

@@ -3,6 +3,7 @@ before the weights are fetched."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -19,7 +20,9 @@ from rotationzoo.words import nearest
 
 SHORTEST = 2
 """The fewest tokens of a prompt."""
-_MOST_QUESTIONS = 100_000
+MOST_QUESTIONS = 100_000
+LOOKS = 16, 32, 64, 128
+"""Questions per task and length after which `auto` looks whether the decision is made."""
 _LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
 _LEAD = 256  # at most so many tokens come before the questions of a blind prompt
 
@@ -32,8 +35,14 @@ class TaskSettings:
     """Names of recall tasks; empty for none."""
     lengths: tuple[int, ...] = ()
     """Tokens per prompt. If empty, the prompts are as long as the rows of the evaluated text."""
-    questions: int = 16
-    """Questions per task and length, rounded up to whole prompts."""
+    questions: int | Literal["auto"] = "auto"
+    """Questions per task and length, rounded up to whole prompts; `auto` asks until the decision
+    is made, and at most the last of `LOOKS`."""
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """Questions per task and length after which the answers are looked at."""
+        return LOOKS if self.questions == "auto" else (self.questions,)
 
     def check(self) -> None:
         """Raise `UsageError` for a task that does not exist, or a number that is out of range."""
@@ -42,9 +51,9 @@ class TaskSettings:
                 f"there is no recall task {unknown[0]!r}{nearest(unknown[0], TASKS)}",
                 hint=f"give some of {', '.join(TASKS)}, or all, or none",
             )
-        if not 1 <= self.questions <= _MOST_QUESTIONS:
+        if not 1 <= self.looks[-1] <= MOST_QUESTIONS:
             raise UsageError(
-                f"--questions must be at least 1 and at most {_MOST_QUESTIONS:,}",
+                f"--questions must be at least 1 and at most {MOST_QUESTIONS:,}",
                 hint="leave out the tasks: none",
             )
         if any(length < SHORTEST for length in self.lengths):
@@ -74,6 +83,12 @@ class Series:
     blind: list[Prompt]
     """The same questions without the statements that answer them."""
 
+    def part(self, start: int, stop: int) -> "Series":
+        """The prompts of the questions from `start` up to `stop`."""
+        of_prompt = TASKS[self.task]
+        among = slice(-(-start // of_prompt), -(-stop // of_prompt))
+        return replace(self, prompts=self.prompts[among], blind=self.blind[among])
+
 
 @dataclass(frozen=True)
 class TaskPlan:
@@ -90,12 +105,12 @@ class TaskPlan:
     """Tokens before the first question that hold no statement: at least as many as any query of any
     cache reads exact, so that every statement is read quantized."""
 
-    def describe(self) -> Tasks:
-        """The tasks, as the report says it."""
+    def describe(self, questions: int) -> Tasks:
+        """The tasks, as the report says it, with so many `questions` asked of each."""
         return Tasks(
             names=list(self.settings.names),
             lengths=list(self.lengths),
-            questions=self.settings.questions,
+            questions=questions,
             first=self.first,
             recent=self.recent,
         )
@@ -129,7 +144,7 @@ def plan_tasks(
                 continue
             wanted = PromptSettings(task, 1, length, None, first, recent, data.seed)
             try:
-                prompts = write_prompts(_share_out(wanted, settings.questions), tokenizer, filler)
+                prompts = write_prompts(_share_out(wanted, settings.looks[-1]), tokenizer, filler)
             except RotationZooError:
                 crowded.append(task)
                 continue

@@ -1,0 +1,219 @@
+"""The decision on an artifact: what its arm keeps of the exact model's answers, whether it is shown
+better than the rotations that need no data, and what to do.
+
+Questions may be asked in several rounds, with a look at all answers after each. The level is split
+evenly over the planned looks (Bonferroni), so that all of them together keep it, whenever a look
+ends the questions.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from scipy.special import betaincinv, ndtri, stdtrit
+
+from rotationzoo.artifact.scores import Action, Decision, ExactTaskRecall, Outlook, Rival
+from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
+from rotationzoo.evaluation.verdict import LEVEL, Answered, holm, read_correct, sign_flip
+from rotationzoo.linalg.paired import weighted_mean
+from rotationzoo.words import counted, percent
+
+RIVALS: dict[Action, str] = {"identity": "no rotation", "hadamard": "Hadamard"}
+"""The rotations that need no data and no calibration, the simplest first, as people call them."""
+MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
+_POWER = 0.8
+_LITTLE = 0.9  # of the answers; if surely fewer are kept, the advice says so
+_FEWEST = 8  # prompts: fewer show nothing by the sign-flip test
+_PACE = 16  # questions, to a multiple of which more are asked
+_PHRASES: dict[Outlook, str] = {
+    "better": "shown better than",
+    "worse": "shown worse than",
+    "same": "within 3 points of",
+    "open": "not shown better than",
+}
+
+
+def decide(
+    arm: str,
+    arms: Mapping[str, Answered],
+    exact: Mapping[str, ExactTaskRecall],
+    questions: int,
+    looks: int = 1,
+) -> Decision:
+    """The decision on one of the `arms`, by the answers of all to the same questions.
+
+    - `exact`: the exact model's answers to every task that it was asked;
+    - `questions`: how many each task and length asks;
+    - `looks`: after how many rounds a decision may be made, this one included.
+    """
+    asked = {task: exact[task] for task in arms[arm]}
+    sizes = [size for recall in asked.values() for size in recall.prompts]
+    tasks = [len(recall.prompts) for recall in asked.values()]
+    level = LEVEL / looks
+    right, mine = read_correct(asked), read_correct(arms[arm])
+    if not right.any():
+        return _undecided(arm, level, was_asked=bool(exact))
+    kept, interval = _kept_share(_add_up(right & mine, sizes), _add_up(right, sizes), tasks, level)
+    others = {name: read_correct(arms[name]) for name in RIVALS if name in arms}
+    gains = {name: _add_up(mine.int() - other.int(), sizes) for name, other in others.items()}
+    values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
+    rivals, more = [], 0
+    for (name, gain), value in zip(gains.items(), values, strict=True):
+        assert value is not None, "the test always gives one"
+        rival, prompts = _compare(name, gain, sizes, tasks, value, level)
+        rivals.append(rival)
+        if rival.outlook == "open":
+            more = max(more, _PACE * math.ceil(questions * prompts / len(sizes) / _PACE))
+    action = _choose(rivals)
+    return Decision(
+        arm=arm,
+        kept=kept,
+        interval=interval,
+        better_than=[rival.name for rival in rivals if rival.outlook == "better"],
+        action=action,
+        more_questions=(min(more, MOST_QUESTIONS) or None) if action == "ask" else None,
+        level=level,
+        rivals=rivals,
+        words=[
+            f"{arm} keeps {percent(kept)} of the exact model's answers "
+            f"({' to '.join(map(percent, interval))}, with {counted(len(right), 'question')} in "
+            f"{counted(len(sizes), 'prompt')}).",
+            _compare_words(mine.double().mean().item(), rivals),
+            _advise(action, more, kept, interval[1]),
+        ],
+    )
+
+
+def _undecided(arm: str, level: float, was_asked: bool) -> Decision:
+    """The decision where no answer of the exact model can be kept."""
+    reason, advice = "No question was asked", "Ask some: leave out --tasks none."
+    if was_asked:
+        reason = "The exact model can do none of the tasks"
+        advice = "Ask what it can do: other --tasks, or shorter --lengths."
+    words = [
+        f"{reason}, so nothing shows what {arm} keeps.",
+        f"It is not shown better than {' or '.join(RIVALS.values())}.",
+        advice,
+    ]
+    return Decision(arm=arm, action="nothing" if was_asked else "ask", level=level, words=words)
+
+
+def _add_up(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The sum of each prompt's values, which are one a question, as float64."""
+    return torch.stack([part.sum() for part in values.split(list(sizes))]).double()
+
+
+def _average(
+    values: torch.Tensor, weights: torch.Tensor, tasks: Sequence[int]
+) -> tuple[float, float | None]:
+    """The weighted mean over prompts, and its standard error by the spread within each task, where
+    each has at least two prompts. `tasks`: how many prompts each has, in their order."""
+    parts = zip(values.split(list(tasks)), weights.split(list(tasks)), strict=True)
+    errors = [(weighted_mean(*part)[1], part[1].sum()) for part in parts if part[1].any()]
+    mean, error = weighted_mean(values, weights)
+    if all(each is not None for each, _ in errors):
+        error = math.hypot(*(each * weight / weights.sum() for each, weight in errors))
+    return mean, error
+
+
+def _kept_share(
+    kept: torch.Tensor, right: torch.Tensor, tasks: Sequence[int], level: float
+) -> tuple[float, list[float]]:
+    """The share of right answers that is kept, from both counts of each prompt, and its interval.
+
+    It is Clopper and Pearson's for as many independent answers as have the standard error over
+    prompts (Korn and Graubard 1998), which holds near 100 %, too. Where no prompt differs from
+    another, each counts as one answer.
+    """
+    share, error = _average(kept / right, right, tasks)
+    prompts = int((right > 0).sum())
+    number = float(prompts)
+    if error:
+        scale = ndtri(1 - level / 2) / stdtrit(max(1, prompts - len(tasks)), 1 - level / 2)
+        number = min(right.sum().item(), share * (1 - share) / error**2) * scale**2
+    count = share * number
+    low = betaincinv(count, number - count + 1, level / 2) if share > 0 else 0.0
+    high = betaincinv(count + 1, number - count, 1 - level / 2) if share < 1 else 1.0
+    return share, [float(low), float(high)]
+
+
+def _compare(
+    name: Action,
+    gain: torch.Tensor,
+    sizes: Sequence[int],
+    tasks: Sequence[int],
+    value: float,
+    level: float,
+) -> tuple[Rival, float]:
+    """A rival, compared by the arm's gain in each prompt and the corrected p `value` of the
+    sign-flip test; and how many new prompts would settle it with a power of 80 %.
+
+    The interval of the difference is Student's t over prompts, with half a prompt more in favor of
+    each (Agresti and Min 2005): without them, prompts of which none differs would have no error.
+    It is corrected for the number of rivals.
+    """
+    weights = torch.tensor(sizes, dtype=torch.float64)
+    opposed = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    half = weights.mean().expand(2) / 2
+    center, error = _average(
+        torch.cat([gain / weights, opposed]), torch.cat([weights, half]), [*tasks, 2]
+    )
+    assert error is not None, "there are at least three"
+    alpha = 1 / len(RIVALS) / 2
+    reach = float(stdtrit(max(1, len(sizes) - len(tasks)), 1 - level * alpha)) * error
+    interval = [center - reach, center + reach]
+    difference = (gain.sum() / weights.sum()).item()
+    outlook: Outlook = "open"
+    if value < level:
+        outlook = "better" if difference > 0 else "worse"
+    elif max(map(abs, interval)) <= MARGIN:
+        outlook = "same"
+    # Either that there is a difference can be shown, or that it is within the margin.
+    quantiles = ndtri(1 - LEVEL * alpha) + ndtri(_POWER)
+    ratio = quantiles / max(abs(difference), MARGIN - abs(difference))
+    _, spread = _average(gain / weights, weights, tasks)
+    variance = 0.25 if spread is None else spread**2 * len(sizes)
+    prompts = float(ratio**2 * variance + ratio * math.sqrt(0.5))  # with both halves
+    rival = Rival(
+        name=name, difference=difference, interval=interval, p_value=value, outlook=outlook
+    )
+    return rival, max(_FEWEST, prompts)
+
+
+def _choose(rivals: Sequence[Rival]) -> Action:
+    """The better of the rivals that are better, or the simplest that is as good; else the arm, once
+    it is shown better than all."""
+    if worse := [rival for rival in rivals if rival.outlook == "worse"]:
+        return min(worse, key=lambda rival: rival.difference).name
+    if same := [rival for rival in rivals if rival.outlook == "same"]:
+        return same[0].name
+    shown = bool(rivals) and all(rival.outlook == "better" for rival in rivals)
+    return "use" if shown else "ask"
+
+
+def _compare_words(share: float, rivals: Sequence[Rival]) -> str:
+    parts = []
+    for outlook, phrase in _PHRASES.items():
+        names = []
+        for rival in rivals:
+            if rival.outlook == outlook:
+                names.append(f"{RIVALS[rival.name]} ({percent(share - rival.difference)})")
+        if names:
+            joint = " or " if outlook == "open" else " and "
+            parts.append(f"{phrase} {joint.join(names)}")
+    compared = "; ".join(parts) or f"not compared with {' or '.join(RIVALS.values())}"
+    return f"In the same bytes, it answers {percent(share)} of the questions: {compared}."
+
+
+def _advise(action: Action, more: int, kept: float, at_most: float) -> str:
+    if action == "hadamard":
+        return "Use Hadamard and save the trouble: it needs no calibration."
+    if action == "identity":
+        return "Use no rotation and save the trouble: it answers as many."
+    if action == "ask" and not more:
+        return "Compare it with them."
+    if action == "ask":
+        return f"To settle it, ask {more:,} new questions of each task."
+    if at_most < _LITTLE:
+        return f"Use it if it must be 2 bits: {percent(1 - kept)} of the answers are lost."
+    return "Use it."
