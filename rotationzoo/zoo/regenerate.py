@@ -281,6 +281,7 @@ def _pull_published(loaded: LoadedIndex, job: Job, progress: Progress) -> Artifa
 
 
 def _complete_evaluation(evaluation: Evaluation, job: Job, folders: list[Path]) -> Evaluation:
-    """The evaluation of these artifacts on the job's model, saved to the first artifact."""
+    """The evaluation of these artifacts on the job's model, saved to the first artifact. The others
+    were made for the weights of an earlier revision."""
     shared = {name: getattr(job, name) for name in _SHARED}
-    return replace(evaluation, artifacts=folders, save_to=folders[:1], **shared)
+    return replace(evaluation, artifacts=folders, save_to=folders[:1], anyway=True, **shared)

@@ -107,7 +107,17 @@ def show_push():
 
 def show_plan():
     plan_command(
-        "demo", "64x RTX 3090", 1_000_000, 1_000, "sglang", 64, 256, None, json=False, quiet=False
+        "demo",
+        "RTX 3090",
+        64,
+        1_000_000,
+        1_000,
+        "sglang",
+        64,
+        256,
+        None,
+        json=False,
+        quiet=False,
     )
     return ["1,000 requests", "RTX 3090", "H200"]
 
