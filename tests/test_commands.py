@@ -47,7 +47,8 @@ NOT_RUN = {
 }
 # Options of scripts and of other programs, which the text names beside ours.
 OF_OTHERS = {
-    "--additional-config", "--kv-cache-dtype", "--kv-cache-dtype-skip-layers", "--kv-mean-center",
+    "--additional-config", "--attention-backend", "--attention-config", "--kv-cache-dtype",
+    "--kv-cache-dtype-skip-layers", "--kv-mean-center",
     "--mamba-radix-cache-strategy", "--max-num-seqs", "--models", "--truncate", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}

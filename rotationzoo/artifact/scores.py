@@ -204,7 +204,7 @@ class Decision(Figures):
     """The share of the questions which the exact model answers right that the arm answers right,
     too; None where the exact model answers none."""
     interval: list[float] | None = None
-    better_than: list[str] = Field(default_factory=list)
+    better_than: list[Action] = Field(default_factory=list)
     action: Action
     more_questions: Count | None = None
     """New questions of each task and length that would settle an open comparison in 80 of 100

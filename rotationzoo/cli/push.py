@@ -145,7 +145,7 @@ def push_command(
     signer = index_signer(tool, adopt_index)
     opened = Artifact.open(artifact)
     if not anyway:
-        _check_use(opened)
+        check_use(opened)
     day = published and published.date()
     upload = prepare_upload(opened, repo, not no_statistics, day)
     if dry_run:
@@ -174,7 +174,7 @@ def _suggest_next(out: Output, model: str, repo: str, destination: "Destination"
     out.suggest(*(["list"] if destination.create_pr else ["pull", model]), *place)
 
 
-def _check_use(artifact: "Artifact") -> None:
+def check_use(artifact: "Artifact") -> None:
     """Raise `RotationZooError` for an artifact whose own evaluation shows that it is of no use."""
     evaluation = artifact.manifest.metrics.evaluation
     for decision in evaluation.verdict.decisions if evaluation else ():
@@ -182,7 +182,7 @@ def _check_use(artifact: "Artifact") -> None:
             command = shlex.join(["rotationzoo", *typed_words(), "--anyway"])
             raise RotationZooError(
                 f"{artifact.folder} is not worth publishing by its own evaluation: "
-                f"{decision.words[-1]}",
+                f"{decision.words[0 if decision.action == 'nothing' else -1].rstrip('.')}",
                 hint=f"to publish it all the same: {command}",
             )
 

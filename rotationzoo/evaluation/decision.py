@@ -65,13 +65,15 @@ def decide(
         if rival.outlook == "open":
             more = max(more, _PACE * math.ceil(questions * prompts / len(sizes) / _PACE))
     action = _choose(rivals)
+    wanted = min(more, MOST_QUESTIONS) or None
+    better = [rival.name for rival in rivals if rival.outlook == "better"]
     return Decision(
         arm=arm,
         kept=kept,
         interval=interval,
-        better_than=[rival.name for rival in rivals if rival.outlook == "better"],
+        better_than=better,
         action=action,
-        more_questions=(min(more, MOST_QUESTIONS) or None) if action == "ask" else None,
+        more_questions=wanted if action == "ask" else None,
         level=level,
         rivals=rivals,
         words=[

@@ -47,9 +47,10 @@ def judge_window(
     nearest = {name: arm for name, arm in arms.items() if arm.rounding == "nearest"}
     losses = {name: arm.text_losses for name, arm in nearest.items()}
     answered = {name: arm.tasks for name, arm in nearest.items()}
+    words = [line for decision in decisions for line in decision.words]
     return Verdict(
         texts=len(tokens),
-        words=[words for decision in decisions for words in decision.words],
+        words=words,
         decisions=list(decisions),
         level=LEVEL,
         comparisons=judge_perplexity(losses, judged, tokens),

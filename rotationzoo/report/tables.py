@@ -136,10 +136,10 @@ def comparison_table(verdict: Verdict) -> Table:
     for each in compared:
         pair = each.arm, each.other
         cells = [UNKNOWN] * 4
-        if found := paired.get(pair):
-            error = nats(found.log_probability_difference, found.standard_error, sign=True)
-            values = found.answers_p_value, found.log_probability_p_value
-            alone = f"{found.only_arm} / {found.only_other}"
+        if answered := paired.get(pair):
+            error = nats(answered.log_probability_difference, answered.standard_error, sign=True)
+            values = answered.answers_p_value, answered.log_probability_p_value
+            alone = f"{answered.only_arm} / {answered.only_other}"
             cells = [alone, number(values[0], ".2g"), error, number(values[1], ".2g")]
         cost = number(each.log_perplexity_difference, "+.4f", each.standard_error)
         rows.append([" against ".join(pair), *cells, cost, number(costs.get(pair), ".2g")])

@@ -57,10 +57,10 @@ def test_an_artifact_is_hashed_once_and_read_once(made, opened):
     assert of_tensors(opened) == ONCE
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm-oscar"])
 def test_an_export_hashes_and_reads_once(made, tmp_path, opened, engine):
     request = Request(engine, tmp_path / "out")
-    if engine == "vllm":
+    if engine == "vllm-oscar":
         request = replace(request, pooled=True, windows=(0, 0))
     export(Artifact.open(made), request)
     assert of_tensors(opened) == ONCE

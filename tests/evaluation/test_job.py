@@ -138,7 +138,7 @@ def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts
             "between which the sink and the recent tokens stay exact",
         ),
     ):
-        shown = inside(*words, *options)
+        shown = inside(*words, *options, "--details")
         assert shown.returncode == 0, shown.stderr
         for text in (shown.stdout, (folder / "README.md").read_text(encoding="utf-8")):
             assert f"prefilled in chunks of 256 tokens {between}" in " ".join(text.split())
@@ -174,7 +174,7 @@ def test_the_command_line(inside, artifacts, monkeypatch):
     measures = {"perplexity", "perplexity_increase", "attention_kl", "output_error"}
     assert measures <= report["arms"]["made"].keys()
     monkeypatch.setenv("COLUMNS", "80")
-    shown = inside(*words)
+    shown = inside(*words, "--details")
     assert shown.returncode == 0
     assert "…" not in shown.stdout
     table = [line for line in shown.stdout.splitlines() if "  " in line]

@@ -51,7 +51,7 @@ def test_an_export_that_pools_names_the_command_and_then_has_the_figures(inside,
     said = inside(*words).stderr
     (command,) = re.findall(r"to measure it: rotationzoo (.*)", said)
     assert command == f"evaluate demo {mine} --for vllm-oscar --save"
-    printed = inside(*shlex.split(command), *SMALL)
+    printed = inside(*shlex.split(command), *SMALL, "--details")
     assert printed.returncode == 0, printed.stderr
     assert "+pooled: one rotation per layer" in printed.stdout
     (window,) = json.loads((mine / "evaluation.json").read_text())["windows"]
