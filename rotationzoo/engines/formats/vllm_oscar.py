@@ -4,13 +4,7 @@ layer."""
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import (
-    Description,
-    Launch,
-    Options,
-    Payload,
-    clip_text,
-)
+from rotationzoo.engines.base import Description, Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, check_one_group_size
 from rotationzoo.errors import RotationZooError
