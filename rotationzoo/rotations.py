@@ -18,8 +18,8 @@ SIDES = ("key", "value")
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix` and
-    are clipped before they are quantized."""
+    """The rotation of one side of one layer. Keys or values `x` become
+    `(x - mean) @ whitening @ matrix` and are clipped before they are quantized."""
 
     matrix: torch.Tensor
     """`[H, D, D]` float32. H is 1 where all KV heads share one matrix. In float64, which no file
@@ -36,6 +36,27 @@ class Rotation:
     """The factor `[KV heads, D, D]`, float32, of the metric in which errors of rotated rows count,
     as `codec.feedback` takes it; one per KV head, even where heads share a matrix. None where the
     recipe leaves it out: codes are then rounded to the nearest."""
+    whitening: torch.Tensor | None = None
+    """The symmetric matrix `[KV heads, D, D]`, float32, that rows are multiplied by before they are
+    rotated, so that their channels vary alike. None where the recipe does not whiten."""
+
+    @property
+    def forward(self) -> torch.Tensor:
+        """`[H, D, D]`: what rows without their mean are multiplied by before they are stored."""
+        return self.matrix if self.whitening is None else self._whitening @ self.matrix
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """`[H, D, D]`: what stored rows are multiplied by to be in the model's frame."""
+        if self.whitening is None:
+            return self.matrix.mT
+        inverse = torch.linalg.inv(self._whitening.double()).to(self.matrix.dtype)
+        return self.matrix.mT @ inverse
+
+    @property
+    def _whitening(self) -> torch.Tensor:
+        assert self.whitening is not None
+        return self.whitening.to(self.matrix.dtype)
 
     @property
     def dim(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from rotationzoo.artifact.tensor_check import sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.linalg.error_feedback import DAMPING, factorize
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
@@ -32,13 +32,14 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     """The metric `[KV heads, D, D]`, float64, in which errors of rotated rows count.
 
     `moment` is C, the second moment `[KV heads, D, D]`: `C_Q` of the queries for keys, `C_S` of the
-    attention outputs for values. Stored rows are `y = (x - mean) @ R`, so an error e of y is the
-    error `e @ R^T` of x, and `M = R^T @ C @ R`. For keys, `e M e^T` is the mean square of the
+    attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is the
+    error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; T is the rotation where nothing is whitened.
+    For keys, `e M e^T` is the mean square of the
     change of a score. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured
     it against the metric of the output projection.
     """
-    matrix = rotation.matrix.double()
-    return matrix.mT @ moment.double().cpu() @ matrix
+    inverse = rotation.inverse.double()
+    return inverse @ moment.double().cpu() @ inverse.mT
 
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
@@ -121,8 +122,13 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         )
     ratio = recipe.key_clip if side == "key" else recipe.value_clip
     clip = torch.full((layer.kv_heads,), ratio, dtype=torch.float64)
-    mean = _mean(statistics, recipe, layer.index, side)
-    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
+    return Rotation(
+        matrix.float().contiguous(),
+        clip,
+        eigenvalues.float().contiguous(),
+        _mean(statistics, recipe, layer.index, side),
+        whitening=_whitening(statistics, recipe, layer.index, side),
+    )
 
 
 def _mean(
@@ -133,6 +139,27 @@ def _mean(
         return None
     assert statistics is not None
     return statistics[layer][side].mean.float().cpu().contiguous()
+
+
+def _whitening(
+    statistics: Statistics | None, recipe: Recipe, layer: int, side: str
+) -> torch.Tensor | None:
+    """`S^(-w/2)` `[H, D, D]` of a side's second moment S, about the mean where rows are stored
+    without it, for the recipe's whitening w; None for 0. The geometric mean of its eigenvalues is
+    1, and damping bounds the largest."""
+    if not recipe.whitening:
+        return None
+    assert statistics is not None
+    average = statistics[layer][side]
+    moment = average.second_moment.double().cpu()
+    if side in recipe.centered:
+        mean = average.mean.double().cpu()
+        moment = moment - mean[:, :, None] * mean[:, None, :]
+    eigenvalues, vectors = compositions.eigenbasis(moment)
+    level = eigenvalues.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    logs = (eigenvalues / level + DAMPING).clamp(min=DAMPING).log()
+    powers = ((logs - logs.mean(-1, keepdim=True)) * (-recipe.whitening / 2)).exp()
+    return (vectors @ torch.diag_embed(powers) @ vectors.mT).float().contiguous()
 
 
 def _compose_side(
