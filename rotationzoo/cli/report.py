@@ -27,9 +27,7 @@ def report_command(
     ),
     save: Annotated[
         bool,
-        typer.Option(
-            "--save", help="Add the page to the artifact, and its chart to the card."
-        ),
+        typer.Option("--save", help="Add the page to the artifact, and its chart to the card."),
     ] = False,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens of the request whose memory is shown.")

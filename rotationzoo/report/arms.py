@@ -28,7 +28,7 @@ class ShownArm:
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms that a report shows, and sentences about what it does not show."""
+    """The arms that a report shows, and the artifacts that it cannot show, with the reasons."""
 
     evaluation: Measured
     chosen: MeasuredArm | None
@@ -57,12 +57,10 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     left_out: list[str] = []
     for other in others:
         measured = other.measured
-        reason = "it has not been evaluated"
-        if measured is not None:
-            apart = evaluation.differs_from(measured)
-            reason = f"its evaluation differs from this one's in the {apart}" if apart else ""
-        if measured is None or reason:
-            left_out.append(f"{other.folder.name} is not in the chart: {reason}.")
+        if measured is None:
+            left_out.append(f"{other.folder.name} (not evaluated)")
+        elif apart := evaluation.differs_from(measured):
+            left_out.append(f"{other.folder.name} (its evaluation differs in the {apart})")
         else:
             compared += arms_of(measured.window.arms, other.identity)
     return label_arms(evaluation, artifact.identity, compared, left_out)

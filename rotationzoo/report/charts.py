@@ -4,6 +4,7 @@ for model cards."""
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
@@ -17,7 +18,7 @@ _FONT = "Arial, Helvetica, sans-serif"
 _TEXT = {"labelColor": _INK, "titleColor": _INK, "labelFont": _FONT, "titleFont": _FONT}
 # The size is fixed, because Vega measures text in one font and browsers show it in another. The
 # room for text is what it takes in the widest font of an operating system. All are pixels.
-_WIDTH, _LEFT, _TOP, _BOTTOM = 338, 40, 10, 36  # as wide as a phone
+_WIDTH, _LEFT, _TOP, _BOTTOM = 332, 38, 10, 36  # as wide as a phone
 _LEAST_PLOT, _LEAST_HEIGHT = 112, 176
 _SIZE, _LINE, _TITLE, _TITLE_LINE = 11, 14, 13, 18  # of text and of its lines
 _ELBOW, _LABEL = 5, 18  # where leaders bend and end, right of the plot
@@ -58,7 +59,7 @@ CONFIG: dict[str, Any] = {
         "fontSize": _TITLE,
         "lineHeight": _TITLE_LINE,
         "anchor": "start",
-        "frame": "bounds",
+        "frame": "group",
     },
 }
 # Vega describes a mark's kind to screen readers, which the words of its label make superfluous.
@@ -81,10 +82,10 @@ def draw_inline(chart: Chart, words: str) -> str:
 def draw_png(chart: Chart, title: str) -> bytes:
     """A PNG file with a title, black on white."""
     lines = _break(title, (_WIDTH - 2 * _TOP) / _TITLE)
-    top = 2 * _TOP + _TITLE_LINE * len(lines)
+    padding = {**chart["padding"], "top": 2 * _TOP + _TITLE_LINE * len(lines)}
     text = {"text": lines, "offset": _TOP, "dx": _TOP - _LEFT}
-    config = {**CONFIG, "background": "white", "padding": {**chart["padding"], "top": top}}
-    titled = {**chart, "title": text, "config": config}
+    config = {**CONFIG, "background": "white"}
+    titled = {**chart, "title": text, "padding": padding, "config": config}
     return vl_convert.vegalite_to_png(titled, scale=_PNG_SCALE)
 
 
@@ -111,12 +112,19 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     labels = [_wrap(point.name, point.percent) for point in ranked]
     heights = [_LINE * len(lines) for lines in labels]
     height = max(_LEAST_HEIGHT, sum(heights))
-    places = _spread([height * (1 - point.share) for point in ranked], heights, height)
+    tops = [height * (1 - point.share) - _LINE / 2 for point in ranked]
     rows = []
-    for point, lines, place in zip(ranked, labels, places, strict=True):
+    for point, lines, top in zip(ranked, labels, _spread(tops, heights, height), strict=True):
         words = f"{point.name}: {point.percent} at {point.memory:.3g} {unit}"
-        drawn = {"label": "\n".join(lines), "place": 1 - place / height, "words": words}
+        drawn = {
+            "label": "\n".join(lines),
+            "place": 1 - (top + _LINE / 2) / height,
+            "words": words,
+            "color": _ACCENT if point.accent else _PLAIN,
+        }
         rows.append({**asdict(point), **drawn})
+    # What is judged covers others that have the same share in the same bytes.
+    rows.sort(key=itemgetter("accent"))
     widest = _SIZE * max(_measure(line) for lines in labels for line in lines)
     width = round(_WIDTH - _LEFT - _LABEL - widest)
     padding = {"left": _LEFT, "right": _WIDTH - _LEFT - width, "top": _TOP, "bottom": _BOTTOM}
@@ -131,7 +139,6 @@ def _draw_marks(rows: list[dict[str, Any]], unit: str, width: int) -> list[altai
     sizes = altair.Axis(tickCount=3, grid=False, title=unit)
     x = altair.X("memory:Q", scale=altair.Scale(zero=True, nice=False), axis=sizes)
     y = altair.Y("share:Q", scale=altair.Scale(domain=[0, 1]), axis=shares)
-    place = altair.Y("place:Q")
     elbow, end = width + _ELBOW, width + _LABEL
     leader = base.mark_rule(aria=False, color=_INK, opacity=0.3)
     marks = [
@@ -141,39 +148,34 @@ def _draw_marks(rows: list[dict[str, Any]], unit: str, width: int) -> list[altai
         ),
         base.transform_filter("datum.interval !== null")
         .transform_calculate(low="datum.interval[0]", high="datum.interval[1]")
-        .mark_rule(aria=False, color=_ACCENT, strokeWidth=5, opacity=0.35)
+        .mark_rule(aria=False, color=_ACCENT, strokeWidth=5, opacity=0.45)
         .encode(x=x, y=altair.Y("low:Q"), y2=altair.Y2("high:Q")),
     ]
-    label = {"aria": False, "align": "left", "baseline": "middle"}
-    # The arm that is judged comes last: others may have the same share in the same bytes.
-    for which, color, weight in (
-        ("!datum.accent", _PLAIN, "normal"),
-        ("datum.accent", _ACCENT, "bold"),
-    ):
-        some = base.transform_filter(which)
-        marks += [
-            some.mark_circle(size=70, opacity=1, color=color).encode(
-                x=x, y=y, description=altair.Description("words:N")
-            ),
-            some.mark_text(**label, fontWeight=weight).encode(
-                x=altair.XValue(end), y=place, text=altair.Text("label:N")
-            ),
-        ]
-    return marks
+    bold = altair.expr("datum.accent ? 'bold' : 'normal'")
+    points = base.mark_circle(size=70, opacity=1).encode(
+        x=x,
+        y=y,
+        color=altair.Color("color:N", scale=None),
+        description=altair.Description("words:N"),
+    )
+    text = base.mark_text(aria=False, align="left", baseline="middle", fontWeight=bold).encode(
+        x=altair.XValue(end), y=altair.Y("place:Q"), text=altair.Text("label:N")
+    )
+    return [*marks, points, text]
 
 
 def _spread(wanted: Sequence[float], heights: Sequence[float], room: float) -> list[float]:
-    """Centers of labels from top to bottom, near the `wanted` ones: none overlaps the next, and all
-    are in the `room`, which holds them."""
-    centers, end = [], 0.0
-    for center, height in zip(wanted, heights, strict=True):
-        centers.append(max(center, end + height / 2))
-        end = centers[-1] + height / 2
+    """The tops of labels from top to bottom, near the `wanted` ones: none overlaps the next, and
+    all are in the `room`, which holds them."""
+    tops, end = [], 0.0
+    for top, height in zip(wanted, heights, strict=True):
+        tops.append(max(top, end))
+        end = tops[-1] + height
     end = room
-    for index in reversed(range(len(centers))):
-        centers[index] = min(centers[index], end - heights[index] / 2)
-        end = centers[index] - heights[index] / 2
-    return centers
+    for index in reversed(range(len(tops))):
+        tops[index] = min(tops[index], end - heights[index])
+        end = tops[index]
+    return tops
 
 
 def _wrap(name: str, percent: str) -> list[str]:

@@ -52,10 +52,10 @@ class Request:
     def scale(self) -> tuple[float, str]:
         """What a chart multiplies bits of an element with, and the unit that this gives."""
         if self.elements is None:
-            return 1.0, f"bits an element at {self.context:,} tokens"
+            return 1.0, f"bits of an element at {self.context:,} tokens"
         size = self.elements * self.context / 8
         factor, unit = (1e9, "GB") if size * EXACT_BITS >= 1e9 else (1e6, "MB")
-        return size / factor, f"{unit} at {self.context:,} tokens"
+        return size / factor, f"{unit} of cache at {self.context:,} tokens"
 
     def describe_saving(self, bits: float) -> str:
         """One sentence on what a cache with so many bits of an element saves."""

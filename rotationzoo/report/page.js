@@ -2,7 +2,7 @@
 "use strict";
 
 function unfold() {
-  const named = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const named = document.querySelector(":target");
   const part = named && named.closest("details");
   if (!part || part.open) return;
   part.open = true;

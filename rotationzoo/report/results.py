@@ -31,13 +31,15 @@ def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -
         lead = f"Undecided. {lead}" if decision.action in _UNDECIDED else lead
     if arms.chosen is not None:
         reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
+    reasons += list_exact_parts(measured, layers)
+    if arms.left_out:
+        reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
     return Section(
         anchor="verdict",
         title=VERDICT,
         lead=lead,
         words=reasons,
         figure=_draw_answers(arms, request),
-        listed=[*list_exact_parts(measured, layers), *arms.left_out],
     )
 
 
@@ -87,6 +89,5 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
             interval=interval,
         )
         points.append(point)
-    lengths = numbers(measured.tasks.lengths)
-    title = f"Questions answered in {lengths} tokens, over the memory of the cache"
+    title = f"Questions answered (prompts of {numbers(measured.tasks.lengths)} tokens)"
     return Figure(ANSWERED, title, draw_answers(points, unit))
