@@ -85,7 +85,7 @@ def test_columns_that_are_empty_are_left_out(inside, browser):
     (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": bare}))
     assert inside("list", "--index", "index.json", "--html", "zoo.html").returncode == 0
     page = browser.open_page(inside.folder / "zoo.html")
-    assert page.locator("#zoo th[scope=col]").all_inner_texts() == ["Model \u2191", "Recipe", "Size"]
+    assert page.locator("#zoo th[scope=col]").all_inner_texts() == ["Model", "Recipe", "Size"]
     assert page.locator("dt").all_inner_texts() == ["Size"]
     assert "was published and not measured" in page.locator("main").inner_text()
     text = render_zoo_page(LoadedIndex(index.Index.model_validate({"entries": []}), "here"), [], [])
