@@ -7,7 +7,7 @@ from typing import Literal
 from rotationzoo.artifact.manifest import ValidationSummary
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.model.geometry import cached_layers
-from rotationzoo.report.card import UNRECORDED
+from rotationzoo.report.card import describe_serving
 from rotationzoo.report.commands import RECIPE_FILE, reproduce_command
 from rotationzoo.report.figures import Section
 from rotationzoo.report.tables import Table
@@ -31,16 +31,12 @@ class Badge:
 def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
     """What the artifact is, with what is known of it."""
     manifest, cached = artifact.manifest, cached_layers(artifact.geometry)
-    model, recipe, clips = manifest.model, artifact.recipe, artifact.clip_ratios
+    model, recipe = manifest.model, artifact.recipe
     heads = sorted({layer.kv_heads for layer in cached})
     dims = sorted({layer.key_dim for layer in cached})
     shape = (
         f"{counted(len(cached), 'layer')} with a cache, KV heads {_listed(heads)}, head dimension "
         f"{_listed(dims)}"
-    )
-    serving = (
-        f"clip ratios {clips['key']:g} for keys and {clips['value']:g} for values; the first "
-        f"{recipe.sink} and the last {recipe.recent} tokens exact"
     )
     facts = [
         ("Model", model.id if artifact.bound else "not named yet"),
@@ -48,7 +44,7 @@ def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
         ("Shape", f"{model.architecture}, {shape}"),
         ("Recipe", recipe.name),
         ("Calibration text", _describe_text(artifact)),
-        ("To serve with", serving),
+        ("To serve with", describe_serving(manifest, recipe)),
         *((badge.about, badge.words) for badge in badges),
     ]
     return Section(anchor="identity", title="What it is", facts=facts)
@@ -82,7 +78,7 @@ def describe_making(artifact: Artifact) -> Section:
         commands.append(command)
         words = [
             f"By rotationzoo {manifest.versions.rotationzoo} on "
-            f"{manifest.run.device or UNRECORDED} in {manifest.run.seconds:.0f} s. The same "
+            f"{manifest.run.device or 'an unrecorded device'} in {manifest.run.seconds:.0f} s. The same "
             "command on a machine of the same kind, with as many threads, writes the same bytes. "
             f"Largest |R R^T - I|: {manifest.metrics.orthogonality_error:.1e}."
         ]
