@@ -2,7 +2,7 @@
 figures were measured in the same way."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
 from rotationzoo.artifact.scores import Decision
@@ -19,21 +19,14 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class ShownArm:
-    """One arm under the name that the terminal and the decision give it."""
-
-    label: str
-    figures: MeasuredArm
-
-
-@dataclass(frozen=True)
 class Arms:
     """The arms that a report shows, and the artifacts that it cannot show, with the reasons."""
 
     evaluation: Measured
     chosen: MeasuredArm | None
     """The artifact's arm that the decision is on."""
-    shown: list[ShownArm]
+    shown: dict[str, MeasuredArm]
+    """By the names that the terminal and the decision give them."""
     left_out: list[str]
 
     @property
@@ -74,26 +67,19 @@ def label_arms(
 ) -> Arms:
     """The arms of the evaluation of the artifact with this identity, with those `compared`."""
     arms = evaluation.window.arms
-    baselines = [arm for arm in arms.values() if arm.kind == "baseline"]
+    baselines = {}
+    for arm in arms.values():
+        if arm.kind == "baseline":
+            baselines[_WORDS.get(arm.name, arm.name)] = arm
     of_artifact = arms_of(arms, identity)
-    named = [ShownArm(arm.name, arm) for arm in (*of_artifact, *compared)]
-    named += [ShownArm(_WORDS.get(arm.name, arm.name), arm) for arm in baselines]
+    shown: dict[str, MeasuredArm] = {}
+    for arm in (*of_artifact, *compared):
+        label, count = arm.name, 1
+        while label in (EXACT, *baselines, *shown):
+            count += 1
+            label = f"{arm.name} ({count})"
+        shown[label] = arm
     decided = {decision.arm for decision in evaluation.window.verdict.decisions}
     chosen = [arm for arm in of_artifact if arm.name in decided]
     one = chosen[0] if chosen else plain_arm(arms, identity)
-    return Arms(evaluation, one, with_unique_labels(named), list(left_out))
-
-
-def with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:
-    """Arms with labels that are all different. Baselines keep theirs."""
-    taken = {EXACT, *_WORDS.values()}
-    unique = []
-    for arm in arms:
-        label, count = arm.label, 1
-        if arm.figures.kind != "baseline" or arm.figures.name not in _WORDS:
-            while label in taken:
-                count += 1
-                label = f"{arm.label} ({count})"
-            taken.add(label)
-        unique.append(replace(arm, label=label))
-    return unique
+    return Arms(evaluation, one, {**shown, **baselines}, list(left_out))

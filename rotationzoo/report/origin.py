@@ -45,8 +45,8 @@ def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
         ("Recipe", recipe.name),
         ("Calibration text", _describe_text(artifact)),
         ("To serve with", describe_serving(manifest, recipe)),
-        *((badge.about, badge.words) for badge in badges),
     ]
+    facts += [(badge.about, badge.words) for badge in badges]
     return Section(anchor="identity", title="What it is", facts=facts)
 
 
@@ -78,8 +78,8 @@ def describe_making(artifact: Artifact) -> Section:
         commands.append(command)
         words = [
             f"By rotationzoo {manifest.versions.rotationzoo} on "
-            f"{manifest.run.device or 'an unrecorded device'} in {manifest.run.seconds:.0f} s. The same "
-            "command on a machine of the same kind, with as many threads, writes the same bytes. "
+            f"{manifest.run.device or 'an unrecorded device'} in {manifest.run.seconds:.0f} s. The "
+            "same command on a machine of the same kind, with as many threads, writes these bytes. "
             f"Largest |R R^T - I|: {manifest.metrics.orthogonality_error:.1e}."
         ]
         if RECIPE_FILE in command:

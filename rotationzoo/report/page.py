@@ -66,18 +66,19 @@ def make_report(
     validation = validation_badge(artifact.manifest.metrics.validation)
     badges = [badge for badge in (signature, validation) if badge is not None]
     folded = [describe_memory(artifact, measured, context), describe_identity(artifact, badges)]
+    decision = None
     if arms is None:
         bits = bits_per_element(artifact.geometry, layout_of(artifact, None), context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
         verdict = Section(anchor="verdict", title=VERDICT, lead="Measure them first.", words=words)
     else:
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
-        verdict = describe_verdict(arms, request, layers)
+        verdict, decision = describe_verdict(arms, request, layers), arms.decision
         folded.insert(0, describe_measurement(arms))
     return Report(
         model=model_title(artifact.manifest.model),
         badges=[badge for badge in badges if badge.kind != "plain"],
-        verdict=replace(verdict, commands=use_commands(artifact.manifest, arms and arms.decision)),
+        verdict=replace(verdict, commands=use_commands(artifact.manifest, decision)),
         folded=[*folded, describe_making(artifact)],
         version=artifact.manifest.versions.rotationzoo,
     )

@@ -47,11 +47,10 @@ def describe_measurement(arms: Arms) -> Section:
     """How the evaluation was run, and all of its tables."""
     measured = arms.evaluation
     named = {}
-    for arm in arms.shown:
+    for label, arm in arms.shown.items():
         # The comparisons of the verdict call a baseline by its name in the evaluation.
-        name = arm.figures.name
-        label = arm.label if arm.label.lower() == name.lower() else f"{arm.label} [{name}]"
-        named[label] = arm.figures
+        is_named = label.lower() == arm.name.lower()
+        named[label if is_named else f"{label} [{arm.name}]"] = arm
     window = measured.window.model_copy(update={"arms": named})
     return Section(
         anchor="measured",
@@ -72,17 +71,17 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     scale, unit = request.scale
     best = exact.share
     points = [Point(EXACT, EXACT_BITS * scale, best, percent(best))]
-    for arm in arms.shown:
-        if (recall := arm.figures.all_tasks) is None:
+    for label, arm in arms.shown.items():
+        if (recall := arm.all_tasks) is None:
             continue
-        is_chosen, interval = arm.figures is arms.chosen, None
+        is_chosen, interval = arm is arms.chosen, None
         if is_chosen and decision is not None and decision.interval is not None:
             # The decision's interval is of the answers that the exact model gives right.
             low, high = decision.interval
             interval = low * best, high * best
         point = Point(
-            name=arm.label,
-            memory=request.arm_bits(arm.figures, measured) * scale,
+            name=label,
+            memory=request.arm_bits(arm, measured) * scale,
             share=min(recall.share, best),
             percent=share_words(recall, best),
             accent=is_chosen,

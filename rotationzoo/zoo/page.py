@@ -57,29 +57,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures: its title, what it says, and whether the best are the largest."""
+    """A column of figures: its title, and whether the best are the largest."""
 
     title: str
-    about: str
     largest_first: bool = False
 
 
 COLUMNS = (
-    Column(
-        "Answers",
-        "The share of questions about its own context that the model answers with these rotations "
-        "and a 2-bit cache. Only kinds of questions that the exact model can answer are asked, of "
-        "which it need not answer all.",
-        largest_first=True,
-    ),
-    Column("Cost", "The increase of perplexity over the exact model."),
-    Column(
-        "Bits",
-        "Bits per cached element of a request of 131,072 tokens, with scales, offsets and the "
-        "exact first and last tokens, in SGLang's format.",
-    ),
-    Column("Size", "Of the files that rotationzoo pull downloads."),
-    Column("Date", "Of the calibration.", largest_first=True),
+    Column("Answers", largest_first=True),
+    Column("Cost"),
+    Column("Bits"),
+    Column("Size"),
+    Column("Date", largest_first=True),
 )
 
 

@@ -20,7 +20,7 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
-from rotationzoo.report.arms import ShownArm, with_unique_labels
+from rotationzoo.report.arms import label_arms
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
 
@@ -331,12 +331,12 @@ def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
 
 def test_no_two_arms_have_one_label():
     evaluation = Measured.model_validate(make_evaluation(Made(layers=[0])))
-    arms = [ShownArm(label, evaluation.window.arms[name]) for name, label in (
-        ("made", "a"), ("made", "a"), ("made", "Hadamard"),
-        ("hadamard", "Hadamard"), ("made", "exact model"),
-    )]  # fmt: skip
-    labels = [arm.label for arm in with_unique_labels(arms)]
-    assert labels == ["a", "a (2)", "Hadamard (2)", "Hadamard", "exact model (2)"]
+    mine = evaluation.window.arms["made"]
+    names = "made", "made", "Hadamard", "exact model"
+    compared = [mine.model_copy(update={"name": name}) for name in names]
+    shown = label_arms(evaluation, OF_ARTIFACT, compared).shown
+    others = ["made (2)", "made (3)", "Hadamard (2)", "exact model (2)"]
+    assert list(shown) == ["made", *others, *LABELS[1:]]
 
 
 @pytest.mark.hostile("malformed")
