@@ -75,14 +75,15 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
         if (recall := arm.all_tasks) is None:
             continue
         is_chosen, interval = arm is arms.chosen, None
-        if is_chosen and decision is not None and decision.interval is not None:
-            # The decision's interval is of the answers that the exact model gives right.
-            low, high = decision.interval
-            interval = low * best, high * best
+        share = min(recall.share, best)
+        if is_chosen and decision is not None and decision.interval and decision.kept:
+            # The decision's interval is of the answers that are kept, in whose place all stand.
+            low, high = (end * share / decision.kept for end in decision.interval)
+            interval = low, min(high, 1.0)
         point = Point(
             name=label,
             memory=request.arm_bits(arm, measured) * scale,
-            share=min(recall.share, best),
+            share=share,
             percent=share_words(recall, best),
             accent=is_chosen,
             interval=interval,
