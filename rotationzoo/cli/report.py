@@ -59,7 +59,8 @@ def report_command(
         "artifact": str(artifact) if save else None,
         "evaluated": evaluated,
     }
-    out.result(data, str(output), lambda: say(*_lines(output, artifact, save)))
+    added = [f"Added to the artifact: {artifact}"] if save else []
+    out.result(data, str(output), lambda: say(f"Page: {output}", *added))
     if not evaluated:
         suggest_step(out, opened)
     elif not save:
@@ -103,10 +104,3 @@ def _describe_signature(artifact: "Artifact") -> "Badge":
     words = finding.note.partition(";")[0].partition(": add --signer")[0]
     kind: Literal["good", "plain"] = "good" if finding.state == "signed" else "plain"
     return Badge("Signature", kind, words.replace(name, "The artifact"))
-
-
-def _lines(output: Path, artifact: Path, saved: bool) -> list[str]:
-    lines = [f"Page: {output}"]
-    if saved:
-        lines.append(f"Added to the artifact: {artifact}")
-    return lines

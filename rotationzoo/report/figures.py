@@ -12,9 +12,8 @@ from rotationzoo.report.tables import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its title. `name` is that of its place on the page."""
+    """A picture with its title."""
 
-    name: str
     title: str
     chart: Chart
 

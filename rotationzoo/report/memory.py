@@ -59,7 +59,7 @@ class Request:
 
     def describe_saving(self, bits: float) -> str:
         """One sentence on what a cache with so many bits of an element saves."""
-        if bits >= EXACT_BITS:
+        if not 0 < bits < EXACT_BITS:
             return f"At {self.context:,} tokens, the cache stays exact: nothing is saved."
         sizes = [f"{bits:.2f} bits an element", str(EXACT_BITS)]
         if self.elements is not None:

@@ -13,8 +13,6 @@ from rotationzoo.simulation.size import EXACT_BITS
 from rotationzoo.words import numbers, percent
 
 VERDICT = "Verdict"
-ANSWERED = "answers"
-"""The name of the picture that a card shows, too."""
 _UNDECIDED = "ask", "nothing"
 
 
@@ -26,7 +24,7 @@ def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -
     measured = arms.evaluation
     decision = arms.decision
     reasons, lead = list(measured.window.verdict.words), ""
-    if decision is not None:
+    if decision is not None and decision.words:
         *reasons, lead = decision.words
         lead = f"Undecided. {lead}" if decision.action in _UNDECIDED else lead
     if arms.chosen is not None:
@@ -90,4 +88,4 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
         )
         points.append(point)
     title = f"Questions answered (prompts of {numbers(measured.tasks.lengths)} tokens)"
-    return Figure(ANSWERED, title, draw_answers(points, unit))
+    return Figure(title, draw_answers(points, unit))

@@ -346,7 +346,9 @@ def test_a_damaged_evaluation_is_refused_in_one_sentence(tmp_path, inside):
     evaluation = make_evaluation(made)
     evaluation["windows"][0]["arms"][BASELINES[0]]["perplexity"] = "<b>"
     of_others = json.dumps(make_evaluation(made)).replace(OF_ARTIFACT, "0" * 64)
-    for content in (evaluation, json.loads(of_others)):
+    half = make_evaluation(made)
+    half["windows"][0]["verdict"]["decisions"][0]["interval"] = [0.5]
+    for content in (evaluation, half, json.loads(of_others)):
         store_evaluation(folder, content)
         result = inside("report", folder)
         assert result.returncode == 1
