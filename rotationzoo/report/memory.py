@@ -39,8 +39,8 @@ class Request:
         return cls(context, total, _count_elements(stored, measured.sides) / total)
 
     def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
-        """Bits of an element of an arm's cache, which are stored for a request of `CONTEXT`
-        tokens. They are exact but for arms that quantize groups of tokens together."""
+        """Bits of an element of an arm's cache, from those of a request of `CONTEXT` tokens. Arms
+        that quantize tokens in groups are off by the exact tokens of at most one group."""
         exact = measured.window.sink + measured.window.recent
         if exact >= CONTEXT:
             return EXACT_BITS
@@ -66,8 +66,8 @@ class Request:
             each = self.elements * self.context / 8
             sizes = [byte_count(each * bits), byte_count(each * EXACT_BITS)]
         return (
-            f"At {self.context:,} tokens, the cache takes {sizes[0]} in place of {sizes[1]}: "
-            f"{EXACT_BITS / bits:.1f} times smaller."
+            f"At {self.context:,} tokens in every layer, the cache takes {sizes[0]} in place of "
+            f"{sizes[1]}: {EXACT_BITS / bits:.1f} times smaller."
         )
 
 

@@ -60,7 +60,7 @@ def test_the_first_screen_holds_what_to_do_why_and_how(page, browser, width, sch
     verdict = opened.locator("#verdict")
     assert verdict.bounding_box()["y"] + verdict.bounding_box()["height"] < screen
     words = verdict.inner_text()
-    saved = "At 131,072 tokens, the cache takes 10.6 MB in place of 67.1 MB: 6.3 times smaller."
+    saved = "the cache takes 10.6 MB in place of 67.1 MB: 6.3 times smaller."
     for shown in ("Use it.", "made keeps 69%", saved, "rotationzoo serve demo"):
         assert shown in words
     assert opened.locator("h2").evaluate_all("all => all.map(one => one.textContent)") == [
@@ -154,7 +154,7 @@ def test_the_chart_has_every_arm_at_its_bytes_and_its_share(folder):
     assert [name for name, row in rows.items() if row["accent"]] == ["made"]
     assert rows["made"]["interval"] == [0.6, 0.8]
     assert rows["made"]["label"] == "made 69%"
-    assert "At 8,192 tokens, the cache takes" in " ".join(report.verdict.words)
+    assert "At 8,192 tokens in every layer, the cache takes" in " ".join(report.verdict.words)
 
 
 def test_the_decision_is_on_the_arm_that_is_highlighted(tmp_path):
