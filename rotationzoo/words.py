@@ -63,7 +63,7 @@ def nats(value: float | None, error: float | None = None, sign: bool = False) ->
 
 def byte_count(size: float) -> str:
     """A number of bytes of memory, in the largest unit of which there is at least one."""
-    for unit, count in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= count:
             return f"{size / count:.3g} {unit}"
     return f"{size:.0f} bytes"
