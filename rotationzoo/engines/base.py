@@ -83,19 +83,6 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Description:
-    """The entries of docs/engines.md about an engine besides its row in `registry`, in
-    Markdown."""
-
-    cache: str
-    """The fork or pull request that implements its 2-bit cache."""
-    reads: str
-    """The files that it reads."""
-    limits: str
-    """Other things that it cannot serve or does differently."""
-
-
-@dataclass(frozen=True)
 class Launch:
     """How to start the engine with the exported files."""
 
@@ -124,8 +111,6 @@ class Options:
 class Engine(Protocol):
     """The interface of an engine's module. To add an engine, write such a module in `formats/` and
     add a row to `registry.py`."""
-
-    DESCRIPTION: Description
 
     def check_payload(self, payload: Payload) -> None:
         """Raise `RotationZooError` for what the engine cannot run and no reduction can fix, such as
