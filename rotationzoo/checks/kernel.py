@@ -1,17 +1,23 @@
 """Validation of the CUDA reference kernel against the codec's definition.
 
-Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured.
+Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured
+next to a device copy in the same run.
 """
 
 import json
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import KernelComparison, draw_rows
-from rotationzoo.codec import cuda, throughput
+from rotationzoo.codec import cuda
+from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers
@@ -20,6 +26,9 @@ from rotationzoo.writer import add_files
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
 _SUMMARIZED = ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")
+_MEASURED_ROWS = 4 << 20
+_REPEATS = 20
+_WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,6 @@ class Validation:
     rows: int = 1024
     """How many rows are drawn per layer, KV head and side."""
     device: str = "auto"
-    speed: bool = True
-    """Whether to measure throughput too."""
 
 
 def validate_kernel(
@@ -53,13 +60,9 @@ def validate_kernel(
     report["identity"] = artifact.identity
     if not on_gpu:
         return report
-    if settings.speed:
-        progress("measuring", 0, 0)
-        dim = cached_layers(artifact.geometry)[0].key_dim
-        clip = artifact.clip_ratios["key"]
-        report |= throughput.measure(dim, artifact.recipe.group_size, clip)
-        if report["feedback_rows"]:
-            report |= throughput.measure_feedback(dim, artifact.recipe.group_size)
+    progress("measuring", 0, 0)
+    dim = cached_layers(artifact.geometry)[0].key_dim
+    report |= _measure_rates(dim, artifact.recipe.group_size, artifact.clip_ratios["key"])
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
     if report["feedback_rows"]:
@@ -88,14 +91,14 @@ def _compare_layers(
 ) -> KernelComparison:
     """Compare on drawn rows, after subtracting the artifact's mean."""
     comparison = KernelComparison(artifact.recipe.group_size, on_gpu)
-    rotations, statistics = artifact.rotations, artifact.statistics
+    rotations, averages = artifact.rotations, artifact.statistics
     layers = cached_layers(artifact.geometry)
     done, total = 0, 2 * len(layers)
     progress("validating", done, total)
     for layer in layers:
         for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             rotation = rotations[layer.index][side]
-            moments = None if statistics is None else statistics[layer.index][side]
+            moments = None if averages is None else averages[layer.index][side]
             # `done` differs for each side of each layer and is the same in every run.
             rows = draw_rows(moments, layer.kv_heads, settings.rows, dim, seed=done)
             if rotation.mean is not None:
@@ -105,3 +108,40 @@ def _compare_layers(
             comparison.compare(name, rows, matrices, rotation.clip, rotation.feedback)
             progress("validating", done := done + 1, total)
     return comparison
+
+
+def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
+    """Bytes that a copy and both kernels read and write per second on bfloat16 rows `[1, N, D]`.
+
+    A kernel's bytes are the rows, the packed codes and the metadata. Fewer rows are used where 80 %
+    of the free memory cannot hold them.
+    """
+    dtype = torch.bfloat16
+    free, _ = torch.cuda.mem_get_info()
+    # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.
+    count = min(_MEASURED_ROWS, int(free * 0.8) // (dim * (3 * dtype.itemsize + 1)))
+    rows = torch.randn(1, count, dim, device="cuda", dtype=dtype)
+    variant = cuda.Variant(dim, group_size or dim, dtype)
+    encoder = clip_encoder(torch.tensor([clip]), variant, rows.device)
+    packed, copied = encoder.store(rows), torch.empty_like(rows)
+    moved = rows.nbytes + packed.codes.nbytes + packed.metadata.nbytes
+    return {
+        "quantize_bytes_per_second": moved / _seconds(lambda: encoder.store(rows)),
+        "dequantize_bytes_per_second": moved / _seconds(lambda: cuda.dequantize(packed, dtype)),
+        "copy_bytes_per_second": 2 * rows.nbytes / _seconds(lambda: copied.copy_(rows)),
+    }
+
+
+def _seconds(launch: Callable[[], object]) -> float:
+    """Median GPU time of a launch, in seconds."""
+    event: Any = torch.cuda.Event
+    times: list[float] = []
+    for number in range(_REPEATS + _WARM_UP):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        launch()
+        end.record()
+        end.synchronize()
+        if number >= _WARM_UP:
+            times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)
