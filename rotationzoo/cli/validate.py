@@ -58,8 +58,9 @@ def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -
         say("Codes and dequantized values are equal bit by bit to the definition in int2.py")
         say(f"Rotation: error {report['rotation_error']:.2f} of the bound of a float32 product")
         copy = report["copy_bytes_per_second"]
-        there, back = report["quantize_bytes_per_second"], report["dequantize_bytes_per_second"]
-        shares = f"clipping and quantizing {there / copy:.1%}, dequantizing {back / copy:.1%}"
+        quantize = report["quantize_bytes_per_second"] / copy
+        dequantize = report["dequantize_bytes_per_second"] / copy
+        shares = f"clipping and quantizing {quantize:.1%}, dequantizing {dequantize:.1%}"
         say(f"Device copy {copy / 1e12:.2f} TB/s; of that: {shares}")
         if rows := report["feedback_rows"]:
             say(f"Codes chosen by error feedback: equal to feedback.py's for {rows:,} rows")
