@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    AdoptIndex,
-    ArtifactFolder,
-    HubOrBoth,
-    Json,
-    Quiet,
-    SignWith,
-    TrustConfig,
-    chosen_hubs,
-)
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -94,9 +85,9 @@ def index_signer(tool: "SigningTool | None", adopt: bool) -> "IndexSigner | None
 
 
 def push_command(
-    artifact: ArtifactFolder,
+    artifact: options.ArtifactFolder,
     repo: Annotated[str, typer.Argument(help="The zoo repository, as owner/name.", metavar="REPO")],
-    to: Annotated[HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
+    to: Annotated[options.HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
     create_pr: Annotated[
         bool, typer.Option("--create-pr", help="As a pull request (Hugging Face).")
     ] = False,
@@ -111,17 +102,17 @@ def push_command(
         datetime | None,
         typer.Option(formats=["%Y-%m-%d"], help="When it was first published, of a copy (today)."),
     ] = None,
-    sign: SignWith = None,
-    adopt_index: AdoptIndex = False,
-    trust_config: TrustConfig = None,
+    sign: options.SignWith = None,
+    adopt_index: options.AdoptIndex = False,
+    trust_config: options.TrustConfig = None,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Also if its evaluation shows no use of it.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Verify an artifact and publish it, in one commit per hub.
 
@@ -155,7 +146,7 @@ def push_command(
         return
     # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
-    destination = Destination(repo, chosen_hubs(to), create_pr)
+    destination = Destination(repo, options.chosen_hubs(to), create_pr)
     if signer is not None:
         check_indexes(upload, destination, signer)
     upload = sign_upload(out, upload, tool, anew=sign is not None)
