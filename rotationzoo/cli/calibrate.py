@@ -97,31 +97,12 @@ def calibrate_command(
     if recipe is not None:
         _check_recipe(recipe)
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.api import calibration_job
+    from rotationzoo.api import CalibrationOptions, calibration_job
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.cli.calibrate_view import show_plan
 
     hush_libraries()
-    settings = options.given(
-        engine=engine,
-        data=data,
-        subset=subset,
-        split=split,
-        column=column,
-        packing=packing,
-        tokens=tokens,
-        length=length,
-        seed=seed,
-        feedback=feedback,
-        rope_scaling=rope_scaling,
-        batch=batch,
-        restart=restart,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
+    settings = options.chosen(locals(), CalibrationOptions)
     job = calibration_job(model, options.follow_link(output), recipe, **settings)
     if engine and recipe is None:
         out.note(f"For {engine}: recipe {job.recipe.name}")

@@ -91,49 +91,27 @@ def evaluate_command(
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     out = Output(json, quiet)
-    sides = _quantized_sides(keys_only, values_only)
     if save and not artifacts:
         raise UsageError(
             "--save adds the report to artifacts, and none is given",
             hint="name an artifact folder after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
-    from rotationzoo.api import evaluation_job
+    from rotationzoo.api import EvaluationOptions, evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
     from rotationzoo.evaluation.job import evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
 
     hush_libraries()
-    settings = options.given(
-        engine=engine,
-        data=data,
-        subset=subset,
-        split=split,
-        column=column,
-        tokens=tokens,
-        length=length,
-        seed=seed,
-        tasks=options.parse_tasks(tasks),
-        lengths=options.parse_lengths(lengths),
-        questions=parse_questions(questions),
-        windows=options.parse_windows(windows) or None,
-        format=format,
-        pooled=pooled,
-        layers=parse_layers(layers),
-        sides=sides,
-        prefill_chunk=prefill_chunk,
-        prefill_layout=prefill_layout,
-        real_cache=real_cache,
-        queries=queries,
-        rope_scaling=rope_scaling,
-        anyway=anyway,
-        revision=revision,
-        batch=batch,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
+    parsed = {
+        "tasks": options.parse_tasks(tasks),
+        "lengths": options.parse_lengths(lengths),
+        "questions": parse_questions(questions),
+        "windows": options.parse_windows(windows) or None,
+        "layers": parse_layers(layers),
+        "sides": _quantized_sides(keys_only, values_only),
+    }
+    settings = options.chosen(locals() | parsed, EvaluationOptions)
     job = evaluation_job(model, artifacts or [], save, **settings)
     with show_progress(out) as progress:
         report = evaluate(job, progress, ThroughCache)
