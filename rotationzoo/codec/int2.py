@@ -4,8 +4,8 @@ implementation computes. Codes have 2 bits, or 3, 4 or 8 where a `Format` says s
 A row is one token's keys or values of one KV head, `[..., D]`, already rotated. Everything is
 computed in float32. Each operation is rounded on its own, without fused multiply-add, so that
 another implementation can agree bit by bit. Engines store such rows in slightly different ways,
-which `formats` lists; `clip` decides at which magnitude a row is clamped. The names of both can be
-imported from here. docs/codec.md has the formulas side by side and a worked row.
+which `formats` lists, and its names can be imported from here; `clip` decides at which magnitude a
+row is clamped. docs/codec.md has the formulas side by side and a worked row.
 """
 
 import math
@@ -13,37 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.codec.clip import (
-    bisected_threshold,
-    clip_position,
-    clip_threshold,
-    group_threshold,
-)
-from rotationzoo.codec.formats import FORMATS, SGLANG, SIMULATED, Format, Packing
+from rotationzoo.codec.clip import group_threshold
+from rotationzoo.codec.formats import FORMATS as FORMATS
+from rotationzoo.codec.formats import SGLANG as SGLANG
+from rotationzoo.codec.formats import SIMULATED as SIMULATED
+from rotationzoo.codec.formats import Format as Format
+from rotationzoo.codec.formats import Packing
 from rotationzoo.errors import RotationZooError
-
-__all__ = [
-    "FORMATS",
-    "LARGEST",
-    "METADATA_TYPES",
-    "SGLANG",
-    "SIMULATED",
-    "SMALLEST_RANGE",
-    "Format",
-    "Quantized",
-    "bisected_threshold",
-    "bits_per_element",
-    "check_shape",
-    "clip_position",
-    "clip_threshold",
-    "dequantize",
-    "encode",
-    "group_threshold",
-    "pack",
-    "quantize",
-    "round_trip",
-    "unpack",
-]
 
 LARGEST = 1e18
 """Rows must be finite and must not exceed this magnitude."""

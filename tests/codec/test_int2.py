@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.codec import RATIOS, largest, many, rows, shapes
 
 from rotationzoo.codec import int2
+from rotationzoo.codec.clip import clip_threshold
 from rotationzoo.codec.formats import BITS
 from rotationzoo.errors import RotationZooError
 
@@ -33,10 +34,10 @@ def ordinary(x: torch.Tensor, group: int) -> bool:
 def clipped(x: torch.Tensor, clip: float, group: int, format: int2.Format) -> torch.Tensor:
     """Rows as they are after the clip."""
     if format.clip_scope == "row":
-        limit = int2.clip_threshold(x, clip, format.interpolated).unsqueeze(-1)
+        limit = clip_threshold(x, clip, format.interpolated).unsqueeze(-1)
         return x.clamp(-limit, limit)
     groups = x.unflatten(-1, (-1, group))
-    limit = int2.clip_threshold(groups, clip).unsqueeze(-1)
+    limit = clip_threshold(groups, clip).unsqueeze(-1)
     return groups.clamp(-limit, limit).flatten(-2)
 
 
@@ -259,7 +260,7 @@ def test_mlx_rounds_before_it_stores(case, ratio):
 def test_the_worked_row_of_the_documentation():
     x = torch.tensor([0.9, -0.3, 0.1, -1.2, 4.0, 0.6, -0.7, 0.2])
     quantized = int2.quantize(x, 0.8)
-    assert int2.clip_threshold(x, 0.8).item() == pytest.approx(1.2)
+    assert clip_threshold(x, 0.8).item() == pytest.approx(1.2)
     assert (quantized.scale.item(), quantized.offset.item()) == pytest.approx((0.8, 1.5))
     assert quantized.codes.tolist() == [3, 1, 2, 0, 3, 2, 1, 2]
     assert int2.pack(quantized.codes, "strided").tolist() == [0x7B, 0xA1]
