@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 
 from rotationzoo import __version__
+from rotationzoo.artifact.manifest import Model
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.model.source import DEMO, Source, config_hash, weights_fingerprint
+from rotationzoo.model.source import Source, config_hash, find, weights_fingerprint
 from rotationzoo.storage import strict_json
 
 RECORD = "rotationzoo.json"
@@ -51,6 +52,9 @@ def model_words(artifact: Artifact) -> list[str]:
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]
-    demo = Source("demo", DEMO, None)
-    is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
-    return [demo.name if is_demo else "MODEL"]
+    return ["demo" if is_demo(model) else "MODEL"]
+
+
+def is_demo(model: Model) -> bool:
+    """Whether a manifest's model is the one that ships with this package."""
+    return (model.id, model.config_sha256) == ("demo", config_hash(find("demo")))

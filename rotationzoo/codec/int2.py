@@ -171,6 +171,7 @@ def _word(bits: int) -> tuple[int, int]:
 
 
 def check_values(rows: torch.Tensor) -> None:
+    """Raise `RotationZooError` for rows that are not finite or above `LARGEST`."""
     # `not <=` instead of `>`, so that NaN is refused, too.
     if rows.numel() and not rows.abs().amax() <= LARGEST:
         raise RotationZooError(
