@@ -10,7 +10,7 @@ from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.cli.push import choose_tool, index_signer, sign_upload
+from rotationzoo.cli.push import NONE, choose_signer, publish
 from rotationzoo.errors import HubError, PartlyDone, UsageError
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
@@ -60,8 +60,7 @@ def regenerate_command(
     out = Output(json, quiet)
     hush_libraries(models=not plan)
     # Hours before it is needed, so that a wrong key stops the command at once.
-    tool = None if to is None else choose_tool(sign, trust_config)
-    signer = index_signer(tool, adopt_index)
+    signer = choose_signer(sign if to else NONE, adopt_index, trust_config)
     from rotationzoo.zoo.lookup import ZOO, load_published_index
     from rotationzoo.zoo.regenerate import find_due, find_recipe_file
 
@@ -104,20 +103,14 @@ def regenerate_command(
     add_report(Artifact.open(job.output))
     places: dict[str, Published] = {}
     if to is not None:
-        from rotationzoo.zoo.ownership import check_model
-        from rotationzoo.zoo.push import Destination, check_indexes, push
+        from rotationzoo.zoo.push import Destination
         from rotationzoo.zoo.upload import prepare_upload
 
         artifact = Artifact.open(job.output)
         upload = prepare_upload(artifact, zoo)
-        check_model(artifact)
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
-        if signer is not None:
-            check_indexes(upload, destination, signer)
-        upload = sign_upload(out, upload, tool, anew=sign is not None)
-        with show_progress(out) as progress:
-            places = push(upload, destination, str(job.output), progress, signer)
+        _, places = publish(out, artifact, upload, destination, signer, anew=sign is not None)
     show_regenerated(out, job.output, verdict, places)
     if places:
         out.suggest("list", "--repo", zoo)
