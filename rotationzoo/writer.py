@@ -31,10 +31,7 @@ from rotationzoo.storage.folders import install, temporary_sibling
 
 
 def write_artifact(
-    folder: Path,
-    rotations: Rotations,
-    statistics: Averages | None,
-    content: dict[str, Any],
+    folder: Path, rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Artifact:
     """Write a whole artifact to a temporary sibling and rename it into place.
 

@@ -272,8 +272,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             )
         reason = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
         raise RotationZooError(
-            f"{folder} is no artifact: {reason}",
-            hint="make one with: rotationzoo calibrate MODEL",
+            f"{folder} is no artifact: {reason}", hint="make one with: rotationzoo calibrate MODEL"
         )
     return read_manifest(path)
 

@@ -37,11 +37,7 @@ def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str
     }
     # On a CPU, floating-point sums depend on how many threads share them.
     threads = torch.get_num_threads() if job.torch_device == "cpu" else None
-    optional = {
-        "threads": threads,
-        "device_map": job.device_map,
-        "max_memory": job.max_memory,
-    }
+    optional = {"threads": threads, "device_map": job.device_map, "max_memory": job.max_memory}
     return identity | {key: str(value) for key, value in optional.items() if value is not None}
 
 

@@ -53,15 +53,7 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
         four_bit, four_bit_experts = published, experts  # which have 4 bits already
     item = max(2, int(bits / 8))
     unread = 0 if shape.tied else item * shape.embedding
-    return Weights(
-        shape.parameters,
-        published,
-        four_bit,
-        experts,
-        four_bit_experts,
-        origin,
-        unread,
-    )
+    return Weights(shape.parameters, published, four_bit, experts, four_bit_experts, origin, unread)
 
 
 def _packed(shape: Shape, bits: float, only_experts: bool) -> int:

@@ -34,8 +34,7 @@ def calibrate_command(
     ],
     engine: options.Engine = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file (the engine's)."),
+        str | None, typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")

@@ -16,13 +16,11 @@ from rotationzoo.errors import UsageError
 def evaluate_command(
     model: options.ModelName,
     artifacts: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Artifact folders.", metavar="ARTIFACT"),
+        list[Path] | None, typer.Argument(help="Artifact folders.", metavar="ARTIFACT")
     ] = None,
     engine: options.Engine = None,
     data: Annotated[
-        str | None,
-        typer.Option(help="Data set id, .jsonl, .txt or .parquet (held-out text)."),
+        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet (held-out text).")
     ] = None,
     subset: options.Subset = None,
     split: options.Split = None,
@@ -33,12 +31,10 @@ def evaluate_command(
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
     questions: Annotated[
-        str,
-        typer.Option(help="Per task and length; auto asks until the decision is made, or 128."),
+        str, typer.Option(help="Per task and length; auto asks until the decision is made, or 128.")
     ] = "auto",
     windows: Annotated[
-        str | None,
-        typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024."),
+        str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
     ] = None,
     format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
     pooled: Annotated[
@@ -52,16 +48,11 @@ def evaluate_command(
         bool, typer.Option("--values-only", help="Leave the keys exact.")
     ] = False,
     prefill_chunk: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prefill in chunks, which read a quantized history."),
+        int | None, typer.Option(min=1, help="Prefill in chunks, which read a quantized history.")
     ] = None,
     prefill_layout: options.PrefillLayout = None,
     real_cache: Annotated[
-        bool,
-        typer.Option(
-            "--real-cache",
-            help="Answer through a cache that really stores 2 bits.",
-        ),
+        bool, typer.Option("--real-cache", help="Answer through a cache that really stores 2 bits.")
     ] = False,
     queries: Annotated[
         int | None, typer.Option(min=0, help="Queries per text for the attention KL (32).")

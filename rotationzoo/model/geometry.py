@@ -168,10 +168,7 @@ def _run(
 
 
 def _layer(
-    name: str,
-    index: int,
-    calls: Mapping[int, _Call],
-    stored: Mapping[int, tuple[_Shape, _Shape]],
+    name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, tuple[_Shape, _Shape]]
 ) -> Layer:
     """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
     call = calls[index]

@@ -240,11 +240,7 @@ def compare_rotations(
             f"perplexity {change(math.expm1(difference))} on the new revision{precision}",
             hint=hint,
         )
-    return {
-        "answers": answers,
-        "log_perplexity_difference": difference,
-        "standard_error": error,
-    }
+    return {"answers": answers, "log_perplexity_difference": difference, "standard_error": error}
 
 
 def _compare_answers(
