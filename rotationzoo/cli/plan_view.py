@@ -92,23 +92,18 @@ def _show_cards(data: dict[str, Any]) -> None:
     """One row a card and kind of weights that fit it; bf16 and the smallest cache side by side."""
     small = "fp8" if data["refusal"] else "int2"
     columns = ["card", "weights"]
-    for title in ("longest", "fit", "tok/s"):
+    for title in ("longest", "fit"):
         columns += [f"{title} bf16", small]
     rows = []
     for card in data["cards"]:
         for name, fitting in _different_weights(data, card):
             if fitting["fit"]:
                 rows.append([card["name"], _WEIGHTS_NAMES[name], *_cells(fitting, small)])
-    context = f"{data['context']:,}"
     if not rows:
         say("", "None of the cards known here holds the weights alone, not even in 4 bits")
         return
     table("Cards that hold the weights", columns, rows, apart=True)
-    at_once = counted(data["requests"], "request")
-    say(
-        f"longest: tokens of one request; fit: requests of {context} tokens; tok/s: the most "
-        f"tokens a second that bandwidth allows for {at_once} of {context} tokens, all together"
-    )
+    say(f"longest: tokens of one request; fit: requests of {data['context']:,} tokens")
 
 
 def _show_published(data: dict[str, Any]) -> None:
@@ -130,15 +125,9 @@ def _different_weights(
 
 
 def _cells(fitting: dict[str, Any], small: str) -> list[str]:
-    cells = []
-    for cache in ("bf16", small):
-        cells.append(_context(fitting["max_context"][cache]))
-    for cache in ("bf16", small):
-        cells.append(f"{fitting['max_requests'][cache]:,}")
-    for cache in ("bf16", small):
-        rate = fitting["tokens_per_second"][cache]
-        cells.append("-" if rate is None else f"{rate:,.0f}")
-    return cells
+    caches = ("bf16", small)
+    longest = [_context(fitting["max_context"][cache]) for cache in caches]
+    return longest + [f"{fitting['max_requests'][cache]:,}" for cache in caches]
 
 
 def _context(tokens: int | None) -> str:
