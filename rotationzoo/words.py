@@ -69,9 +69,9 @@ def byte_count(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-def numbers(values: Iterable[int], joint: str = "and") -> str:
+def numbers(values: Iterable[int]) -> str:
     """Numbers in a sentence: `2,048 and 8,192`."""
-    return f" {joint} ".join(f"{value:,}" for value in values)
+    return " and ".join(f"{value:,}" for value in values)
 
 
 def sentence(words: str) -> str:

@@ -57,14 +57,6 @@ def quantize(
     return best
 
 
-def round_trip(
-    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
-) -> torch.Tensor:
-    """Restore stored rows as a reader does, float32 `[..., H, T, D]`. The arguments are those
-    of `quantize`."""
-    return int2.dequantize(quantize(rows, factor, group_size, format), format)
-
-
 def _encode(
     rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factor: torch.Tensor, format: Format
 ) -> tuple[Quantized, torch.Tensor]:

@@ -90,17 +90,6 @@ def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
     return (rows * scale).add_(offset).flatten(-2)
 
 
-def round_trip(
-    rows: torch.Tensor,
-    clip: float | torch.Tensor = 1.0,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-) -> torch.Tensor:
-    """Restore stored rows as a reader does, float32 `[..., D]`. The arguments are those of
-    `quantize`."""
-    return dequantize(quantize(rows, clip, group_size, format), format)
-
-
 def pack(codes: torch.Tensor, packing: Packing, bits: int = 2) -> torch.Tensor:
     """Pack codes `[..., D]` into bytes `[..., D bits / 8]`."""
     check_shape(codes.shape[-1], codes.shape[-1], bits)

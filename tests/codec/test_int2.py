@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.codec import RATIOS, largest, many, rows, shapes
+from support.codec import RATIOS, largest, many, restore, rows, shapes
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.clip import clip_threshold
@@ -178,9 +178,9 @@ def test_the_error_inside_the_clip_is_half_a_step(format, case, clip):
 def test_a_ratio_for_each_head_and_clip_off():
     x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))  # [B, H, T, D]
     ratios = torch.tensor([0.96, 0.5, 1.0])
-    together = int2.round_trip(x, ratios[:, None], 32)
+    together = restore(x, ratios[:, None], 32)
     for head, ratio in enumerate(ratios.tolist()):
-        assert torch.equal(together[:, head], int2.round_trip(x[:, head], ratio, 32))
+        assert torch.equal(together[:, head], restore(x[:, head], ratio, 32))
     groups = x[:, 2].unflatten(-1, (2, 32))
     no_clip = int2.quantize(x[:, 2], 1.0, 32)
     assert torch.equal(no_clip.scale, (groups.amax(-1) - groups.amin(-1)) / 3)
@@ -192,7 +192,7 @@ def test_edge_rows_stay_finite(format):
     x[1], x[2, 5], x[3], x[4] = 7.25, -3.0, 1e-41, 1e18
     x[5] = torch.linspace(-1e18, 1e18, 32)
     for clip in (1.0, 0.9):
-        back = int2.round_trip(x, clip, 16, format)
+        back = restore(x, clip, 16, format)
         assert back.isfinite().all()
         assert torch.allclose(back[1], x[1])
         assert (back[0] == 0).all()
