@@ -9,18 +9,11 @@ from typing import Any
 from rotationzoo.capacity.cache_bytes import CACHES, elements, longest_context
 from rotationzoo.capacity.cards import CARDS, Card, several
 from rotationzoo.capacity.job import Capacity
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 WEIGHTS_WORDS = {"published": "weights as published", "4bit": "weights in 4 bits"}
 _MOST_CARDS = 16
 """No more are offered where one card is too small."""
-
-
-def size_words(count: int) -> str:
-    """A number of bytes in GB (10^9) or MB."""
-    if count < 1e9:
-        return f"{count / 1e6:.1f} MB"
-    return f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
 
 
 def wish_words(capacity: Capacity) -> str:

@@ -7,7 +7,6 @@ next to a device copy in the same run.
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,11 @@ _REPEATS = 20
 _WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
 
 
-@dataclass(frozen=True)
-class Validation:
-    """How a kernel is validated."""
-
-    rows: int = 1024
-    """How many rows are drawn per layer, KV head and side."""
-    device: str = "auto"
-
-
 def validate_kernel(
-    artifact: Artifact, settings: Validation = Validation(), progress: Progress = silent
+    artifact: Artifact, rows: int = 1024, device: str = "auto", progress: Progress = silent
 ) -> dict[str, Any]:
-    """Compare the kernel with the codec's definition on every layer, KV head and side.
+    """Compare the kernel with the codec's definition on so many rows of every layer, KV head and
+    side.
 
     Where rows have a factor of error feedback, both encoders are compared. Adds `validation.json`
     and the sources that ran to the artifact and returns the report. Raises `RotationZooError` at
@@ -51,11 +42,11 @@ def validate_kernel(
     Without a GPU only the definition is checked: the report says so, and the artifact is not
     changed.
     """
-    on_gpu = loading.torch_device(settings.device) == "cuda"
+    on_gpu = loading.torch_device(device) == "cuda"
     # Fail now if the result could not be saved, not after it was computed.
     if on_gpu:
         artifact.check_writable()
-    comparison = _compare_layers(artifact, settings, on_gpu, progress)
+    comparison = _compare_layers(artifact, rows, on_gpu, progress)
     report = comparison.report()
     report["identity"] = artifact.identity
     if not on_gpu:
@@ -87,9 +78,9 @@ def check_device(folder: Path, device: str) -> None:
 
 
 def _compare_layers(
-    artifact: Artifact, settings: Validation, on_gpu: bool, progress: Progress
+    artifact: Artifact, count: int, on_gpu: bool, progress: Progress
 ) -> KernelComparison:
-    """Compare on drawn rows, after subtracting the artifact's mean."""
+    """Compare on `count` drawn rows of each KV head, after subtracting the artifact's mean."""
     comparison = KernelComparison(artifact.recipe.group_size, on_gpu)
     rotations, averages = artifact.rotations, artifact.statistics
     layers = cached_layers(artifact.geometry)
@@ -100,7 +91,7 @@ def _compare_layers(
             rotation = rotations[layer.index][side]
             moments = None if averages is None else averages[layer.index][side]
             # `done` differs for each side of each layer and is the same in every run.
-            rows = draw_rows(moments, layer.kv_heads, settings.rows, dim, seed=done)
+            rows = draw_rows(moments, layer.kv_heads, count, dim, seed=done)
             if rotation.mean is not None:
                 rows = rows - rotation.mean[:, None]
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)

@@ -14,7 +14,7 @@ from rotationzoo.model.source import Source, fetch
 from rotationzoo.recipe import Recipe
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, bits_per_element
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 
 def show_plan(out: Output, job: Job) -> None:
@@ -105,9 +105,9 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
         say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
-    weights, artifact = _size(known.weights_bytes), _size(known.artifact_bytes)
+    weights, artifact = size_words(known.weights_bytes), size_words(known.artifact_bytes)
     say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")
-    peak, present = _size(known.peak_memory_bytes), _size(known.memory_bytes)
+    peak, present = size_words(known.peak_memory_bytes), size_words(known.memory_bytes)
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
     if job.recipe.feedback:
@@ -116,7 +116,3 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
         say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
     say(f"Would write: {job.output}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -5,10 +5,10 @@ from typing import Any
 
 from rotationzoo.capacity.cards import USABLE
 from rotationzoo.capacity.job import Capacity, zoo_entries
-from rotationzoo.capacity.report import Answer, capacity_json, judge_wish, remarks, size_words
+from rotationzoo.capacity.report import Answer, capacity_json, judge_wish, remarks
 from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.storage.folders import default_output
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 _WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}

@@ -29,15 +29,14 @@ def validate_command(
     """
     out = Output(json, quiet)
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.checks.kernel import Validation, check_device, validate_kernel
+    from rotationzoo.checks.kernel import check_device, validate_kernel
     from rotationzoo.cli.artifact_view import suggest_step
 
     hush_libraries(models=False)
     opened = Artifact.open(artifact)
     check_device(artifact, device)
     with show_progress(out) as progress:
-        settings = Validation(rows, device)
-        report = validate_kernel(opened, settings, progress)
+        report = validate_kernel(opened, rows, device, progress)
     show_validation(out, opened, report)
     suggest_step(out, opened)
 

@@ -39,7 +39,7 @@ def verify_command(
         ),
     ] = None,
     revision: options.Revision = None,
-    signer: options.Signers = None,
+    signers: options.Signers = None,
     issuer: options.Issuer = None,
     require_signature: options.RequireSignature = False,
     trust_config: options.TrustConfig = None,
@@ -58,14 +58,9 @@ def verify_command(
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.cli.artifact_view import suggest_text
-    from rotationzoo.zoo.signing.verify import check_artifact, make_demand
+    from rotationzoo.zoo.signing.verify import SignatureOptions, check_artifact, make_demand
 
-    demand = make_demand(
-        signers=signer or (),
-        issuer=issuer,
-        require_signature=require_signature,
-        trust_config=trust_config,
-    )
+    demand = make_demand(**options.chosen(locals(), SignatureOptions))
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     hush_libraries(models=run)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.geometry import Geometry, cached_layers, head_dims
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Payload:
     @property
     def head_dims(self) -> set[int]:
         """All head dimensions, of keys and of values, that occur in any layer."""
-        layers = cached_layers(self.geometry)
-        return {dim for layer in layers for dim in (layer.key_dim, layer.value_dim)}
+        return head_dims(self.geometry)
 
     @property
     def value_or_identity(self) -> SideMatrices:
