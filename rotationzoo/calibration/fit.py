@@ -136,7 +136,7 @@ def _compose_side(
     statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues `[H, D]` and rotations `[H, D, D]`, float64."""
-    dim = layer.key_dim if side == "key" else layer.value_dim
+    dim = layer.dims[side]
     if recipe.has_eigenbasis:
         if statistics is None:
             raise RotationZooError(f"the composition {recipe.composition} needs statistics")
