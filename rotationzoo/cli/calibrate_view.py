@@ -53,9 +53,6 @@ def _flag_that_fits(known: Plan) -> list[str]:
 def _plan_json(known: Plan) -> dict[str, Any]:
     recipe = known.job.recipe
     cached = cached_layers(known.geometry or [])
-    kv_heads = [layer.kv_heads for layer in cached]
-    key_dims = [layer.key_dim for layer in cached]
-    value_dims = [layer.value_dim for layer in cached]
     tokens = recipe.data.tokens if recipe.needs_statistics else 0
     bits = {name: _bits(recipe, cached, name) for name in FORMATS}
     refusal = str(known.refusal) if known.refusal else None
@@ -65,9 +62,9 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "recipe": recipe.name,
         "feedback": recipe.feedback,
         "layers": len(cached),
-        "kv_heads": _common(kv_heads),
-        "head_dim": _common(key_dims),
-        "value_head_dim": _common(value_dims),
+        "kv_heads": _common(cached, "kv_heads"),
+        "head_dim": _common(cached, "key_dim"),
+        "value_head_dim": _common(cached, "value_dim"),
         "tokens": tokens,
         "length": recipe.data.length,
         "batch": known.job.batch,
@@ -83,8 +80,9 @@ def _plan_json(known: Plan) -> dict[str, Any]:
     }
 
 
-def _common(values: list[int]) -> int | list[int]:
-    """The value that all layers share, or else the list of all values."""
+def _common(layers: Geometry, field: str) -> int | list[int]:
+    """The value of a field that all layers share, or else the list of all values."""
+    values: list[int] = [getattr(layer, field) for layer in layers]
     return values[0] if len(set(values)) == 1 else values
 
 

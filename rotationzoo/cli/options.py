@@ -121,10 +121,7 @@ else:
     Format = Literal[tuple(SIMULATED)]
     CacheFormat = Literal[(*SIMULATED, "kivi")]
 
-Engine = Annotated[
-    EngineName | None,
-    typer.Option("--for", help="Engine"),
-]
+Engine = Annotated[EngineName | None, typer.Option("--for", help="Engine")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
 
@@ -139,14 +136,12 @@ Split = Annotated[str | None, typer.Option(help="The data set's split (train).")
 Column = Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")]
 
 TextLength = Annotated[
-    int | None,
-    typer.Option(min=2, help="Tokens per text (2048, or more if windows need it)."),
+    int | None, typer.Option(min=2, help="Tokens per text (2048, or more if windows need it).")
 ]
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
 Dtype = Annotated[
-    Literal["auto", "bfloat16", "float32"],
-    typer.Option(help="auto: the model's own"),
+    Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own")
 ]
 DeviceMap = Annotated[
     str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")
@@ -156,8 +151,7 @@ MaxMemory = Annotated[
 ]
 
 RopeScaling = Annotated[
-    str | None,
-    typer.Option(help="Scale RoPE, as yarn:4, yarn:4:32768 or linear:2."),
+    str | None, typer.Option(help="Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")
 ]
 
 Clip = Annotated[
@@ -185,8 +179,7 @@ PrefillLayout = Annotated[
 
 Tasks = Annotated[str, typer.Option(help=f"Recall tasks: {', '.join(TASKS)}; all or none.")]
 Lengths = Annotated[
-    str | None,
-    typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length)."),
+    str | None, typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length).")
 ]
 
 Signers = Annotated[
@@ -206,8 +199,7 @@ RequireSignature = Annotated[
     bool, typer.Option("--require-signature", help="Refuse what is not signed.")
 ]
 TrustConfig = Annotated[
-    Path | None,
-    typer.Option(help="Keys of another Sigstore than the public one, as a JSON file."),
+    Path | None, typer.Option(help="Keys of another Sigstore than the public one, as a JSON file.")
 ]
 SignWith = Annotated[
     str | None,
