@@ -5,9 +5,8 @@ import os
 from pathlib import Path
 
 from rotationzoo import __version__
-from rotationzoo.artifact.manifest import Model
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.model.source import Source, config_hash, find, weights_fingerprint
+from rotationzoo.model.source import DEMO, Source, config_hash, weights_fingerprint
 from rotationzoo.storage import strict_json
 
 RECORD = "rotationzoo.json"
@@ -52,9 +51,6 @@ def model_words(artifact: Artifact) -> list[str]:
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]
-    return ["demo" if is_demo(model) else "MODEL"]
-
-
-def is_demo(model: Model) -> bool:
-    """Whether a manifest's model is the one that ships with this package."""
-    return (model.id, model.config_sha256) == ("demo", config_hash(find("demo")))
+    demo = Source("demo", DEMO, None)
+    is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
+    return [demo.name if is_demo else "MODEL"]

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import is_demo
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
 from rotationzoo.engines.registry import find_engine
 from rotationzoo.evaluation.arms import reduced_rotations
-from rotationzoo.model.source import DEMO
+from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.storage.files import digest
 
@@ -192,4 +191,6 @@ def _model_to_serve(artifact: Artifact) -> str | None:
     # Only models from the hub have a revision.
     if model.revision:
         return model.id
-    return str(DEMO) if is_demo(model) else PLACEHOLDER
+    demo = Source("demo", DEMO, None)
+    is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
+    return str(DEMO) if is_demo else PLACEHOLDER
