@@ -3,13 +3,12 @@ factors with which a writer chooses codes by error feedback.
 """
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
-from rotationzoo.artifact.tensor_check import sentences
+from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.error_feedback import factorize
@@ -59,25 +58,23 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
     return rotations.replace(add_factor)
 
 
-def factor_problems(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> list[str]:
-    """One sentence for each kind of problem with the factors, with the layers that have it.
-
-    The tensors must have the shapes that the recipe asks for, and be finite.
-    """
+def factor_problems(
+    rotations: Rotations, statistics: Moments | None, recipe: Recipe
+) -> Iterator[Problem]:
+    """Factors of error feedback that are not triangular, or that the statistics and the rotations
+    do not make. The tensors must have the shapes that the recipe asks for, and be finite."""
     if not recipe.feedback:
-        return []
+        return
     expected = None if statistics is None else add_factors(rotations, statistics, recipe)
-    layers: dict[str, list[int]] = defaultdict(list)
     for layer, side, rotation in rotations.each():
         factor = rotation.feedback
         assert factor is not None, "a missing factor is a problem of the layout"
         if not torch.equal(factor, factor.triu()):
-            layers[f"{side} feedback not upper triangular"].append(layer)
+            yield f"{side} feedback not upper triangular", layer
         elif not (factor.diagonal(dim1=-2, dim2=-1) > 0).all():
-            layers[f"{side} feedback without a positive diagonal"].append(layer)
+            yield f"{side} feedback without a positive diagonal", layer
         elif expected is not None and not _agree(factor, expected[layer][side].feedback):
-            layers[f"{side} feedback not that of the statistics and the rotation"].append(layer)
-    return sentences(layers)
+            yield f"{side} feedback not that of the statistics and the rotation", layer
 
 
 def _agree(factor: torch.Tensor, expected: torch.Tensor | None) -> bool:
@@ -139,7 +136,7 @@ def _compose_side(
     statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues `[H, D]` and rotations `[H, D, D]`, float64."""
-    dim = layer.key_dim if side == "key" else layer.value_dim
+    dim = layer.dims[side]
     if recipe.has_eigenbasis:
         if statistics is None:
             raise RotationZooError(f"the composition {recipe.composition} needs statistics")

@@ -23,10 +23,7 @@ range, and the codes of the smallest error are stored. This takes the place of a
 
 
 def quantize(
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    group_size: int | None = None,
-    format: Format = SGLANG,
+    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
 ) -> Quantized:
     """Quantize rotated rows `[..., H, T, D]` to codes with their scales and offsets.
 
@@ -58,17 +55,6 @@ def quantize(
         best = Quantized(*(torch.where(better, new, old) for new, old in pairs))
         smallest = torch.minimum(error, smallest)
     return best
-
-
-def round_trip(
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-) -> torch.Tensor:
-    """Restore stored rows as a reader does, float32 `[..., H, T, D]`. The arguments are those
-    of `quantize`."""
-    return int2.dequantize(quantize(rows, factor, group_size, format), format)
 
 
 def _encode(

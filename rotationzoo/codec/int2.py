@@ -4,8 +4,8 @@ implementation computes. Codes have 2 bits, or 3, 4 or 8 where a `Format` says s
 A row is one token's keys or values of one KV head, `[..., D]`, already rotated. Everything is
 computed in float32. Each operation is rounded on its own, without fused multiply-add, so that
 another implementation can agree bit by bit. Engines store such rows in slightly different ways,
-which `formats` lists; `clip` decides at which magnitude a row is clamped. The names of both can be
-imported from here. docs/codec.md has the formulas side by side and a worked row.
+which `formats` lists, and its names can be imported from here; `clip` decides at which magnitude a
+row is clamped. docs/codec.md has the formulas side by side and a worked row.
 """
 
 import math
@@ -13,37 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.codec.clip import (
-    bisected_threshold,
-    clip_position,
-    clip_threshold,
-    group_threshold,
-)
-from rotationzoo.codec.formats import FORMATS, SGLANG, SIMULATED, Format, Packing
+from rotationzoo.codec.clip import group_threshold
+from rotationzoo.codec.formats import FORMATS as FORMATS
+from rotationzoo.codec.formats import SGLANG as SGLANG
+from rotationzoo.codec.formats import SIMULATED as SIMULATED
+from rotationzoo.codec.formats import Format as Format
+from rotationzoo.codec.formats import Packing
 from rotationzoo.errors import RotationZooError
-
-__all__ = [
-    "FORMATS",
-    "LARGEST",
-    "METADATA_TYPES",
-    "SGLANG",
-    "SIMULATED",
-    "SMALLEST_RANGE",
-    "Format",
-    "Quantized",
-    "bisected_threshold",
-    "bits_per_element",
-    "check_shape",
-    "clip_position",
-    "clip_threshold",
-    "dequantize",
-    "encode",
-    "group_threshold",
-    "pack",
-    "quantize",
-    "round_trip",
-    "unpack",
-]
 
 LARGEST = 1e18
 """Rows must be finite and must not exceed this magnitude."""
@@ -112,17 +88,6 @@ def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
     if format.offset == "zero":
         return (rows.sub_(offset) * scale).flatten(-2)
     return (rows * scale).add_(offset).flatten(-2)
-
-
-def round_trip(
-    rows: torch.Tensor,
-    clip: float | torch.Tensor = 1.0,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-) -> torch.Tensor:
-    """Restore stored rows as a reader does, float32 `[..., D]`. The arguments are those of
-    `quantize`."""
-    return dequantize(quantize(rows, clip, group_size, format), format)
 
 
 def pack(codes: torch.Tensor, packing: Packing, bits: int = 2) -> torch.Tensor:
@@ -195,6 +160,7 @@ def _word(bits: int) -> tuple[int, int]:
 
 
 def check_values(rows: torch.Tensor) -> None:
+    """Raise `RotationZooError` for rows that are not finite or above `LARGEST`."""
     # `not <=` instead of `>`, so that NaN is refused, too.
     if rows.numel() and not rows.abs().amax() <= LARGEST:
         raise RotationZooError(
