@@ -6,7 +6,7 @@ alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +18,9 @@ SIDES = ("key", "value")
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one side of one layer. Keys or values `x` become
-    `(x - mean) @ whitening @ matrix` and are clipped before they are quantized."""
+    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix`, and
+    are clipped before they get the nearest codes. Where error feedback chooses the codes, they
+    become `(x - mean) @ whitening @ matrix`."""
 
     matrix: torch.Tensor
     """`[H, D, D]` float32. H is 1 where all KV heads share one matrix. In float64, which no file
@@ -37,26 +38,28 @@ class Rotation:
     as `codec.feedback` takes it; one per KV head, even where heads share a matrix. None where the
     recipe leaves it out: codes are then rounded to the nearest."""
     whitening: torch.Tensor | None = None
-    """The symmetric matrix `[KV heads, D, D]`, float32, that rows are multiplied by before they are
-    rotated, so that their channels vary alike. None where the recipe does not whiten."""
+    """The symmetric matrix `[KV heads, D, D]`, float32, after which the channels of a row vary
+    alike. None where the recipe does not whiten."""
 
     @property
     def forward(self) -> torch.Tensor:
-        """`[H, D, D]`: what rows without their mean are multiplied by before they are stored."""
-        return self.matrix if self.whitening is None else self._whitening @ self.matrix
+        """`[H, D, D]`: what rows without their mean are multiplied by where their codes are chosen
+        by error feedback."""
+        return (
+            self.matrix if self.whitening is None else self.whitening.to(self.matrix) @ self.matrix
+        )
 
     @property
     def inverse(self) -> torch.Tensor:
-        """`[H, D, D]`: what stored rows are multiplied by to be in the model's frame."""
+        """`[H, D, D]`: the inverse of `forward`."""
         if self.whitening is None:
             return self.matrix.mT
-        inverse = torch.linalg.inv(self._whitening.double()).to(self.matrix.dtype)
-        return self.matrix.mT @ inverse
+        return self.matrix.mT @ torch.linalg.inv(self.whitening.double()).to(self.matrix)
 
     @property
-    def _whitening(self) -> torch.Tensor:
-        assert self.whitening is not None
-        return self.whitening.to(self.matrix.dtype)
+    def alone(self) -> "Rotation":
+        """The rotation without its whitening, as engines have it that write the nearest codes."""
+        return replace(self, whitening=None)
 
     @property
     def dim(self) -> int:

@@ -63,15 +63,22 @@ def nats(value: float | None, error: float | None = None, sign: bool = False) ->
 
 def byte_count(size: float) -> str:
     """A number of bytes of memory, in the largest unit of which there is at least one."""
-    for unit, count in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= count:
             return f"{size / count:.3g} {unit}"
     return f"{size:.0f} bytes"
 
 
-def numbers(values: Iterable[int], joint: str = "and") -> str:
+def size_words(count: int) -> str:
+    """A number of bytes as hubs and data sheets count them, in GB (10^9) or MB."""
+    if count < 1e9:
+        return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
+
+
+def numbers(values: Iterable[int]) -> str:
     """Numbers in a sentence: `2,048 and 8,192`."""
-    return f" {joint} ".join(f"{value:,}" for value in values)
+    return " and ".join(f"{value:,}" for value in values)
 
 
 def sentence(words: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from rotationzoo import __version__
 from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
@@ -31,10 +31,7 @@ from rotationzoo.storage.folders import install, temporary_sibling
 
 
 def write_artifact(
-    folder: Path,
-    rotations: Rotations,
-    statistics: Averages | None,
-    content: dict[str, Any],
+    folder: Path, rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Artifact:
     """Write a whole artifact to a temporary sibling and rename it into place.
 
@@ -148,15 +145,6 @@ def check_replaceable(folder: Path) -> None:
         raise RotationZooError(
             f"{folder} exists and is no artifact", hint="choose another place with --output"
         )
-
-
-def replace_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file that replaces `path` whole or not at all.
-
-    The file is serialised in memory, because `save_file` would leave a temporary file with a random
-    name behind if the process were killed. Raises `RotationZooError` if the disk refuses.
-    """
-    files.replace(path, save(tensors, metadata=metadata))
 
 
 def library_versions() -> dict[str, str]:

@@ -6,13 +6,14 @@ import pytest
 import torch
 import transformers
 from check_statistics import largest_difference
+from support.codec import restore
 from support.reports import evaluate
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec import cuda, cuda_encoder, int2
+from rotationzoo.codec import cuda, cuda_encoder
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import Data, Recipe
@@ -96,7 +97,7 @@ def test_a_kernel_runs_on_the_device_of_its_rows():
     """Compiled for one, a kernel is not what another is handed; and the other need not be the
     current one."""
     rows = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
-    expected = int2.round_trip(rows, 0.9)
+    expected = restore(rows, 0.9)
     for device in ("cuda:0", "cuda:1"):
         packed = cuda_encoder.quantize(rows.to(device), 0.9)
         assert torch.equal(cuda.dequantize(packed).cpu(), expected), device

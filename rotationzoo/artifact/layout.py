@@ -152,7 +152,7 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
             if recipe.feedback:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
-            if recipe.whitening:
+            if recipe.feedback and recipe.whiten:
                 fields["whitening"] = torch.float32, (layer.kv_heads, dim, dim)
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
@@ -163,15 +163,13 @@ def statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     """The dtype and shape of every tensor in `statistics.safetensors`, by name."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
-        key_dim, value_dim = layer.key_dim, layer.value_dim
-        dims = {"query": key_dim, "key": key_dim, "output": value_dim, "value": value_dim}
-        for kind, dim in dims.items():
+        for kind, dim in layer.dims.items():
             moment = torch.float64, (layer.kv_heads, dim, dim)
             shapes[_moment_name(layer.index, kind)] = moment
             shapes[tensor_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)
             shapes[_count_name(layer.index, kind)] = torch.int64, ()
         if recipe.value_statistic == "key_energy":
-            moment = torch.float64, (layer.kv_heads, value_dim, value_dim)
+            moment = torch.float64, (layer.kv_heads, layer.value_dim, layer.value_dim)
             shapes[_moment_name(layer.index, "key_energy")] = moment
             shapes[_count_name(layer.index, "key_energy")] = torch.float64, (layer.kv_heads,)
     return shapes

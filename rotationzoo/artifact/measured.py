@@ -314,7 +314,7 @@ class Measured(Conditions):
     revision: str | None
     weights_fingerprint: str | None
     first_position: Count
-    sides: list[str]
+    sides: Annotated[list[str], Field(min_length=1)]
     """Which of keys and values were in 2 bits."""
     layers: list[Count]
     """The layers that read a 2-bit cache."""

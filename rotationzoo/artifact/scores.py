@@ -203,7 +203,7 @@ class Decision(Figures):
     kept: float | None = None
     """The share of the questions which the exact model answers right that the arm answers right,
     too; None where the exact model answers none."""
-    interval: list[float] | None = None
+    interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     better_than: list[Action] = Field(default_factory=list)
     action: Action
     more_questions: Count | None = None

@@ -20,7 +20,7 @@ from rotationzoo.artifact.manifest import (
     read_manifest,
 )
 from rotationzoo.artifact.measured import Measured, plain_arm
-from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors
+from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.model.geometry import Geometry, geometry_from_json
@@ -240,7 +240,8 @@ class Artifact:
         tensors, problems = self.examine(name)
         # `verify` examines, and says itself by how much they are not.
         if name == ROTATIONS and not problems:
-            problems = orthogonality_problems(tensors, self.manifest.imported is not None)
+            imported = self.manifest.imported is not None
+            problems = sentences(orthogonality_problems(tensors, imported))
         if problems:
             raise RotationZooError(
                 f"{self.folder / name} is damaged: {problems[0]}",
@@ -271,8 +272,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             )
         reason = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
         raise RotationZooError(
-            f"{folder} is no artifact: {reason}",
-            hint="make one with: rotationzoo calibrate MODEL",
+            f"{folder} is no artifact: {reason}", hint="make one with: rotationzoo calibrate MODEL"
         )
     return read_manifest(path)
 

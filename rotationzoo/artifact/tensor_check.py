@@ -1,8 +1,7 @@
 """Checks the tensors of an artifact's files against the layout that its recipe and geometry
 require."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +21,9 @@ _DTYPES = {
     "I64": torch.int64,
 }
 _SHOWN = 4  # unknown tensors named in a message
-_Layers = dict[str, list[int]]  # problem -> the layers that have it
+
+Problem = tuple[str, int]
+"""What is wrong, and a layer that has it."""
 
 
 def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -49,7 +50,7 @@ def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], l
         raise _damaged(path, f"it has tensors of type {error}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(path, str(error)) from error
-    return tensors, value_problems(tensors)
+    return tensors, sentences(_value_problems(tensors))
 
 
 def _damaged(path: Path, reason: str) -> RotationZooError:
@@ -60,60 +61,62 @@ def tensor_problems(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list
     """One sentence for each kind of problem with tensors that have not been written yet."""
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     # The value checks assume that the names and shapes are right.
-    return shape_problems(shapes, layout) or value_problems(tensors)
+    return shape_problems(shapes, layout) or sentences(_value_problems(tensors))
 
 
 def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
     """Tensors that are missing, superfluous, or of the wrong shape or dtype: one sentence per
     kind."""
-    layers: _Layers = defaultdict(list)
-    for name, shape in layout.shapes.items():
-        layer, kind, field = split_name(name)
-        words = _words(kind, field)
-        if name in shapes:
-            if shapes[name] != shape:
-                layers[f"{words} of another shape or type than the model's"].append(layer)
-        elif layout.optional is None or not name.endswith(layout.optional):
-            layers[f"{words} missing"].append(layer)
-    problems = sentences(layers)
+    problems = sentences(_misfits(shapes, layout))
     if extra := sorted(shapes.keys() - layout.shapes.keys()):
         names = ", ".join(name[:80] for name in extra[:_SHOWN])
         problems.append(f"tensors that belong to no layer: {names}")
     return problems
 
 
-def value_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _misfits(shapes: Shapes, layout: Layout) -> Iterator[Problem]:
+    for name, shape in layout.shapes.items():
+        layer, kind, field = split_name(name)
+        words = _words(kind, field)
+        if name in shapes:
+            if shapes[name] != shape:
+                yield f"{words} of another shape or type than the model's", layer
+        elif layout.optional is None or not name.endswith(layout.optional):
+            yield f"{words} missing", layer
+
+
+def _value_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
     """Tensors that are not finite, means too large for the codec, and counts that are not positive.
 
     The tensors must have the names of a layout.
     """
-    layers: _Layers = defaultdict(list)
     for name, tensor in tensors.items():
         layer, kind, field = split_name(name)
         words = _words(kind, field)
         if not torch.isfinite(tensor).all():
-            layers[f"{words} not finite"].append(layer)
+            yield f"{words} not finite", layer
         elif field == "mean" and tensor.abs().max() > LARGEST:
-            beyond = f"{words} beyond {LARGEST:.0e}, the most that the codec takes"
-            layers[beyond].append(layer)
+            yield f"{words} beyond {LARGEST:.0e}, the most that the codec takes", layer
         elif field == "count" and tensor.item() <= 0:
-            layers[f"{words} not positive"].append(layer)
-    return sentences(layers)
+            yield f"{words} not positive", layer
 
 
-def orthogonality_problems(tensors: Mapping[str, torch.Tensor], imported: bool) -> list[str]:
+def orthogonality_problems(
+    tensors: Mapping[str, torch.Tensor], imported: bool
+) -> Iterator[Problem]:
     """Rotations that are not orthogonal. The tensors must have the names of a layout."""
-    layers: _Layers = defaultdict(list)
     for name, tensor in tensors.items():
         layer, kind, field = split_name(name)
         # Factors of error feedback are not orthogonal; what they must be depends on the statistics.
         if field == "rotation" and not is_orthogonal(tensor, imported):
-            layers[f"{_words(kind, field)} not orthogonal"].append(layer)
-    return sentences(layers)
+            yield f"{_words(kind, field)} not orthogonal", layer
 
 
-def sentences(layers: Mapping[str, list[int]]) -> list[str]:
-    """Turn `{"what": [0, 1]}` into `["what: layers 0, 1"]`."""
+def sentences(problems: Iterable[Problem]) -> list[str]:
+    """Turn `("what", 0), ("what", 1)` into `["what: layers 0, 1"]`."""
+    layers: dict[str, list[int]] = {}
+    for what, layer in problems:
+        layers.setdefault(what, []).append(layer)
     lines = []
     for what, indices in layers.items():
         noun = "layers" if len(indices) > 1 else "layer"

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from pydantic import PositiveInt
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
 from rotationzoo.model.out_of_memory import RowLimit
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import size_of
+from rotationzoo.storage import files, strict_json
 from rotationzoo.words import differing
-from rotationzoo.writer import replace_tensors
 
 Identity = Mapping[str, str]
 """A job's identity by key. A key that does not apply to the job, such as `device_map`, is left
@@ -41,7 +39,7 @@ def read_field(path: Path, identity: Identity, field: str, kind: Any) -> Any:
 
     Raises `RotationZooError` if the file is of a job with another `identity`, or damaged.
     """
-    if size_of(path) is None:
+    if files.size_of(path) is None:
         return None
     try:
         with safe_open(path, "pt") as file:
@@ -51,14 +49,7 @@ def read_field(path: Path, identity: Identity, field: str, kind: Any) -> Any:
         strict_json.validate(dict[str, str], saved, str(path))
         strict_json.validate(kind, content, str(path))
     # A damaged file can fail in any of these ways.
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        SafetensorError,
-        RotationZooError,
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RotationZooError) as error:
         raise damaged(path) from error
     if changed := differences(saved, identity):
         raise RotationZooError(
@@ -66,14 +57,6 @@ def read_field(path: Path, identity: Identity, field: str, kind: Any) -> Any:
             hint="start afresh with --restart, or choose another --output",
         )
     return content
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file. Raises `RotationZooError` if it is damaged."""
-    try:
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise damaged(path) from error
 
 
 def damaged(path: Path) -> RotationZooError:
@@ -118,7 +101,10 @@ class Checkpoint:
         done = read_field(self.path, self.identity, "done", int)
         if done is None:
             return None
-        sums = read_tensors(self.path)
+        try:
+            sums = load_file(self.path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise damaged(self.path) from error
         if _shapes(sums) != _shapes(to_raw(zeros)) or done < 0:
             raise damaged(self.path)
         return from_raw(sums), done
@@ -140,7 +126,9 @@ class Checkpoint:
             return False
         content = {"identity": dict(self.identity), "rows": self.limit.rows, "done": done}
         metadata = {name: json.dumps(value) for name, value in content.items()}
-        replace_tensors(self.path, to_raw(statistics), metadata)
+        # In memory, because `save_file` would leave a temporary file with a random name behind if
+        # the process were killed.
+        files.replace(self.path, save(to_raw(statistics), metadata))
         now = time.monotonic()
         self._due = now + _SHARE * (now - start)
         return True

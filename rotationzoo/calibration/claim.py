@@ -1,15 +1,15 @@
 """The claims of a manifest about its tensors, and where they contradict it."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
-from rotationzoo.artifact.tensor_check import sentences, tensor_problems
+from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
 from rotationzoo.calibration.fit import factor_problems, fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
@@ -22,16 +22,10 @@ from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 # measured, against 0.85 and more for the statistic of another side or layer.
 DIAGONAL = 1e-4
 
-_Layers = dict[str, list[int]]
-"""Problem -> the layers that have it."""
-
 
 @dataclass(frozen=True)
 class Claim:
-    """The statements of a manifest or a recipe about rotations and statistics.
-
-    The methods return one sentence for each kind of problem, with the layers that have it.
-    """
+    """The statements of a manifest or a recipe about rotations and statistics."""
 
     recipe: Recipe
     geometry: Geometry
@@ -55,54 +49,56 @@ class Claim:
             problems += tensor_problems(statistics_tensors(statistics), layout)
         return problems
 
-    def orthogonality_problems(self, rotations: Rotations) -> list[str]:
+    def content_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
+        """One sentence for each kind of problem with tensors of the right shapes, with the layers
+        that have it."""
+        problems = chain(
+            self.orthogonality_problems(rotations),
+            self._clip_problems(rotations),
+            self.origin_problems(rotations, statistics),
+            factor_problems(rotations, statistics, self.recipe),
+            self._mean_problems(rotations, statistics or {}),
+        )
+        return sentences(problems) + self.centering_problems(rotations)
+
+    def orthogonality_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Matrices that are not orthogonal."""
         allowed = compositions.allowed_error(self.imported)
-        layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             error = compositions.orthogonality_error(rotation.matrix)
             if not error <= allowed:  # not `error > allowed`, which is False for a NaN
-                layers[f"{side} rotation not orthogonal"].append(layer)
-        return sentences(layers)
+                yield f"{side} rotation not orthogonal", layer
 
-    def clip_problems(self, rotations: Rotations) -> list[str]:
+    def _clip_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Clip ratios that differ from the recipe's."""
         clips = {"key": self.recipe.key_clip, "value": self.recipe.value_clip}
-        layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             if not (rotation.clip == clips[side]).all():
-                layers[f"{side} clip ratio not that of the recipe"].append(layer)
-        return sentences(layers)
+                yield f"{side} clip ratio not that of the recipe", layer
 
-    def origin_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
+    def origin_problems(
+        self, rotations: Rotations, statistics: Averages | None
+    ) -> Iterator[Problem]:
         """Rotations that the recipe would not make from the statistics, or from no data at all.
 
         Rotations that were imported without their formula are not checked.
         """
         recipe = self.recipe
         if recipe.composition == compositions.GIVEN:
-            return []
+            return
         if not recipe.has_eigenbasis:
-            return self._formula_problems(rotations)
-        if statistics is None:
-            return []
-        return self._eigenbasis_problems(rotations, statistics)
+            yield from self._formula_problems(rotations)
+        elif statistics is not None:
+            yield from self._eigenbasis_problems(rotations, statistics)
 
-    def mean_problems(self, rotations: Rotations, statistics: Averages) -> list[str]:
+    def _mean_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:
         """Means that differ from the statistics'."""
-        layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             average = statistics.get(layer, {}).get(side)
             if rotation.mean is None or average is None or average.mean is None:
                 continue
             if not torch.equal(rotation.mean, average.mean.float()):
-                layers[f"{side} mean not that of the statistics"].append(layer)
-        return sentences(layers)
-
-    def factor_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """Factors of error feedback that are not triangular, or that the statistics and the
-        rotations do not make."""
-        return factor_problems(rotations, statistics, self.recipe)
+                yield f"{side} mean not that of the statistics", layer
 
     def centering_problems(self, rotations: Rotations) -> list[str]:
         """Keys stored without their mean, although a layer's attention is known not to ignore
@@ -113,36 +109,30 @@ class Claim:
             return [f"keys are stored without their mean: {centering.reason(moved)}"]
         return []
 
-    def _formula_problems(self, rotations: Rotations) -> list[str]:
+    def _formula_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Rotations that differ from those that a recipe without an eigenbasis makes, which are
         recomputed."""
         # Leave out what comes from statistics, which is checked elsewhere.
-        measured = "center_keys", "center_values", "feedback"
+        measured = "center_keys", "center_values", "feedback", "whiten"
         formula = dict.fromkeys(measured, False)
         alone = self.recipe.model_copy(update=formula)
-        layers: _Layers = defaultdict(list)
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
             if not torch.allclose(rotation.matrix, stored, atol=compositions.ORTHOGONAL):
-                what = f"{side} rotation not the one that {self.recipe.name} makes"
-                layers[what].append(layer)
-        return sentences(layers)
+                yield f"{side} rotation not the one that {self.recipe.name} makes", layer
 
-    def _eigenbasis_problems(self, rotations: Rotations, statistics: Averages) -> list[str]:
+    def _eigenbasis_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:
         """Rotations whose eigenbasis does not diagonalise the statistic that they were made
         from."""
-        layers: _Layers = defaultdict(list)
         for layer, sides in rotations.items():
             averages = statistics.get(layer, {})
             if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
                 continue
             # Swapped sides are the likeliest mistake, so they get a message of their own.
             if self._diagonalise(sides, averages, {"key": "value", "value": "key"}):
-                layers["key and value swapped"].append(layer)
+                yield "key and value swapped", layer
             else:
-                what = "rotations that do not come from the stored statistics"
-                layers[what].append(layer)
-        return sentences(layers)
+                yield "rotations that do not come from the stored statistics", layer
 
     def _diagonalise(
         self, sides: LayerRotations, averages: Mapping[str, Average], statistic_of: dict[str, str]

@@ -3,16 +3,15 @@ factors with which a writer chooses codes by error feedback.
 """
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
-from rotationzoo.artifact.tensor_check import sentences
+from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.error_feedback import DAMPING, factorize
+from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
@@ -43,8 +42,8 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
 
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """The rotations with the factors of both sides' metrics; unchanged for a recipe without error
-    feedback.
+    """The rotations with the whitening and the factors of both sides' metrics; unchanged for a
+    recipe without error feedback.
 
     Raises `RotationZooError` if there are no statistics.
     """
@@ -55,36 +54,40 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
 
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
         moment = statistics[layer][METRIC_KINDS[side]].second_moment
-        return replace(rotation, feedback=factorize(error_metric(rotation, moment)))
+        whitened = replace(rotation, whitening=whiten(statistics, recipe, layer, side))
+        return replace(whitened, feedback=factorize(error_metric(whitened, moment)))
 
     return rotations.replace(add_factor)
 
 
-def factor_problems(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> list[str]:
-    """One sentence for each kind of problem with the factors, with the layers that have it.
-
-    The tensors must have the shapes that the recipe asks for, and be finite.
-    """
+def factor_problems(
+    rotations: Rotations, statistics: Moments | None, recipe: Recipe
+) -> Iterator[Problem]:
+    """Factors of error feedback that are not triangular, or that the statistics and the rotations
+    do not make. The tensors must have the shapes that the recipe asks for, and be finite."""
     if not recipe.feedback:
-        return []
+        return
     expected = None if statistics is None else add_factors(rotations, statistics, recipe)
-    layers: dict[str, list[int]] = defaultdict(list)
     for layer, side, rotation in rotations.each():
         factor = rotation.feedback
         assert factor is not None, "a missing factor is a problem of the layout"
         if not torch.equal(factor, factor.triu()):
-            layers[f"{side} feedback not upper triangular"].append(layer)
+            yield f"{side} feedback not upper triangular", layer
         elif not (factor.diagonal(dim1=-2, dim2=-1) > 0).all():
-            layers[f"{side} feedback without a positive diagonal"].append(layer)
+            yield f"{side} feedback without a positive diagonal", layer
         elif expected is not None and not _agree(factor, expected[layer][side].feedback):
-            layers[f"{side} feedback not that of the statistics and the rotation"].append(layer)
-    return sentences(layers)
+            yield f"{side} feedback not that of the statistics and the rotation", layer
+        elif expected is not None and not _agree(
+            rotation.whitening, expected[layer][side].whitening
+        ):
+            yield f"{side} whitening not that of the statistics", layer
 
 
-def _agree(factor: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    """Whether a factor is the one that was made again, up to rounding."""
-    assert expected is not None
-    return torch.allclose(factor, expected, rtol=_CLOSE, atol=_NOTHING)
+def _agree(stored: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Whether a tensor is the one that was made again, up to rounding."""
+    if stored is None or expected is None:
+        return stored is expected
+    return torch.allclose(stored, expected, rtol=_CLOSE, atol=_NOTHING)
 
 
 # Allowed orthogonality error before the cast to float32; 3e-15 was measured for D up to 512.
@@ -127,7 +130,6 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         clip,
         eigenvalues.float().contiguous(),
         _mean(statistics, recipe, layer.index, side),
-        whitening=_whitening(statistics, recipe, layer.index, side),
     )
 
 
@@ -141,32 +143,24 @@ def _mean(
     return statistics[layer][side].mean.float().cpu().contiguous()
 
 
-def _whitening(
-    statistics: Statistics | None, recipe: Recipe, layer: int, side: str
-) -> torch.Tensor | None:
-    """`S^(-w/2)` `[H, D, D]` of a side's second moment S, about the mean where rows are stored
-    without it, for the recipe's whitening w; None for 0. The geometric mean of its eigenvalues is
-    1, and damping bounds the largest."""
-    if not recipe.whitening:
+def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.Tensor | None:
+    """The whitening `[H, D, D]` of a side, by the second moment of its rows as they are stored:
+    about the mean where the recipe centers them. None where it does not whiten."""
+    if not recipe.whiten:
         return None
-    assert statistics is not None
     average = statistics[layer][side]
-    moment = average.second_moment.double().cpu()
+    moment, mean = average.second_moment.double().cpu(), average.mean
     if side in recipe.centered:
-        mean = average.mean.double().cpu()
-        moment = moment - mean[:, :, None] * mean[:, None, :]
-    eigenvalues, vectors = compositions.eigenbasis(moment)
-    level = eigenvalues.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    logs = (eigenvalues / level + DAMPING).clamp(min=DAMPING).log()
-    powers = ((logs - logs.mean(-1, keepdim=True)) * (-recipe.whitening / 2)).exp()
-    return (vectors @ torch.diag_embed(powers) @ vectors.mT).float().contiguous()
+        assert mean is not None
+        moment = moment - torch.einsum("hi,hj->hij", mean.double().cpu(), mean.double().cpu())
+    return whitening(moment)
 
 
 def _compose_side(
     statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues `[H, D]` and rotations `[H, D, D]`, float64."""
-    dim = layer.key_dim if side == "key" else layer.value_dim
+    dim = layer.dims[side]
     if recipe.has_eigenbasis:
         if statistics is None:
             raise RotationZooError(f"the composition {recipe.composition} needs statistics")

@@ -16,12 +16,7 @@ def zero_statistics(
     """The initial sums: four moments per cached layer, one more with key energy."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
-        dims = {
-            "query": layer.key_dim,
-            "output": layer.value_dim,
-            "key": layer.key_dim,
-            "value": layer.value_dim,
-        }
+        dims = layer.dims
         if recipe.value_statistic == "key_energy":
             dims["key_energy"] = layer.value_dim
         statistics[layer.index] = {

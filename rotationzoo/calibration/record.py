@@ -37,11 +37,7 @@ def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str
     }
     # On a CPU, floating-point sums depend on how many threads share them.
     threads = torch.get_num_threads() if job.torch_device == "cpu" else None
-    optional = {
-        "threads": threads,
-        "device_map": job.device_map,
-        "max_memory": job.max_memory,
-    }
+    optional = {"threads": threads, "device_map": job.device_map, "max_memory": job.max_memory}
     return identity | {key: str(value) for key, value in optional.items() if value is not None}
 
 
@@ -68,7 +64,7 @@ def manifest_content(
         "recipe": result.recipe.published(),
         "recipe_sha256": result.recipe.hash,
         "notes": [*planned.notes, *result.notes],
-        "calibration": None if result.text is None else _describe_text(job, result.text, identity),
+        "calibration": None if result.text is None else _describe_text(job, result.text),
         "identity": dict(identity),
         "versions": versions,
         "run": {
@@ -83,7 +79,7 @@ def manifest_content(
     }
 
 
-def _describe_text(job: Job, text: Corpus, identity: Identity) -> dict[str, Any]:
+def _describe_text(job: Job, text: Corpus) -> dict[str, Any]:
     """The source of the calibration text, and the fingerprint that identifies it."""
     data = job.recipe.published()["data"]
     description = {key: data[key] for key in _DATA_KEYS}

@@ -62,7 +62,8 @@ def write_sound_artifact(
 
     Raises `Unsound` with the first problem and `hint`, and then writes nothing.
     """
-    _refuse_problems(check(rotations, statistics, content), hint)
+    if problems := check(rotations, statistics, content).problems:
+        raise Unsound(f"not written, since it would not pass verify: {problems[0]}", hint=hint)
     return write_artifact(folder, rotations, statistics, content)
 
 
@@ -71,30 +72,15 @@ def check(
 ) -> Verification:
     """Check rotations and statistics against the content of a manifest. Raises `RotationZooError`
     for a manifest that is damaged."""
-    return _check_claim(rotations, statistics, Claim.from_manifest(content))
-
-
-def _check_claim(rotations: Rotations, statistics: Averages | None, claim: Claim) -> Verification:
-    checked = ["geometry", "finiteness"]
+    claim, checked = Claim.from_manifest(content), ["geometry", "finiteness"]
     if claim.recipe.composition != compositions.GIVEN:
         check_recipe(claim.recipe, claim.geometry)
     # The checks below rely on the right shapes.
     if problems := claim.layout_problems(rotations, statistics):
         return Verification(problems, None, checked)
-    problems = claim.orthogonality_problems(rotations)
-    problems += claim.clip_problems(rotations)
-    problems += claim.origin_problems(rotations, statistics)
-    problems += claim.factor_problems(rotations, statistics)
-    problems += claim.mean_problems(rotations, statistics or {})
-    problems += claim.centering_problems(rotations)
+    problems = claim.content_problems(rotations, statistics)
     origin = "agreement with the statistics" if statistics else "the recipe"
     checked += ["orthogonality", "clip ratios", origin]
     if claim.recipe.feedback:
         checked.append("error feedback")
     return Verification(problems, rotations.orthogonality_error, checked)
-
-
-def _refuse_problems(verification: Verification, hint: str) -> None:
-    if verification.problems:
-        problem = verification.problems[0]
-        raise Unsound(f"not written, since it would not pass verify: {problem}", hint=hint)

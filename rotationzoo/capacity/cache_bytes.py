@@ -8,6 +8,7 @@ from rotationzoo.codec.formats import FORMATS, Format
 
 CACHES = ("bf16", "fp8", "int4", "int2")
 _EXACT_BITS = 16
+_PLAIN_BITS = {"bf16": 16, "fp8": 8}
 _LONGEST = 1 << 31  # tokens; whatever holds so many holds any context
 
 
@@ -29,10 +30,10 @@ def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> i
     * `int4`: 4 bits an element; each row of a head has a scale and an offset. No token is exact.
     * `int2`: the same with 2 bits, and the exact windows of `storage`.
     """
-    elements = shape.latent_elements * context
-    bits = elements * {"bf16": 16, "fp8": 8}.get(cache, 0)
-    for layer in shape.layers:
-        bits += _layer_bits(layer, cache, context, storage)
+    if cache in _PLAIN_BITS:
+        bits = _PLAIN_BITS[cache] * elements(shape, context)
+    else:
+        bits = sum(_quantized_bits(layer, cache, context, storage) for layer in shape.layers)
     return bits // 8 + shape.state_bytes
 
 
@@ -60,12 +61,8 @@ def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> in
     return fits
 
 
-def _layer_bits(layer: CachedLayer, cache: str, context: int, storage: Storage) -> int:
+def _quantized_bits(layer: CachedLayer, cache: str, context: int, storage: Storage) -> int:
     held = layer.tokens_held(context)
-    if cache == "bf16":
-        return held * layer.elements * _EXACT_BITS
-    if cache == "fp8":
-        return held * layer.elements * 8
     # Each head has a key and a value row per token, each with a scale and an offset.
     metadata = layer.kv_heads * 2 * 2 * storage.format.metadata_bits
     if cache == "int4":

@@ -1,4 +1,4 @@
-"""GPUs by name or by size: their memory and their bandwidth."""
+"""GPUs by name or by size."""
 
 import re
 from dataclasses import dataclass
@@ -22,8 +22,6 @@ class Card:
     kind: str
     memory: int
     """Bytes of all of them."""
-    bandwidth: int | None
-    """Bytes per second of all of them; None where only the memory is known."""
     count: int = 1
 
     @property
@@ -36,32 +34,18 @@ class Card:
         return int(self.memory * USABLE)
 
 
-def _card(name: str, gigabytes: int, gigabytes_per_second: int) -> Card:
-    # What data sheets call GB is nearer to GiB: a 24 GB card reports 24 GiB, an H100 79.6 of 80.
-    return Card(name, gigabytes * _GIB, gigabytes_per_second * 10**9)
-
-
-CARDS = {
-    card.name: card
-    for card in (
-        # Data sheets of NVIDIA: "GeForce RTX 3090", "Ada GPU architecture" (appendix, RTX 4090),
-        # "L40S", "A100 80GB" (SXM; PCIe has 1,935 GB/s), "H100" (SXM5), "H200" (SXM).
-        _card("RTX 3090", 24, 936),
-        _card("RTX 4090", 24, 1008),
-        _card("L40S", 48, 864),
-        _card("A100 80GB", 80, 2039),
-        _card("H100", 80, 3350),
-        _card("H200", 141, 4800),
-        # "DGX B200": 1,440 GB and 64 TB/s for eight. The chip's announcement said 192 GB.
-        _card("B200", 180, 8000),
-    )
-}
+# From NVIDIA's data sheets. That of "DGX B200" has 1,440 GB for eight; the chip's announcement said
+# 192 GB. What they call GB is nearer to GiB: a 24 GB card reports 24 GiB, an H100 79.6 of 80.
+_SIZES = {
+    "RTX 3090": 24, "RTX 4090": 24, "L40S": 48, "A100 80GB": 80, "H100": 80, "H200": 141,
+    "B200": 180,
+}  # fmt: skip
+CARDS = {name: Card(name, size * _GIB) for name, size in _SIZES.items()}
 
 
 def several(card: Card, count: int) -> Card:
     """So many times a card."""
-    bandwidth = None if card.bandwidth is None else card.bandwidth * count
-    return Card(card.kind, card.memory * count, bandwidth, card.count * count)
+    return Card(card.kind, card.memory * count, card.count * count)
 
 
 def parse_card(text: str) -> Card:
@@ -77,7 +61,7 @@ def parse_card(text: str) -> Card:
             return CARDS[names[candidate]]
     size = _SIZE.fullmatch(text.strip())
     if size and (memory := int(float(size[1]) * _UNITS[size[2].lower()])) > 0:
-        return Card(text.strip(), memory, None)
+        return Card(text.strip(), memory)
     raise UsageError(
         f"--gpu {text!r} is neither a card's name nor an amount of memory{nearest(text, CARDS)}",
         hint=f"give one such as 24GiB, 2x24GiB, or a card: {', '.join(CARDS)}",

@@ -1,5 +1,4 @@
-"""Plans how a model is served: what its weights and caches take, what fits which GPU, and how fast
-decoding can be."""
+"""Plans how a model is served: what its weights and caches take, and what fits which GPU."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,27 +66,6 @@ class Capacity:
         """How many requests of the wished context fit next to these weights on a card."""
         free = card.usable - self.sizes_of_weights()[weights]
         return max(0, free // self.request_bytes(cache))
-
-    def tokens_per_second(self, cache: str, weights: str, card: Card) -> float | None:
-        """The most tokens per second that decoding the wished requests can write, all together: a
-        step reads the weights once and each request's cache, at the card's bandwidth. None where
-        they do not fit, or the bandwidth is not known."""
-        requests = self.wish.requests
-        if card.bandwidth is None or self.most_requests(cache, weights, card) < requests:
-            return None
-        read = self._bytes_read(weights) + requests * self.request_bytes(cache)
-        return requests * card.bandwidth / read
-
-    def _bytes_read(self, weights: str) -> float:
-        """Bytes of weights that a decoding step reads: all but the input embedding, and the experts
-        that its tokens choose."""
-        size, experts = self.weights.published, self.weights.published_experts
-        unread = self.weights.unread
-        if weights == "4bit":
-            size, experts = self.weights.four_bit, self.weights.four_bit_experts
-            unread = min(unread, 2 * self.shape.embedding)  # which stays in 16 bits
-        touched = self.shape.touched_experts(self.wish.requests)
-        return size - unread - experts * (1 - touched)
 
 
 def measure_capacity(wish: Wish) -> Capacity:

@@ -9,18 +9,11 @@ from typing import Any
 from rotationzoo.capacity.cache_bytes import CACHES, elements, longest_context
 from rotationzoo.capacity.cards import CARDS, Card, several
 from rotationzoo.capacity.job import Capacity
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 WEIGHTS_WORDS = {"published": "weights as published", "4bit": "weights in 4 bits"}
 _MOST_CARDS = 16
 """No more are offered where one card is too small."""
-
-
-def size_words(count: int) -> str:
-    """A number of bytes in GB (10^9) or MB."""
-    if count < 1e9:
-        return f"{count / 1e6:.1f} MB"
-    return f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
 
 
 def wish_words(capacity: Capacity) -> str:
@@ -112,7 +105,7 @@ def remarks(capacity: Capacity) -> list[str]:
 
 
 def capacity_json(capacity: Capacity) -> dict[str, Any]:
-    """The report: sizes in bytes, rates in tokens per second, None where something cannot be."""
+    """The report: sizes in bytes, None where something cannot be."""
     wish, shape = capacity.wish, capacity.shape
     sizes = {cache: capacity.request_bytes(cache) for cache in capacity.caches}
     of_all = dict.fromkeys(CACHES) | sizes
@@ -156,21 +149,18 @@ def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
     every cache."""
     weights: dict[str, dict[str, Any]] = {}
     for name, size in capacity.sizes_of_weights().items():
-        contexts, requests, rates = {}, {}, {}
+        contexts, requests = {}, {}
         for cache in capacity.caches:
             contexts[cache] = capacity.longest_context(cache, name, card)
             requests[cache] = capacity.most_requests(cache, name, card)
-            rates[cache] = capacity.tokens_per_second(cache, name, card)
         weights[name] = {
             "fit": size <= card.usable,
             "max_context": contexts,
             "max_requests": requests,
-            "tokens_per_second": rates,
         }
     return {
         "name": card.name,
         "memory_bytes": card.memory,
         "usable_bytes": card.usable,
-        "bandwidth_bytes_per_second": card.bandwidth,
         "weights": weights,
     }

@@ -47,20 +47,12 @@ class Shape:
     """All parameters."""
     expert_parameters: int = 0
     """Parameters of routed experts, in all layers together."""
-    experts: int = 1
-    experts_per_token: int = 1
     latent_elements: int = 0
     """Cached elements per token of a model that stores a latent (MLA), which has no `layers`."""
     state_bytes: int = 0
     """Bytes per request of linear attention's states, which do not grow with the context."""
     uncounted_states: bool = False
     """Whether layers without keys and values keep states of a size that is not known here."""
-
-    def touched_experts(self, requests: int) -> float:
-        """The expected share of routed experts that one decoding step of `requests` tokens reads,
-        if each token chooses uniformly: `1 - (1 - k / E)^N`."""
-        chosen = min(1.0, self.experts_per_token / self.experts)
-        return 1.0 - (1.0 - chosen) ** requests
 
 
 def read_shape(source: Source) -> Shape:
@@ -89,8 +81,6 @@ def read_shape(source: Source) -> Shape:
         tied=output is None or output.weight is embedding.weight,
         parameters=model.num_parameters(),
         expert_parameters=sum(routed),
-        experts=_experts(text) or 1,
-        experts_per_token=getattr(text, "num_experts_per_tok", None) or 1,
         latent_elements=latent,
         state_bytes=without * state,
         uncounted_states=without > 0 and state == 0,
@@ -114,13 +104,6 @@ def _cached_layers(
         window = getattr(kept.get(layer.index), "sliding_window", None)
         layers.append(CachedLayer(layer.kv_heads, layer.key_dim, layer.value_dim, window))
     return layers, config.get_text_config(decoder=True).num_hidden_layers - len(geometry)
-
-
-def _experts(text: Any) -> int | None:
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if count := getattr(text, name, None):
-            return int(count)
-    return None
 
 
 def _linear_state(text: Any) -> int:

@@ -28,14 +28,8 @@ class Weights:
     parameters: int
     published: int
     four_bit: int
-    published_experts: int
-    four_bit_experts: int
-    """The bytes of routed experts among these."""
     origin: str
     """The source of the published size: `files`, `index`, `hub` or `config`."""
-    unread: int = 0
-    """Bytes of the published input embedding, of which a decoding step reads a row a token. 0 where
-    it is also the output projection, which is read whole."""
 
 
 def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
@@ -47,21 +41,9 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
     if published is None:
         published, origin = _packed(shape, bits, only_experts), "config"
     four_bit = _packed(shape, FOUR_BITS, only_experts=False)
-    experts = int(shape.expert_parameters * bits / 8)
-    four_bit_experts = int(shape.expert_parameters * FOUR_BITS / 8)
     if bits < 5 or published < four_bit:
-        four_bit, four_bit_experts = published, experts  # which have 4 bits already
-    item = max(2, int(bits / 8))
-    unread = 0 if shape.tied else item * shape.embedding
-    return Weights(
-        shape.parameters,
-        published,
-        four_bit,
-        experts,
-        four_bit_experts,
-        origin,
-        unread,
-    )
+        four_bit = published  # which has 4 bits already
+    return Weights(shape.parameters, published, four_bit, origin)
 
 
 def _packed(shape: Shape, bits: float, only_experts: bool) -> int:

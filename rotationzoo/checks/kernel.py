@@ -1,17 +1,22 @@
 """Validation of the CUDA reference kernel against the codec's definition.
 
-Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured.
+Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured
+next to a device copy in the same run.
 """
 
 import json
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import KernelComparison, draw_rows
-from rotationzoo.codec import cuda, throughput
+from rotationzoo.codec import cuda
+from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers
@@ -20,23 +25,16 @@ from rotationzoo.writer import add_files
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
 _SUMMARIZED = ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")
-
-
-@dataclass(frozen=True)
-class Validation:
-    """How a kernel is validated."""
-
-    rows: int = 1024
-    """How many rows are drawn per layer, KV head and side."""
-    device: str = "auto"
-    speed: bool = True
-    """Whether to measure throughput too."""
+_MEASURED_ROWS = 4 << 20
+_REPEATS = 20
+_WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
 
 
 def validate_kernel(
-    artifact: Artifact, settings: Validation = Validation(), progress: Progress = silent
+    artifact: Artifact, rows: int = 1024, device: str = "auto", progress: Progress = silent
 ) -> dict[str, Any]:
-    """Compare the kernel with the codec's definition on every layer, KV head and side.
+    """Compare the kernel with the codec's definition on so many rows of every layer, KV head and
+    side.
 
     Where rows have a factor of error feedback, both encoders are compared. Adds `validation.json`
     and the sources that ran to the artifact and returns the report. Raises `RotationZooError` at
@@ -44,22 +42,18 @@ def validate_kernel(
     Without a GPU only the definition is checked: the report says so, and the artifact is not
     changed.
     """
-    on_gpu = loading.torch_device(settings.device) == "cuda"
+    on_gpu = loading.torch_device(device) == "cuda"
     # Fail now if the result could not be saved, not after it was computed.
     if on_gpu:
         artifact.check_writable()
-    comparison = _compare_layers(artifact, settings, on_gpu, progress)
+    comparison = _compare_layers(artifact, rows, on_gpu, progress)
     report = comparison.report()
     report["identity"] = artifact.identity
     if not on_gpu:
         return report
-    if settings.speed:
-        progress("measuring", 0, 0)
-        dim = cached_layers(artifact.geometry)[0].key_dim
-        clip = artifact.clip_ratios["key"]
-        report |= throughput.measure(dim, artifact.recipe.group_size, clip)
-        if report["feedback_rows"]:
-            report |= throughput.measure_feedback(dim, artifact.recipe.group_size)
+    progress("measuring", 0, 0)
+    dim = cached_layers(artifact.geometry)[0].key_dim
+    report |= _measure_rates(dim, artifact.recipe.group_size, artifact.clip_ratios["key"])
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
     if report["feedback_rows"]:
@@ -84,20 +78,20 @@ def check_device(folder: Path, device: str) -> None:
 
 
 def _compare_layers(
-    artifact: Artifact, settings: Validation, on_gpu: bool, progress: Progress
+    artifact: Artifact, count: int, on_gpu: bool, progress: Progress
 ) -> KernelComparison:
-    """Compare on drawn rows, after subtracting the artifact's mean."""
+    """Compare on `count` drawn rows of each KV head, after subtracting the artifact's mean."""
     comparison = KernelComparison(artifact.recipe.group_size, on_gpu)
-    rotations, statistics = artifact.rotations, artifact.statistics
+    rotations, averages = artifact.rotations, artifact.statistics
     layers = cached_layers(artifact.geometry)
     done, total = 0, 2 * len(layers)
     progress("validating", done, total)
     for layer in layers:
         for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             rotation = rotations[layer.index][side]
-            moments = None if statistics is None else statistics[layer.index][side]
+            moments = None if averages is None else averages[layer.index][side]
             # `done` differs for each side of each layer and is the same in every run.
-            rows = draw_rows(moments, layer.kv_heads, settings.rows, dim, seed=done)
+            rows = draw_rows(moments, layer.kv_heads, count, dim, seed=done)
             if rotation.mean is not None:
                 rows = rows - rotation.mean[:, None]
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)
@@ -105,3 +99,40 @@ def _compare_layers(
             comparison.compare(name, rows, matrices, rotation.clip, rotation.feedback)
             progress("validating", done := done + 1, total)
     return comparison
+
+
+def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
+    """Bytes that a copy and both kernels read and write per second on bfloat16 rows `[1, N, D]`.
+
+    A kernel's bytes are the rows, the packed codes and the metadata. Fewer rows are used where 80 %
+    of the free memory cannot hold them.
+    """
+    dtype = torch.bfloat16
+    free, _ = torch.cuda.mem_get_info()
+    # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.
+    count = min(_MEASURED_ROWS, int(free * 0.8) // (dim * (3 * dtype.itemsize + 1)))
+    rows = torch.randn(1, count, dim, device="cuda", dtype=dtype)
+    variant = cuda.Variant(dim, group_size or dim, dtype)
+    encoder = clip_encoder(torch.tensor([clip]), variant, rows.device)
+    packed, copied = encoder.store(rows), torch.empty_like(rows)
+    moved = rows.nbytes + packed.codes.nbytes + packed.metadata.nbytes
+    return {
+        "quantize_bytes_per_second": moved / _seconds(lambda: encoder.store(rows)),
+        "dequantize_bytes_per_second": moved / _seconds(lambda: cuda.dequantize(packed, dtype)),
+        "copy_bytes_per_second": 2 * rows.nbytes / _seconds(lambda: copied.copy_(rows)),
+    }
+
+
+def _seconds(launch: Callable[[], object]) -> float:
+    """Median GPU time of a launch, in seconds."""
+    event: Any = torch.cuda.Event
+    times: list[float] = []
+    for number in range(_REPEATS + _WARM_UP):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        launch()
+        end.record()
+        end.synchronize()
+        if number >= _WARM_UP:
+            times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)

@@ -8,24 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    Column,
-    Device,
-    DeviceMap,
-    Dtype,
-    Engine,
-    Json,
-    MaxMemory,
-    Quiet,
-    Revision,
-    RopeScaling,
-    Split,
-    Subset,
-    follow_link,
-    given,
-)
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import Interrupted, RotationZooError
@@ -47,10 +32,9 @@ def calibrate_command(
             help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
         ),
     ],
-    engine: Engine = None,
+    engine: options.Engine = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file (the engine's)."),
+        str | None, typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")
@@ -62,9 +46,9 @@ def calibrate_command(
             help="Store what a cache needs to choose codes by error feedback.",
         ),
     ] = None,
-    subset: Subset = None,
-    split: Split = None,
-    column: Column = None,
+    subset: options.Subset = None,
+    split: options.Split = None,
+    column: options.Column = None,
     packing: Annotated[
         str | None,
         typer.Option(
@@ -79,26 +63,26 @@ def calibrate_command(
         int | None,
         typer.Option(min=1, help="Rows per forward pass (4; with a device map all that fit)."),
     ] = None,
-    rope_scaling: RopeScaling = None,
+    rope_scaling: options.RopeScaling = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", help="Artifact folder, by default MODEL-RECIPE in rotations."
         ),
     ] = None,
-    revision: Revision = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done; read no weights.")
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Compute the rotations of a causal language model.
 
@@ -112,32 +96,13 @@ def calibrate_command(
     if recipe is not None:
         _check_recipe(recipe)
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.api import calibration_job
+    from rotationzoo.api import CalibrationOptions, calibration_job
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.cli.calibrate_view import show_plan
 
     hush_libraries()
-    options = given(
-        engine=engine,
-        data=data,
-        subset=subset,
-        split=split,
-        column=column,
-        packing=packing,
-        tokens=tokens,
-        length=length,
-        seed=seed,
-        feedback=feedback,
-        rope_scaling=rope_scaling,
-        batch=batch,
-        restart=restart,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
-    job = calibration_job(model, follow_link(output), recipe, **options)
+    settings = options.chosen(locals(), CalibrationOptions)
+    job = calibration_job(model, options.follow_link(output), recipe, **settings)
     if engine and recipe is None:
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):

@@ -14,7 +14,7 @@ from rotationzoo.model.source import Source, fetch
 from rotationzoo.recipe import Recipe
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, bits_per_element
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 
 def show_plan(out: Output, job: Job) -> None:
@@ -53,9 +53,6 @@ def _flag_that_fits(known: Plan) -> list[str]:
 def _plan_json(known: Plan) -> dict[str, Any]:
     recipe = known.job.recipe
     cached = cached_layers(known.geometry or [])
-    kv_heads = [layer.kv_heads for layer in cached]
-    key_dims = [layer.key_dim for layer in cached]
-    value_dims = [layer.value_dim for layer in cached]
     tokens = recipe.data.tokens if recipe.needs_statistics else 0
     bits = {name: _bits(recipe, cached, name) for name in FORMATS}
     refusal = str(known.refusal) if known.refusal else None
@@ -65,9 +62,9 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "recipe": recipe.name,
         "feedback": recipe.feedback,
         "layers": len(cached),
-        "kv_heads": _common(kv_heads),
-        "head_dim": _common(key_dims),
-        "value_head_dim": _common(value_dims),
+        "kv_heads": _common(cached, "kv_heads"),
+        "head_dim": _common(cached, "key_dim"),
+        "value_head_dim": _common(cached, "value_dim"),
         "tokens": tokens,
         "length": recipe.data.length,
         "batch": known.job.batch,
@@ -83,8 +80,9 @@ def _plan_json(known: Plan) -> dict[str, Any]:
     }
 
 
-def _common(values: list[int]) -> int | list[int]:
-    """The value that all layers share, or else the list of all values."""
+def _common(layers: Geometry, field: str) -> int | list[int]:
+    """The value of a field that all layers share, or else the list of all values."""
+    values: list[int] = [getattr(layer, field) for layer in layers]
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -105,9 +103,9 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
         say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
-    weights, artifact = _size(known.weights_bytes), _size(known.artifact_bytes)
+    weights, artifact = size_words(known.weights_bytes), size_words(known.artifact_bytes)
     say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")
-    peak, present = _size(known.peak_memory_bytes), _size(known.memory_bytes)
+    peak, present = size_words(known.peak_memory_bytes), size_words(known.memory_bytes)
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
     if job.recipe.feedback:
@@ -116,7 +114,3 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
         say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
     say(f"Would write: {job.output}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

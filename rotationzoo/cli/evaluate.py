@@ -6,65 +6,37 @@ from typing import Annotated, Literal
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    Anyway,
-    Column,
-    Device,
-    DeviceMap,
-    Dtype,
-    Engine,
-    Format,
-    Json,
-    Lengths,
-    MaxMemory,
-    ModelName,
-    PrefillLayout,
-    Quiet,
-    Revision,
-    RopeScaling,
-    Split,
-    Subset,
-    Tasks,
-    TextLength,
-    given,
-    parse_lengths,
-    parse_tasks,
-    parse_windows,
-)
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
 
 
 def evaluate_command(
-    model: ModelName,
+    model: options.ModelName,
     artifacts: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Artifact folders.", metavar="ARTIFACT"),
+        list[Path] | None, typer.Argument(help="Artifact folders.", metavar="ARTIFACT")
     ] = None,
-    engine: Engine = None,
+    engine: options.Engine = None,
     data: Annotated[
-        str | None,
-        typer.Option(help="Data set id, .jsonl, .txt or .parquet (held-out text)."),
+        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet (held-out text).")
     ] = None,
-    subset: Subset = None,
-    split: Split = None,
-    column: Column = None,
+    subset: options.Subset = None,
+    split: options.Split = None,
+    column: options.Column = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all (16384).")] = None,
-    length: TextLength = None,
+    length: options.TextLength = None,
     seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
-    tasks: Tasks = "all",
-    lengths: Lengths = None,
+    tasks: options.Tasks = "all",
+    lengths: options.Lengths = None,
     questions: Annotated[
-        str,
-        typer.Option(help="Per task and length; auto asks until the decision is made, or 128."),
+        str, typer.Option(help="Per task and length; auto asks until the decision is made, or 128.")
     ] = "auto",
     windows: Annotated[
-        str | None,
-        typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024."),
+        str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
     ] = None,
-    format: Annotated[Format | None, typer.Option(help="The 2-bit format")] = None,
+    format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
     pooled: Annotated[
         bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
     ] = None,
@@ -76,36 +48,31 @@ def evaluate_command(
         bool, typer.Option("--values-only", help="Leave the keys exact.")
     ] = False,
     prefill_chunk: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prefill in chunks, which read a quantized history."),
+        int | None, typer.Option(min=1, help="Prefill in chunks, which read a quantized history.")
     ] = None,
-    prefill_layout: PrefillLayout = None,
+    prefill_layout: options.PrefillLayout = None,
     real_cache: Annotated[
-        bool,
-        typer.Option(
-            "--real-cache",
-            help="Answer through a cache that really stores 2 bits.",
-        ),
+        bool, typer.Option("--real-cache", help="Answer through a cache that really stores 2 bits.")
     ] = False,
     queries: Annotated[
         int | None, typer.Option(min=0, help="Queries per text for the attention KL (32).")
     ] = None,
-    rope_scaling: RopeScaling = None,
+    rope_scaling: options.RopeScaling = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Texts per forward pass (1).")] = None,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
     ] = False,
-    anyway: Anyway = False,
+    anyway: options.Anyway = False,
     details: Annotated[
         bool, typer.Option("--details", help="Also print all tables, and how they were measured.")
     ] = False,
-    revision: Revision = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure what rotations keep of a model whose cache is stored in 2 bits, whether they are
     better than none, and what to do.
@@ -115,50 +82,28 @@ def evaluate_command(
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     out = Output(json, quiet)
-    sides = _quantized_sides(keys_only, values_only)
     if save and not artifacts:
         raise UsageError(
             "--save adds the report to artifacts, and none is given",
             hint="name an artifact folder after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
-    from rotationzoo.api import evaluation_job
+    from rotationzoo.api import EvaluationOptions, evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
     from rotationzoo.evaluation.job import evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
 
     hush_libraries()
-    options = given(
-        engine=engine,
-        data=data,
-        subset=subset,
-        split=split,
-        column=column,
-        tokens=tokens,
-        length=length,
-        seed=seed,
-        tasks=parse_tasks(tasks),
-        lengths=parse_lengths(lengths),
-        questions=parse_questions(questions),
-        windows=parse_windows(windows) or None,
-        format=format,
-        pooled=pooled,
-        layers=parse_layers(layers),
-        sides=sides,
-        prefill_chunk=prefill_chunk,
-        prefill_layout=prefill_layout,
-        real_cache=real_cache,
-        queries=queries,
-        rope_scaling=rope_scaling,
-        anyway=anyway,
-        revision=revision,
-        batch=batch,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
-    job = evaluation_job(model, artifacts or [], save, **options)
+    parsed = {
+        "tasks": options.parse_tasks(tasks),
+        "lengths": options.parse_lengths(lengths),
+        "questions": parse_questions(questions),
+        "windows": options.parse_windows(windows) or None,
+        "layers": parse_layers(layers),
+        "sides": _quantized_sides(keys_only, values_only),
+    }
+    settings = options.chosen(locals() | parsed, EvaluationOptions)
+    job = evaluation_job(model, artifacts or [], save, **settings)
     with show_progress(out) as progress:
         report = evaluate(job, progress, ThroughCache)
     show_evaluation(out, report, details)

@@ -7,6 +7,7 @@ from rotationzoo.artifact.measured import Measured, Window
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.cli.command_line import retyped
 from rotationzoo.cli.output import Output, say, show_table
+from rotationzoo.report.commands import decided_words
 from rotationzoo.report.conditions import (
     ABOUT_BITS,
     describe_arms,
@@ -41,13 +42,11 @@ def suggest_next(
     if not artifacts:
         out.suggest("calibrate", *model)
         return
-    action, more = decisions[0].action, decisions[0].more_questions
-    if action == "ask" and more is not None:
+    more = decisions[0].more_questions
+    if more is not None:
         out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
-    elif action == "hadamard":
-        out.suggest("calibrate", *model, "--recipe", "hadamard")
-    elif action == "identity":
-        out.suggest("generate", *model, "--rotations", "none")
+    elif words := decided_words(decisions[0], model, str(artifacts[0])):
+        out.suggest(*words)
     elif saved:
         out.suggest("report", str(artifacts[0]))
     else:

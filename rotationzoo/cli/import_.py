@@ -5,18 +5,9 @@ from typing import Annotated
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    Clip,
-    Json,
-    Quiet,
-    Revision,
-    Windows,
-    follow_link,
-    parse_clip,
-    parse_window,
-)
 from rotationzoo.cli.output import Output
 
 
@@ -34,9 +25,9 @@ def import_command(
     model: Annotated[
         str | None, typer.Option(help="The model that they are for: a hub id or a folder.")
     ] = None,
-    revision: Revision = None,
-    clip: Clip = None,
-    windows: Windows = None,
+    revision: options.Revision = None,
+    clip: options.Clip = None,
+    windows: options.Windows = None,
     group_size: Annotated[
         int | None, typer.Option(min=1, help="Channels that share a scale (the whole head).")
     ] = None,
@@ -46,8 +37,8 @@ def import_command(
     restart: Annotated[
         bool, typer.Option("--restart", help="Replace an artifact that is there.")
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Make an artifact of files that others published: OSCAR's .pt, MLX's safetensors, GGUF.
 
@@ -62,11 +53,12 @@ def import_command(
 
     job = Import(
         files=files,
-        output=follow_link(output) or default_output(model or _folder_name(files[0]), "imported"),
+        output=options.follow_link(output)
+        or default_output(model or _folder_name(files[0]), "imported"),
         model=model,
         revision=revision,
-        clip=parse_clip(clip),
-        windows=parse_window(windows),
+        clip=options.parse_clip(clip),
+        windows=options.parse_window(windows),
         group_size=group_size,
         transposed=transposed,
         restart=restart,

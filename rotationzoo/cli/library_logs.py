@@ -7,14 +7,7 @@ from typing import Any
 from rotationzoo.cli.output import visible
 from rotationzoo.network.tokens import redact
 
-_LOUD = (
-    "accelerate",
-    "huggingface_hub",
-    "datasets",
-    "bitsandbytes",
-    "sigstore",
-    "tuf",
-)
+_LOUD = ("accelerate", "huggingface_hub", "datasets", "bitsandbytes", "sigstore", "tuf")
 
 
 class _Visible(logging.Formatter):

@@ -1,6 +1,7 @@
 """The options that several commands share, their choices, and how their values are parsed."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -85,6 +86,12 @@ def given(**options: Any) -> Any:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def chosen(values: Mapping[str, Any], kind: type) -> Any:
+    """Of the variables of a command, the ones that are options of `kind`, such as
+    `api.CalibrationOptions`, and that the user gave."""
+    return given(**{name: values.get(name) for name in kind.__annotations__})
+
+
 def follow_link(folder: Path | None) -> Path | None:
     """The folder that the user named or, if it is a symbolic link, the folder that it leads to.
 
@@ -114,10 +121,7 @@ else:
     Format = Literal[tuple(SIMULATED)]
     CacheFormat = Literal[(*SIMULATED, "kivi")]
 
-Engine = Annotated[
-    EngineName | None,
-    typer.Option("--for", help="Engine"),
-]
+Engine = Annotated[EngineName | None, typer.Option("--for", help="Engine")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
 
@@ -132,14 +136,12 @@ Split = Annotated[str | None, typer.Option(help="The data set's split (train).")
 Column = Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")]
 
 TextLength = Annotated[
-    int | None,
-    typer.Option(min=2, help="Tokens per text (2048, or more if windows need it)."),
+    int | None, typer.Option(min=2, help="Tokens per text (2048, or more if windows need it).")
 ]
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
 Dtype = Annotated[
-    Literal["auto", "bfloat16", "float32"],
-    typer.Option(help="auto: the model's own"),
+    Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own")
 ]
 DeviceMap = Annotated[
     str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")
@@ -149,8 +151,7 @@ MaxMemory = Annotated[
 ]
 
 RopeScaling = Annotated[
-    str | None,
-    typer.Option(help="Scale RoPE, as yarn:4, yarn:4:32768 or linear:2."),
+    str | None, typer.Option(help="Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")
 ]
 
 Clip = Annotated[
@@ -178,8 +179,7 @@ PrefillLayout = Annotated[
 
 Tasks = Annotated[str, typer.Option(help=f"Recall tasks: {', '.join(TASKS)}; all or none.")]
 Lengths = Annotated[
-    str | None,
-    typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length)."),
+    str | None, typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length).")
 ]
 
 Signers = Annotated[
@@ -199,8 +199,7 @@ RequireSignature = Annotated[
     bool, typer.Option("--require-signature", help="Refuse what is not signed.")
 ]
 TrustConfig = Annotated[
-    Path | None,
-    typer.Option(help="Keys of another Sigstore than the public one, as a JSON file."),
+    Path | None, typer.Option(help="Keys of another Sigstore than the public one, as a JSON file.")
 ]
 SignWith = Annotated[
     str | None,

@@ -132,10 +132,10 @@ def table(
         Console(width=max(console.width, least)).print(grid)
 
 
-def show_table(built: "Table", apart: bool = False, folded: Collection[str] = ()) -> None:
+def show_table(built: "Table", apart: bool = False) -> None:
     """Print a table of the report, as `table` does."""
     columns, rows = list(built.columns), [list(row) for row in built.rows]
-    table(built.title, columns, rows, apart, folded)
+    table(built.title, columns, rows, apart)
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:

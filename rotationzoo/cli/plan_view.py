@@ -5,16 +5,10 @@ from typing import Any
 
 from rotationzoo.capacity.cards import USABLE
 from rotationzoo.capacity.job import Capacity, zoo_entries
-from rotationzoo.capacity.report import (
-    Answer,
-    capacity_json,
-    judge_wish,
-    remarks,
-    size_words,
-)
+from rotationzoo.capacity.report import Answer, capacity_json, judge_wish, remarks
 from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.storage.folders import default_output
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 _WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}
@@ -69,11 +63,9 @@ def _show_sizes(capacity: Capacity, data: dict[str, Any], format: str) -> None:
             all_requests = size_words(size * data["requests"])
             rows.append([cache, bytes_per_token, size_words(size), all_requests])
     columns = ["cache", "bytes a token", "one request", counted(data["requests"], "request")]
-    shown = len(columns)
-    if data["requests"] == 1:
-        shown -= 1
-    rows = [row[:shown] for row in rows]
-    table(f"Cache of a request of {data['context']:,} tokens", columns[:shown], rows, apart=True)
+    if data["requests"] == 1:  # the last column would repeat the one before
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    table(f"Cache of a request of {data['context']:,} tokens", columns, rows, apart=True)
     if not capacity.refusal:
         say(
             f"int2: the format of {format}, {data['sink']} first and {data['recent']} last tokens "
@@ -97,24 +89,20 @@ def _show_card(data: dict[str, Any]) -> None:
 def _show_cards(data: dict[str, Any]) -> None:
     """One row a card and kind of weights that fit it; bf16 and the smallest cache side by side."""
     small = "fp8" if data["refusal"] else "int2"
-    columns = ["card", "weights"]
-    for title in ("longest", "fit", "tok/s"):
-        columns += [f"{title} bf16", small]
+    columns = ["card", "weights", "longest bf16", small, "fit bf16", small]
     rows = []
     for card in data["cards"]:
         for name, fitting in _different_weights(data, card):
             if fitting["fit"]:
-                rows.append([card["name"], _WEIGHTS_NAMES[name], *_cells(fitting, small)])
-    context = f"{data['context']:,}"
+                cells = [card["name"], _WEIGHTS_NAMES[name]]
+                cells += [_context(fitting["max_context"][cache]) for cache in ("bf16", small)]
+                cells += [f"{fitting['max_requests'][cache]:,}" for cache in ("bf16", small)]
+                rows.append(cells)
     if not rows:
         say("", "None of the cards known here holds the weights alone, not even in 4 bits")
         return
     table("Cards that hold the weights", columns, rows, apart=True)
-    at_once = counted(data["requests"], "request")
-    say(
-        f"longest: tokens of one request; fit: requests of {context} tokens; tok/s: the most "
-        f"tokens a second that bandwidth allows for {at_once} of {context} tokens, all together"
-    )
+    say(f"longest: tokens of one request; fit: requests of {data['context']:,} tokens")
 
 
 def _show_published(data: dict[str, Any]) -> None:
@@ -133,18 +121,6 @@ def _different_weights(
     fitting = list(card["weights"].items())
     sizes = data["weights_bytes"]
     return fitting[:1] if sizes["4bit"] == sizes["published"] else fitting
-
-
-def _cells(fitting: dict[str, Any], small: str) -> list[str]:
-    cells = []
-    for cache in ("bf16", small):
-        cells.append(_context(fitting["max_context"][cache]))
-    for cache in ("bf16", small):
-        cells.append(f"{fitting['max_requests'][cache]:,}")
-    for cache in ("bf16", small):
-        rate = fitting["tokens_per_second"][cache]
-        cells.append("-" if rate is None else f"{rate:,.0f}")
-    return cells
 
 
 def _context(tokens: int | None) -> str:

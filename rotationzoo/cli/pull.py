@@ -5,20 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    HubOrAny,
-    IndexPlace,
-    Issuer,
-    Json,
-    Quiet,
-    RequireSignature,
-    Signers,
-    TrustConfig,
-    ZooRepo,
-    chosen_hubs,
-    follow_link,
-)
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import ENGINES, PullEngineName
@@ -32,7 +20,7 @@ def pull_command(
     model: Annotated[
         str, typer.Argument(help="The model whose rotations to fetch, such as Qwen/Qwen3-8B.")
     ],
-    from_: Annotated[HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
+    from_: Annotated[options.HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
     revision: Annotated[
         str | None, typer.Option(help="The model's revision that they should be made for.")
     ] = None,
@@ -48,14 +36,14 @@ def pull_command(
         PullEngineName | None,
         typer.Option("--for", "--to", help="Also export them for this engine"),
     ] = None,
-    index: IndexPlace = None,
-    repo: ZooRepo = None,
-    signer: Signers = None,
-    issuer: Issuer = None,
-    require_signature: RequireSignature = False,
-    trust_config: TrustConfig = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    index: options.IndexPlace = None,
+    repo: options.ZooRepo = None,
+    signers: options.Signers = None,
+    issuer: options.Issuer = None,
+    require_signature: options.RequireSignature = False,
+    trust_config: options.TrustConfig = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Fetch published rotations, with every hash checked.
 
@@ -66,15 +54,10 @@ def pull_command(
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
-    from rotationzoo.zoo.signing.verify import make_demand
+    from rotationzoo.zoo.signing.verify import SignatureOptions, make_demand
 
-    demand = make_demand(
-        signers=signer or (),
-        issuer=issuer,
-        require_signature=require_signature,
-        trust_config=trust_config,
-    )
-    hubs = chosen_hubs(from_)
+    demand = make_demand(**options.chosen(locals(), SignatureOptions))
+    hubs = options.chosen_hubs(from_)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
     out.note(f"Read {zoo_index.origin}")
@@ -82,7 +65,9 @@ def pull_command(
         out.notes([finding.note])
     entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs, rope_scaling)
     with show_progress(out) as progress:
-        pulled = pull_first(zoo_index, entry, copies, follow_link(local_dir), progress, demand)
+        pulled = pull_first(
+            zoo_index, entry, copies, options.follow_link(local_dir), progress, demand
+        )
     out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")
     if pulled.signature is not None:
         out.notes([pulled.signature.note])

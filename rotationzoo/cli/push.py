@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    AdoptIndex,
-    ArtifactFolder,
-    HubOrBoth,
-    Json,
-    Quiet,
-    SignWith,
-    TrustConfig,
-    chosen_hubs,
-)
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -27,11 +18,9 @@ from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.output import Output
     from rotationzoo.zoo.hubs.protocol import Published
     from rotationzoo.zoo.push import Destination
     from rotationzoo.zoo.signed_index import IndexSigner
-    from rotationzoo.zoo.signing.make import SigningTool
     from rotationzoo.zoo.upload import Upload
 
 KEYLESS, NONE = "keyless", "none"
@@ -41,37 +30,60 @@ _IN_CI = (
 )
 
 
-def choose_tool(sign: str | None, trust_config: Path | None) -> "SigningTool | None":
-    """The tool to sign with, as `--sign` says; None for none.
+def choose_signer(sign: str | None, adopt: bool, trust_config: Path | None) -> "IndexSigner | None":
+    """What signs the upload and the index, as `--sign` and `--adopt-index` say; None for nothing.
 
-    Without the option, a job of GitHub Actions that has an identity signs keyless. Raises
-    `UsageError` for a value that is neither a word of the option nor a file.
+    Without `--sign`, a job of GitHub Actions that has an identity signs keyless. Raises
+    `UsageError` for a value that is neither a word of the option nor a file, and for `adopt` where
+    nothing is signed.
     """
+    from rotationzoo.zoo.signed_index import IndexSigner
     from rotationzoo.zoo.signing.make import SigningTool, can_sign_in_ci
 
     if sign is None and can_sign_in_ci():
-        return SigningTool(None, trust_config, _IN_CI)
+        return IndexSigner(SigningTool(None, trust_config, _IN_CI), adopt)
     if sign in (None, NONE):
+        if adopt:
+            raise UsageError("--adopt-index signs nothing alone", hint="add: --sign key.pem")
         return None
-    if sign == KEYLESS:
-        return SigningTool(None, trust_config)
-    key = Path(sign).expanduser()
-    if not key.is_file():
+    key = None if sign == KEYLESS else Path(sign).expanduser()
+    if key is not None and not key.is_file():
         raise UsageError(
             f"--sign {sign} is no file of a key", hint="write: --sign key.pem, or --sign keyless"
         )
-    return SigningTool(key, trust_config)
+    return IndexSigner(SigningTool(key, trust_config), adopt)
 
 
-def sign_upload(
-    out: "Output", upload: "Upload", tool: "SigningTool | None", anew: bool
+def publish(
+    out: Output,
+    artifact: "Artifact",
+    upload: "Upload",
+    destination: "Destination",
+    signer: "IndexSigner | None",
+    anew: bool,
+) -> tuple["Upload", dict[str, "Published"]]:
+    """Check, sign and publish an upload of an artifact. Returns it as it was signed, and hub -> its
+    place there. `anew` is as in `_sign_upload`."""
+    from rotationzoo.zoo.ownership import check_model
+    from rotationzoo.zoo.push import check_indexes, push
+
+    check_model(artifact)
+    if signer is not None:
+        check_indexes(upload, destination, signer)
+    upload = _sign_upload(out, upload, signer, anew)
+    with show_progress(out) as progress:
+        return upload, push(upload, destination, str(artifact.folder), progress, signer)
+
+
+def _sign_upload(
+    out: Output, upload: "Upload", signer: "IndexSigner | None", anew: bool
 ) -> "Upload":
     """Sign what goes to a hub, and say who signed it, or that it is unsigned.
 
     A signature that the artifact came with is kept, unless the user asks to sign it `anew`.
     """
-    if tool is not None and (anew or not upload.is_signed):
-        upload = upload.signed_by(tool)
+    if signer is not None and (anew or not upload.is_signed):
+        upload = upload.signed_by(signer.tool)
         out.note(f"Note: it is signed by {upload.entry.signer}")
     elif upload.is_signed:
         named = upload.entry.signer
@@ -82,21 +94,10 @@ def sign_upload(
     return upload
 
 
-def index_signer(tool: "SigningTool | None", adopt: bool) -> "IndexSigner | None":
-    """The signer of the index, or None. Raises `UsageError` for `adopt` without a tool."""
-    from rotationzoo.zoo.signed_index import IndexSigner
-
-    if tool is None:
-        if adopt:
-            raise UsageError("--adopt-index signs nothing alone", hint="add: --sign key.pem")
-        return None
-    return IndexSigner(tool, adopt)
-
-
 def push_command(
-    artifact: ArtifactFolder,
+    artifact: options.ArtifactFolder,
     repo: Annotated[str, typer.Argument(help="The zoo repository, as owner/name.", metavar="REPO")],
-    to: Annotated[HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
+    to: Annotated[options.HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
     create_pr: Annotated[
         bool, typer.Option("--create-pr", help="As a pull request (Hugging Face).")
     ] = False,
@@ -111,17 +112,17 @@ def push_command(
         datetime | None,
         typer.Option(formats=["%Y-%m-%d"], help="When it was first published, of a copy (today)."),
     ] = None,
-    sign: SignWith = None,
-    adopt_index: AdoptIndex = False,
-    trust_config: TrustConfig = None,
+    sign: options.SignWith = None,
+    adopt_index: options.AdoptIndex = False,
+    trust_config: options.TrustConfig = None,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Also if its evaluation shows no use of it.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Verify an artifact and publish it, in one commit per hub.
 
@@ -130,37 +131,24 @@ def push_command(
     out = Output(json, quiet)
     hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.zoo.ownership import check_model
-    from rotationzoo.zoo.push import (
-        Destination,
-        check_indexes,
-        extend_index_file,
-        pinned_entry,
-        push,
-    )
+    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry
     from rotationzoo.zoo.signed_index import root_names
     from rotationzoo.zoo.upload import prepare_upload
 
-    tool = choose_tool(sign, trust_config)
-    signer = index_signer(tool, adopt_index)
+    signer = choose_signer(sign, adopt_index, trust_config)
     opened = Artifact.open(artifact)
     if not anyway:
         check_use(opened)
     day = published and published.date()
     upload = prepare_upload(opened, repo, not no_statistics, day)
     if dry_run:
-        signs = tool is not None and (sign is not None or not upload.is_signed)
+        signs = signer is not None and (sign is not None or not upload.is_signed)
         show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))
         out.suggest(*typed_words("--dry-run"))
         return
-    # After the dry run, because this asks a hub for the model's config.
-    check_model(opened)
-    destination = Destination(repo, chosen_hubs(to), create_pr)
-    if signer is not None:
-        check_indexes(upload, destination, signer)
-    upload = sign_upload(out, upload, tool, anew=sign is not None)
-    with show_progress(out) as progress:
-        places = push(upload, destination, str(artifact), progress, signer)
+    # After the dry run, because publishing asks a hub for the model's config.
+    destination = Destination(repo, options.chosen_hubs(to), create_pr)
+    upload, places = publish(out, opened, upload, destination, signer, anew=sign is not None)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
     show_push(out, repo, upload.path, places)

@@ -6,31 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    AdoptIndex,
-    Device,
-    DeviceMap,
-    HubOrBoth,
-    IndexPlace,
-    Json,
-    Lengths,
-    MaxMemory,
-    Quiet,
-    SignWith,
-    Tasks,
-    TextLength,
-    TrustConfig,
-    ZooRepo,
-    chosen_hubs,
-    follow_link,
-    given,
-    parse_lengths,
-    parse_tasks,
-)
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.cli.push import choose_tool, index_signer, sign_upload
+from rotationzoo.cli.push import NONE, choose_signer, publish
 from rotationzoo.errors import HubError, PartlyDone, UsageError
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
@@ -54,22 +34,22 @@ def regenerate_command(
     ] = None,
     data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
-    length: TextLength = None,
-    tasks: Tasks = "all",
-    lengths: Lengths = None,
+    length: options.TextLength = None,
+    tasks: options.Tasks = "all",
+    lengths: options.Lengths = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions per task and length.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
-    to: Annotated[HubOrBoth | None, typer.Option(help="Publish to this hub.")] = None,
-    sign: SignWith = None,
-    adopt_index: AdoptIndex = False,
-    trust_config: TrustConfig = None,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    index: IndexPlace = None,
-    repo: ZooRepo = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    to: Annotated[options.HubOrBoth | None, typer.Option(help="Publish to this hub.")] = None,
+    sign: options.SignWith = None,
+    adopt_index: options.AdoptIndex = False,
+    trust_config: options.TrustConfig = None,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    index: options.IndexPlace = None,
+    repo: options.ZooRepo = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Make and publish new rotations where a model, or its recipe, has changed.
 
@@ -80,8 +60,7 @@ def regenerate_command(
     out = Output(json, quiet)
     hush_libraries(models=not plan)
     # Hours before it is needed, so that a wrong key stops the command at once.
-    tool = None if to is None else choose_tool(sign, trust_config)
-    signer = index_signer(tool, adopt_index)
+    signer = choose_signer(sign if to else NONE, adopt_index, trust_config)
     from rotationzoo.zoo.lookup import ZOO, load_published_index
     from rotationzoo.zoo.regenerate import find_due, find_recipe_file
 
@@ -106,16 +85,16 @@ def regenerate_command(
     from rotationzoo.cli.report import add_report
     from rotationzoo.zoo.regenerate import regenerate
 
-    run = given(
+    run = options.given(
         revision=revision, batch=batch, device=device, device_map=device_map, max_memory=max_memory
     )
-    job = calibration_job(model, follow_link(output), str(recipe_file), **run)
-    asked = given(
+    job = calibration_job(model, options.follow_link(output), str(recipe_file), **run)
+    asked = options.given(
         data=data,
         tokens=tokens,
         length=length,
-        tasks=parse_tasks(tasks),
-        lengths=parse_lengths(lengths),
+        tasks=options.parse_tasks(tasks),
+        lengths=options.parse_lengths(lengths),
         questions=questions,
     )
     evaluation = evaluation_job(model, **asked)
@@ -124,20 +103,14 @@ def regenerate_command(
     add_report(Artifact.open(job.output))
     places: dict[str, Published] = {}
     if to is not None:
-        from rotationzoo.zoo.ownership import check_model
-        from rotationzoo.zoo.push import Destination, check_indexes, push
+        from rotationzoo.zoo.push import Destination
         from rotationzoo.zoo.upload import prepare_upload
 
         artifact = Artifact.open(job.output)
         upload = prepare_upload(artifact, zoo)
-        check_model(artifact)
         # As a pull request, so that a person decides whether to merge it.
-        destination = Destination(zoo, chosen_hubs(to), create_pr=True)
-        if signer is not None:
-            check_indexes(upload, destination, signer)
-        upload = sign_upload(out, upload, tool, anew=sign is not None)
-        with show_progress(out) as progress:
-            places = push(upload, destination, str(job.output), progress, signer)
+        destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
+        _, places = publish(out, artifact, upload, destination, signer, anew=sign is not None)
     show_regenerated(out, job.output, verdict, places)
     if places:
         out.suggest("list", "--repo", zoo)

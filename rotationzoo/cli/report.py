@@ -27,14 +27,15 @@ def report_command(
     ),
     save: Annotated[
         bool,
-        typer.Option(
-            "--save", help="Add the page to the artifact, and its first picture to the card."
-        ),
+        typer.Option("--save", help="Add the page to the artifact, and its chart to the card."),
     ] = False,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of the request whose memory is shown.")
+    ] = 131072,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a page about an artifact: what it keeps, and what it costs.
+    """Write a page to decide by: whether to use an artifact, what it keeps, and what it saves.
 
     It is one file, made from what evaluate --save and validate have stored.
 
@@ -47,7 +48,7 @@ def report_command(
 
     opened = Artifact.open(artifact)
     others = [Artifact.open(folder) for folder in compare or []]
-    report = _draw_report(opened, others)
+    report = _draw_report(opened, others, context=context)
     with files.disk_errors(output):
         files.replace(output, report.html().encode())
     if save:
@@ -58,7 +59,8 @@ def report_command(
         "artifact": str(artifact) if save else None,
         "evaluated": evaluated,
     }
-    out.result(data, str(output), lambda: say(*_lines(output, artifact, save)))
+    added = [f"Added to the artifact: {artifact}"] if save else []
+    out.result(data, str(output), lambda: say(f"Page: {output}", *added))
     if not evaluated:
         suggest_step(out, opened)
     elif not save:
@@ -72,10 +74,12 @@ def add_report(artifact: "Artifact") -> "Artifact":
     return _save_report(artifact, _draw_report(artifact))
 
 
-def _draw_report(artifact: "Artifact", others: Sequence["Artifact"] = ()) -> "Report":
+def _draw_report(
+    artifact: "Artifact", others: Sequence["Artifact"] = (), **options: int
+) -> "Report":
     from rotationzoo.report.page import make_report
 
-    return make_report(artifact, others, _describe_signature(artifact))
+    return make_report(artifact, others, _describe_signature(artifact), **options)
 
 
 def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":
@@ -95,14 +99,8 @@ def _describe_signature(artifact: "Artifact") -> "Badge":
     try:
         finding = check_artifact(artifact, Demand())
     except RotationZooError as error:
-        return Badge("warning", f"Signature refused: {error}".replace(name, "the artifact"))
+        words = f"Signature refused: {error}".replace(name, "the artifact")
+        return Badge("Signature", "warning", words)
     words = finding.note.partition(";")[0].partition(": add --signer")[0]
-    kind: Literal["good", "warning"] = "good" if finding.state == "signed" else "warning"
-    return Badge(kind, words.replace(name, "The artifact"))
-
-
-def _lines(output: Path, artifact: Path, saved: bool) -> list[str]:
-    lines = [f"Page: {output}"]
-    if saved:
-        lines.append(f"Added to the artifact: {artifact}")
-    return lines
+    kind: Literal["good", "plain"] = "good" if finding.state == "signed" else "plain"
+    return Badge("Signature", kind, words.replace(name, "The artifact"))

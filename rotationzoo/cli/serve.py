@@ -9,15 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    Json,
-    ModelName,
-    Quiet,
-    Revision,
-    Rounding,
-    Sink,
-    given,
-)
+from rotationzoo.cli.options import Json, ModelName, Quiet, Revision, Rounding, Sink, given
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.errors import UsageError
 

@@ -6,20 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    ArtifactFolder,
-    Device,
-    DeviceMap,
-    Issuer,
-    Json,
-    MaxMemory,
-    Quiet,
-    RequireSignature,
-    Revision,
-    Signers,
-    TrustConfig,
-)
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -34,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def verify_command(
-    artifact: ArtifactFolder,
+    artifact: options.ArtifactFolder,
     model: Annotated[
         str | None, typer.Option(help="Also check that it was made for this model.")
     ] = None,
@@ -50,16 +38,16 @@ def verify_command(
             metavar="URL", help="Also ask this running vLLM whether it reads these rotations."
         ),
     ] = None,
-    revision: Revision = None,
-    signer: Signers = None,
-    issuer: Issuer = None,
-    require_signature: RequireSignature = False,
-    trust_config: TrustConfig = None,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    revision: options.Revision = None,
+    signers: options.Signers = None,
+    issuer: options.Issuer = None,
+    require_signature: options.RequireSignature = False,
+    trust_config: options.TrustConfig = None,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Check that an artifact is whole, orthogonal and of its model."""
     out = Output(json, quiet)
@@ -70,14 +58,9 @@ def verify_command(
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.cli.artifact_view import suggest_text
-    from rotationzoo.zoo.signing.verify import check_artifact, make_demand
+    from rotationzoo.zoo.signing.verify import SignatureOptions, check_artifact, make_demand
 
-    demand = make_demand(
-        signers=signer or (),
-        issuer=issuer,
-        require_signature=require_signature,
-        trust_config=trust_config,
-    )
+    demand = make_demand(**options.chosen(locals(), SignatureOptions))
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     hush_libraries(models=run)

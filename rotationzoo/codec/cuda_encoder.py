@@ -125,10 +125,7 @@ def quantize(
 
 
 def quantize_with_feedback(
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    group_size: int | None = None,
-    format: Format = SGLANG,
+    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
 ) -> cuda.Packed:
     """Quantize and pack rows `[H, N, D]` on a GPU, as `feedback.quantize` and `int2.pack` do. The
     factor is as in `feedback_encoder`, and refused rows are as in `quantize`."""

@@ -23,10 +23,7 @@ range, and the codes of the smallest error are stored. This takes the place of a
 
 
 def quantize(
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    group_size: int | None = None,
-    format: Format = SGLANG,
+    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
 ) -> Quantized:
     """Quantize rotated rows `[..., H, T, D]` to codes with their scales and offsets.
 
@@ -60,17 +57,6 @@ def quantize(
     return best
 
 
-def round_trip(
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-) -> torch.Tensor:
-    """Restore stored rows as a reader does, float32 `[..., H, T, D]`. The arguments are those
-    of `quantize`."""
-    return int2.dequantize(quantize(rows, factor, group_size, format), format)
-
-
 def _encode(
     rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factor: torch.Tensor, format: Format
 ) -> tuple[Quantized, torch.Tensor]:
@@ -92,14 +78,9 @@ def _encode(
         place = ..., *divmod(channel, dim // groups)
         scale, offset = scales[place], offsets[place]
         target = moved[..., channel]
-        if format.offset == "minimum":
-            steps = (target - offset) / scale
-        else:
-            steps = target / scale + offset
-        code = (steps + 0.5).trunc().clamp(min=0).minimum(largest[channel])
-        if format.offset == "minimum":
-            restored = code * scale + offset
-        else:
+        code = int2.nearest_codes(target, scale, offset, largest[channel], format)
+        restored = code * scale + offset
+        if format.offset != "minimum":
             restored = (code - offset) * scale
         codes[..., channel] = code.to(torch.uint8)
         residual = restored - target

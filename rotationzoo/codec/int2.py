@@ -4,8 +4,8 @@ implementation computes. Codes have 2 bits, or 3, 4 or 8 where a `Format` says s
 A row is one token's keys or values of one KV head, `[..., D]`, already rotated. Everything is
 computed in float32. Each operation is rounded on its own, without fused multiply-add, so that
 another implementation can agree bit by bit. Engines store such rows in slightly different ways,
-which `formats` lists; `clip` decides at which magnitude a row is clamped. The names of both can be
-imported from here. docs/codec.md has the formulas side by side and a worked row.
+which `formats` lists, and its names can be imported from here; `clip` decides at which magnitude a
+row is clamped. docs/codec.md has the formulas side by side and a worked row.
 """
 
 import math
@@ -14,37 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.codec.clip import (
-    bisected_threshold,
-    clip_position,
-    clip_threshold,
-    group_threshold,
-)
-from rotationzoo.codec.formats import FORMATS, SGLANG, SIMULATED, Format, Packing
+from rotationzoo.codec.clip import group_threshold
+from rotationzoo.codec.formats import FORMATS as FORMATS
+from rotationzoo.codec.formats import SGLANG as SGLANG
+from rotationzoo.codec.formats import SIMULATED as SIMULATED
+from rotationzoo.codec.formats import Format as Format
+from rotationzoo.codec.formats import Packing
 from rotationzoo.errors import RotationZooError
-
-__all__ = [
-    "FORMATS",
-    "LARGEST",
-    "METADATA_TYPES",
-    "SGLANG",
-    "SIMULATED",
-    "SMALLEST_RANGE",
-    "Format",
-    "Quantized",
-    "bisected_threshold",
-    "bits_per_element",
-    "check_shape",
-    "clip_position",
-    "clip_threshold",
-    "dequantize",
-    "encode",
-    "group_threshold",
-    "pack",
-    "quantize",
-    "round_trip",
-    "unpack",
-]
 
 LARGEST = 1e18
 """Rows must be finite and must not exceed this magnitude."""
@@ -95,15 +71,25 @@ def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
     """Quantize float32 groups `[..., D / group, group]` that are already clamped."""
     scale, offset = metadata(groups.amin(-1), groups.amax(-1), format)
     group_scale, group_offset = spread(scale, offset, groups.shape[-1], format)
-    if format.offset == "minimum":
-        steps = (groups - group_offset) / group_scale
-    else:
-        steps = groups / group_scale + group_offset
     largest = largest_codes(groups.shape[-2:], format, groups.device)
-    codes = (steps + 0.5).trunc().clamp(min=0).minimum(largest).to(torch.uint8)
+    codes = nearest_codes(groups, group_scale, group_offset, largest, format).to(torch.uint8)
     return Quantized(
         codes.flatten(-2), store_metadata(scale, format), store_metadata(offset, format)
     )
+
+
+def nearest_codes(
+    channels: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    largest: torch.Tensor,
+    format: Format,
+) -> torch.Tensor:
+    """The codes, float32, whose levels are nearest to channels with these scales and offsets."""
+    steps = channels / scale + offset
+    if format.offset == "minimum":
+        steps = (channels - offset) / scale
+    return (steps + 0.5).trunc().clamp(min=0).minimum(largest)
 
 
 def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
@@ -136,17 +122,6 @@ def largest_codes(shape: Sequence[int], format: Format, device: torch.device) ->
     if format.fine_channels:
         largest.view(-1)[-format.fine_channels :] = 2 * format.largest_code + 1
     return largest
-
-
-def round_trip(
-    rows: torch.Tensor,
-    clip: float | torch.Tensor = 1.0,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-) -> torch.Tensor:
-    """Restore stored rows as a reader does, float32 `[..., D]`. The arguments are those of
-    `quantize`."""
-    return dequantize(quantize(rows, clip, group_size, format), format)
 
 
 def pack(codes: torch.Tensor, format: Format) -> torch.Tensor:
@@ -244,6 +219,7 @@ def _word(bits: int) -> tuple[int, int]:
 
 
 def check_values(rows: torch.Tensor) -> None:
+    """Raise `RotationZooError` for rows that are not finite or above `LARGEST`."""
     # `not <=` instead of `>`, so that NaN is refused, too.
     if rows.numel() and not rows.abs().amax() <= LARGEST:
         raise RotationZooError(

@@ -14,10 +14,10 @@ _ALIGNMENT = 16  # bytes: what a GPU loads at once
 class PageLayout:
     """How the keys or values of successive tokens lie in a page: one row of a batch, all KV heads.
 
-    Three sections follow each other, and each starts at a multiple of 16 bytes: codes uint8
-    `[H, P, row bytes]`, scales `[H, P / S, G]`, and the offsets if the format has some, in its type.
-    A block uint8 `[B, bytes]` holds a page for each row of a batch, so that the address of a page is
-    all that a kernel needs.
+    Sections follow each other, and each starts at a multiple of 16 bytes: codes uint8
+    `[H, P, row bytes]`, scales `[H, P / S, G]` and, if the format has some, offsets of the same
+    shape, in the format's type. A block uint8 `[B, bytes]` holds a page for each row of a batch, so
+    that the address of a page is all that a kernel needs.
     """
 
     heads: int

@@ -41,11 +41,11 @@ def rotation_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> C
         )
     changes: Changes = {}
     projections = find_projections(model, geometry, name)
-    for layer, (value, output, first_row) in zip(geometry, projections, strict=True):
+    for layer, (value, output) in zip(geometry, projections, strict=True):
         matrix = artifact.rotations[layer.index].value.matrix.double()
         matrix = matrix.expand(layer.kv_heads, -1, -1)
         for part, tensor in model.get_submodule(value).named_parameters():  # weight and bias
-            changes[f"{value}.{part}"] = Change(tensor.shape, multiply_rows(matrix, first_row))
+            changes[f"{value}.{part}"] = Change(tensor.shape, multiply_rows(matrix))
         shape = model.get_parameter(f"{output}.weight").shape
         # The output projection has a block of columns per query head. With GQA, the query heads of
         # a group all undo the matrix of the same KV head.

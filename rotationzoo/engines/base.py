@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.geometry import Geometry, cached_layers, head_dims
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Payload:
     @property
     def head_dims(self) -> set[int]:
         """All head dimensions, of keys and of values, that occur in any layer."""
-        layers = cached_layers(self.geometry)
-        return {dim for layer in layers for dim in (layer.key_dim, layer.value_dim)}
+        return head_dims(self.geometry)
 
     @property
     def value_or_identity(self) -> SideMatrices:
@@ -80,19 +79,6 @@ class Payload:
         dims = {layer.index: layer.value_dim for layer in cached_layers(self.geometry)}
         matrices = {layer: torch.eye(dims[layer]) for layer in self.key.rotation}
         return SideMatrices(matrices, "identity")
-
-
-@dataclass(frozen=True)
-class Description:
-    """The entries of docs/engines.md about an engine besides its row in `registry`, in
-    Markdown."""
-
-    cache: str
-    """The fork or pull request that implements its 2-bit cache."""
-    reads: str
-    """The files that it reads."""
-    limits: str
-    """Other things that it cannot serve or does differently."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +110,6 @@ class Options:
 class Engine(Protocol):
     """The interface of an engine's module. To add an engine, write such a module in `formats/` and
     add a row to `registry.py`."""
-
-    DESCRIPTION: Description
 
     def check_payload(self, payload: Payload) -> None:
         """Raise `RotationZooError` for what the engine cannot run and no reduction can fix, such as

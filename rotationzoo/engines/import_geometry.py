@@ -112,7 +112,7 @@ def _check_layers(model: str, side: str, content: SideMatrices, geometry: Geomet
 
 def _check_heads(model: str, side: str, content: SideMatrices, layer: Layer) -> None:
     matrix, mean = content.rotation[layer.index], content.mean.get(layer.index)
-    dim = layer.key_dim if side == "key" else layer.value_dim
+    dim = layer.dims[side]
     wrong = matrix.shape[-1] != dim or (matrix.ndim == 3 and len(matrix) != layer.kv_heads)
     if mean is not None and mean.ndim == 2:
         wrong |= len(mean) not in (1, layer.kv_heads)  # one mean may serve all heads

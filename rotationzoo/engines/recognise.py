@@ -122,10 +122,7 @@ def recognise_composition(
 
 
 def _least_contrast(
-    file: RotationFile,
-    candidates: Sequence[str],
-    group_size: int | None,
-    both_orders: bool = False,
+    file: RotationFile, candidates: Sequence[str], group_size: int | None, both_orders: bool = False
 ) -> float | None:
     """The smallest contrast of RoPE pairs when undoing each of the candidate compositions.
 

@@ -69,11 +69,7 @@ ENGINES = {
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", needs_base=True),
     "mlx": Entry("mlx", format="mlx"),
     "transformers": Entry(
-        command="generate",
-        format="sglang",
-        means=("key", "value"),
-        clip="head",
-        feedback=True,
+        command="generate", format="sglang", means=("key", "value"), clip="head", feedback=True
     ),
 }
 ENGINE_NAMES = tuple(ENGINES)

@@ -36,20 +36,15 @@ class Change:
     transform: Transform
 
 
-def multiply_rows(matrix: torch.Tensor, first_row: int = 0) -> Transform:
+def multiply_rows(matrix: torch.Tensor) -> Transform:
     """Multiply what a projection computes for each head by a matrix: rows `x` become `x @ matrix`.
 
-    `matrix`: `[H, D, D]` float64. The parameter is a weight `[H D, in]` or a bias `[H D]`, or has
-    these rows from `first_row` on.
+    `matrix`: `[H, D, D]` float64. The parameter is a weight `[H D, in]` or a bias `[H D]`.
     """
-    heads, dim, _ = matrix.shape
-    rows = slice(first_row, first_row + heads * dim)
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
-        of_heads = tensor[rows].reshape(heads, dim, *tensor.shape[1:])
-        changed = tensor.clone()
-        changed[rows] = torch.einsum("hij,hi...->hj...", matrix, of_heads).flatten(0, 1)
-        return changed
+        of_heads = tensor.unflatten(0, matrix.shape[:2])
+        return torch.einsum("hij,hi...->hj...", matrix, of_heads).flatten(0, 1)
 
     return transform
 

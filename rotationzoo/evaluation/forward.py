@@ -19,7 +19,7 @@ from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
-from rotationzoo.simulation.arm import CacheArm
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
@@ -33,7 +33,7 @@ class CacheReader(Protocol):
     def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **ignored: Any) -> Any: ...
 
 
-Through = Callable[[PreTrainedModel, CacheArm, CacheLayout], CacheReader]
+Through = Callable[[PreTrainedModel, Arm, CacheLayout], CacheReader]
 """`runtime.through_cache.ThroughCache`, which stands above this package: callers hand it in."""
 
 
@@ -42,7 +42,7 @@ class Trial:
     """The settings that every text is run with."""
 
     geometry: Geometry
-    arms: Sequence[CacheArm]
+    arms: Sequence[Arm]
     caches: list[CacheLayout]
     layers: list[int]
     """The layers that read a 2-bit cache."""

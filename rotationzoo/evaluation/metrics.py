@@ -97,7 +97,7 @@ class HeadSums:
         self._add(_ERROR, layer, torch.stack(errors).sum(0), torch.stack(norms).sum(0))
 
     def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
-        """Add the ranges `[B, H, T]` of the rows of a side."""
+        """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
         self._add_mean(_RANGES[side], layer, ranges)
 
     def measure(self, layer: int) -> HeadMeasures:
@@ -160,7 +160,8 @@ class Metrics:
     @property
     def observers(self) -> Observers:
         """The methods that add what a simulation reports."""
-        return Observers(self.add_output, self.add_heads, self.add_kl, self.add_row_range)
+        heads = self._heads
+        return Observers(self.add_output, self.add_heads, self.add_kl, heads.add_row_range)
 
     def add_losses(self, losses: torch.Tensor) -> None:
         """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""
@@ -196,10 +197,6 @@ class Metrics:
         # All layers sample the same queries, so counting them in the first layer is enough.
         if layer == self.layers[0]:
             self._sampled.append(member.sum(0).expand(len(divergence), -1))
-
-    def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
-        """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
-        self._heads.add_row_range(layer, side, ranges)
 
     @property
     def tokens(self) -> int:

@@ -115,10 +115,7 @@ def judge_answers(
         outcome = _outcome_of(each)
         comparisons.append(AnswerComparison(arm=arm, other=other, outcome=outcome, **dict(each)))
     return AnswerVerdict(
-        questions=sum(prompts),
-        prompts=len(prompts),
-        level=LEVEL,
-        comparisons=comparisons,
+        questions=sum(prompts), prompts=len(prompts), level=LEVEL, comparisons=comparisons
     )
 
 

@@ -52,12 +52,6 @@ class Moment:
             return self
         return Moment(self.second.to(device), self.first.to(device), self.weight.to(device))
 
-    def transformed(self, matrix: torch.Tensor) -> "Moment":
-        """The moment of the rows `x @ matrix`, with one matrix per head: `[H, D, D]`."""
-        matrix = matrix.to(self.second)
-        first = (self.first[:, None] @ matrix)[:, 0]
-        return Moment(matrix.mT @ self.second @ matrix, first, self.weight)
-
     def __add__(self, other: "Moment") -> "Moment":
         return Moment(
             self.second + other.second, self.first + other.first, self.weight + other.weight
@@ -73,12 +67,6 @@ class Moment:
     def mean(self) -> torch.Tensor:
         """Mean row, `[H, D]`."""
         return self.first / self.weight[:, None]
-
-    @property
-    def covariance(self) -> torch.Tensor:
-        """Second moment about the mean, `[H, D, D]`, exactly symmetric."""
-        mean = self.mean
-        return self.second_moment - mean[:, :, None] * mean[:, None, :]
 
 
 def to_raw(statistics: Statistics) -> dict[str, torch.Tensor]:

@@ -41,6 +41,12 @@ class Layer:
     nothing. None where this was not tried: for files imported without a model."""
 
     @property
+    def dims(self) -> dict[str, int]:
+        """The dimensions of a head's queries, attention outputs, keys and values."""
+        key, value = self.key_dim, self.value_dim
+        return {"query": key, "output": value, "key": key, "value": value}
+
+    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.query_heads // self.kv_heads
@@ -168,10 +174,7 @@ def _run(
 
 
 def _layer(
-    name: str,
-    index: int,
-    calls: Mapping[int, _Call],
-    stored: Mapping[int, tuple[_Shape, _Shape]],
+    name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, tuple[_Shape, _Shape]]
 ) -> Layer:
     """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
     call = calls[index]

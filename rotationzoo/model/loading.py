@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from rotationzoo.errors import (
-    ModelUnavailable,
-    UnsupportedModel,
-    UsageError,
-    as_unavailable,
-)
+from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.model.files import check_count, read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory

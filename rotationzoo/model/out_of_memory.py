@@ -43,10 +43,6 @@ class RowLimit:
     def __init__(self) -> None:
         self.rows: int | None = None
 
-    def cut(self, batch: int) -> int:
-        """The rows of a pass where a job asks for `batch` of them."""
-        return batch if self.rows is None else min(batch, self.rows)
-
     def run(
         self, ids: torch.Tensor, forward: Callable[[torch.Tensor], None], keep: Callable[[], Undo]
     ) -> None:

@@ -79,8 +79,7 @@ def limit_chunks(
             )
         if seconds is not None and time.monotonic() - started > seconds:
             raise HubError(
-                f"{what} sent no more than {received:,} bytes in {seconds:.0f} s",
-                hint=NETWORK_HINT,
+                f"{what} sent no more than {received:,} bytes in {seconds:.0f} s", hint=NETWORK_HINT
             )
         yield chunk
 

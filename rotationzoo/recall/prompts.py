@@ -10,15 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recall.exercises import (
-    POOLS,
-    QUOTE,
-    TASKS,
-    Asked,
-    Block,
-    Exercise,
-    write_exercise,
-)
+from rotationzoo.recall.exercises import POOLS, QUOTE, TASKS, Asked, Block, Exercise, write_exercise
 from rotationzoo.text.rows import start_tokens
 
 _QUOTE_CUE, _QUOTED = 12, 16  # tokens of the passage that are given, and that are asked for

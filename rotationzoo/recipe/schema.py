@@ -128,11 +128,10 @@ class Recipe(Section):
     """Also store how errors of keys and of values count, so that a writer of the cache can choose
     the codes of a row together, each making up for the errors of others. Readers and formats stay
     the same."""
-    whitening: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """How far keys and values are whitened before they are rotated: by their covariance to the
-    power of minus half of this. 1 makes all channels of the calibration text vary alike, and .5
-    goes half the way. It takes a reader that multiplies queries and outputs by another matrix than
-    the writer's, as caches of our own do."""
+    whiten: bool = False
+    """With `feedback`, also store matrices that keys and values are multiplied by before they are
+    rotated, so that their channels vary alike. Queries and outputs are then multiplied by other
+    matrices than the rotations."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are
     never quantized."""

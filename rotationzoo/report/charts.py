@@ -1,8 +1,10 @@
-"""Charts: bars as Vega-Lite, drawn on this machine as SVG for pages and as PNG for model cards."""
+"""The chart of answers over memory as Vega-Lite, drawn on this machine as SVG for pages and as PNG
+for model cards."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
@@ -14,20 +16,29 @@ Chart = dict[str, Any]
 _INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
 _FONT = "Arial, Helvetica, sans-serif"
 _TEXT = {"labelColor": _INK, "titleColor": _INK, "labelFont": _FONT, "titleFont": _FONT}
+# The size is fixed, because Vega measures text in one font and browsers show it in another. The
+# room for text is what it takes in the widest font of an operating system. All are pixels.
+_WIDTH, _LEFT, _TOP, _BOTTOM = 332, 38, 10, 36  # as wide as a phone
+_LEAST_PLOT, _LEAST_HEIGHT = 112, 176
+_SIZE, _LINE, _TITLE, _TITLE_LINE = 11, 14, 13, 18  # of text and of its lines
+_ELBOW, _LABEL = 5, 18  # where leaders bend and end, right of the plot
+_WIDEST = (_WIDTH - _LEFT - _LEAST_PLOT - _LABEL) / _SIZE  # of a line of a label, in ems
+_LINES = 2  # of a label
 # A limit of 0 is none: Vega would measure each text once more, and that takes most of its time.
 # Axes are hidden from screen readers, because the label of every mark says it all.
 CONFIG: dict[str, Any] = {
     "background": None,
-    "padding": 4,
+    "autosize": "none",
     "font": _FONT,
     "view": {"stroke": None},
     "axis": {
         **_TEXT,
         "aria": False,
         "labelLimit": 0,
-        "labelFontSize": 11,
-        "titleFontSize": 11,
+        "labelFontSize": _SIZE,
+        "titleFontSize": _SIZE,
         "titleFontWeight": "normal",
+        "titleAnchor": "start",
         "domainColor": _INK,
         "domainOpacity": 0.4,
         "tickColor": _INK,
@@ -35,15 +46,29 @@ CONFIG: dict[str, Any] = {
         "gridColor": _INK,
         "gridOpacity": 0.12,
     },
-    "text": {"font": _FONT, "fontSize": 11, "fill": _INK},
-    "title": {"color": _INK, "font": _FONT, "fontSize": 13, "anchor": "start"},
+    "text": {
+        "font": _FONT,
+        "fontSize": _SIZE,
+        "lineHeight": _LINE,
+        "lineBreak": "\n",
+        "fill": _INK,
+    },
+    "title": {
+        "color": _INK,
+        "font": _FONT,
+        "fontSize": _TITLE,
+        "lineHeight": _TITLE_LINE,
+        "anchor": "start",
+        "frame": "group",
+    },
 }
 # Vega describes a mark's kind to screen readers, which the words of its label make superfluous.
 _KIND = re.compile(r' aria-roledescription="[^"]*"')
 _PNG_SCALE = 2  # pixels per unit, for screens of today
 _ACCENT, _PLAIN = "#0072B2", "#7f868f"
-_BAR_WIDTH, _STEP, _NAME = 130, 26, 110  # pixels; with name and words as wide as a phone
-_GAP = 8
+# Ems of a character in bold DejaVu Sans, the widest of the usual fonts: small ones, and others.
+_SMALL, _LARGE, _FOREIGN = 0.72, 1.1, 1.3
+_SMALL_ONES = frozenset("abcdefghijklnopqrstuvxyz0123456789 .,:;-_/|()[]'")
 
 
 def draw_inline(chart: Chart, words: str) -> str:
@@ -56,58 +81,129 @@ def draw_inline(chart: Chart, words: str) -> str:
 
 def draw_png(chart: Chart, title: str) -> bytes:
     """A PNG file with a title, black on white."""
-    config = {**CONFIG, "background": "white", "padding": 12}
-    titled = {**chart, "title": title, "config": config}
+    lines = _break(title, (_WIDTH - 2 * _TOP) / _TITLE)
+    padding = {**chart["padding"], "top": 2 * _TOP + _TITLE_LINE * len(lines)}
+    text = {"text": lines, "offset": _TOP, "dx": _TOP - _LEFT}
+    config = {**CONFIG, "background": "white"}
+    titled = {**chart, "title": text, "padding": padding, "config": config}
     return vl_convert.vegalite_to_png(titled, scale=_PNG_SCALE)
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One bar. `low` and `high` are the ends of its error bar, where an error is known."""
+class Point:
+    """One cache: the memory that it takes, and the share of questions that are answered from it,
+    with its interval where it is shown."""
 
     name: str
-    value: float
-    words: str
-    """The value as people read it."""
+    memory: float
+    share: float
+    percent: str
+    """The share as people read it."""
     accent: bool = False
-    low: float | None = None
-    high: float | None = None
+    interval: tuple[float, float] | None = None
 
 
-def draw_bars(
-    bars: Sequence[Bar],
-    scale: str,
-    limits: tuple[float, float] | None = None,
-    format: str | None = None,
-) -> Chart:
-    """A chart of bars from top to bottom, as they are given. `scale`: the title of the axis, with
-    its unit. `limits`: its ends; by default it begins at 0 and holds all bars. `format`: of the
-    axis' numbers, as d3 writes it."""
+def draw_answers(points: Sequence[Point], unit: str) -> Chart:
+    """A chart of the `points`, each with its label at the right, in the order of shares.
+
+    `unit`: what the memory of a point counts, which is the title of the axis.
+    """
+    ranked = sorted(points, key=lambda point: (-point.share, -point.memory, not point.accent))
+    labels = [_wrap(point.name, point.percent) for point in ranked]
+    heights = [_LINE * len(lines) for lines in labels]
+    height = max(_LEAST_HEIGHT, sum(heights))
+    tops = [height * (1 - point.share) - _LINE / 2 for point in ranked]
     rows = []
-    for bar in bars:
-        colour = _ACCENT if bar.accent else _PLAIN
-        rows.append({**asdict(bar), "label": f"{bar.name}: {bar.words}", "colour": colour})
-    names = altair.Axis(labelLimit=_NAME, labelPadding=6, ticks=False)
-    base = altair.Chart(altair.Data(values=rows)).encode(
-        y=altair.Y("name:N", sort=None, title=None, axis=names)
+    for point, lines, top in zip(ranked, labels, _spread(tops, heights, height), strict=True):
+        words = f"{point.name}: {point.percent} at {point.memory:.3g} {unit}"
+        drawn = {
+            "label": "\n".join(lines),
+            "place": 1 - (top + _LINE / 2) / height,
+            "words": words,
+            "color": _ACCENT if point.accent else _PLAIN,
+        }
+        rows.append({**asdict(point), **drawn})
+    # What is judged covers others that have the same share in the same bytes.
+    rows.sort(key=itemgetter("accent"))
+    widest = _SIZE * max(_measure(line) for lines in labels for line in lines)
+    width = round(_WIDTH - _LEFT - _LABEL - widest)
+    padding = {"left": _LEFT, "right": _WIDTH - _LEFT - width, "top": _TOP, "bottom": _BOTTOM}
+    chart = altair.layer(*_draw_marks(rows, unit, width)).properties(width=width, height=height)
+    return {**chart.to_dict(), "padding": padding}
+
+
+def _draw_marks(rows: list[dict[str, Any]], unit: str, width: int) -> list[altair.Chart]:
+    """Leaders, the interval, points and labels of the `rows`, one above the other."""
+    base = altair.Chart(altair.Data(values=rows))
+    shares = altair.Axis(values=[0, 0.5, 1], format="~%", title=None)
+    sizes = altair.Axis(tickCount=3, grid=False, title=unit)
+    x = altair.X("memory:Q", scale=altair.Scale(zero=True, nice=False), axis=sizes)
+    y = altair.Y("share:Q", scale=altair.Scale(domain=[0, 1]), axis=shares)
+    elbow, end = width + _ELBOW, width + _LABEL
+    leader = base.mark_rule(aria=False, color=_INK, opacity=0.3)
+    marks = [
+        leader.encode(x=x, x2=altair.X2Value(elbow), y=y),
+        leader.encode(
+            x=altair.XValue(elbow), x2=altair.X2Value(end - 3), y=y, y2=altair.Y2("place:Q")
+        ),
+        base.transform_filter("datum.interval !== null")
+        .transform_calculate(low="datum.interval[0]", high="datum.interval[1]")
+        .mark_rule(aria=False, color=_ACCENT, strokeWidth=5, opacity=0.45)
+        .encode(x=x, y=altair.Y("low:Q"), y2=altair.Y2("high:Q")),
+    ]
+    bold = altair.expr("datum.accent ? 'bold' : 'normal'")
+    points = base.mark_circle(size=70, opacity=1).encode(
+        x=x,
+        y=y,
+        color=altair.Color("color:N", scale=None),
+        description=altair.Description("words:N"),
     )
-    domain = altair.Scale() if limits is None else altair.Scale(domain=list(limits))
-    axis = altair.Axis(tickCount=3) if format is None else altair.Axis(tickCount=3, format=format)
-    drawn = base.mark_bar(height=14).encode(
-        x=altair.X("value:Q", title=scale, scale=domain, axis=axis),
-        color=altair.Color("colour:N", scale=None),
-        description=altair.Description("label:N"),
+    text = base.mark_text(aria=False, align="left", baseline="middle", fontWeight=bold).encode(
+        x=altair.XValue(end), y=altair.Y("place:Q"), text=altair.Text("label:N")
     )
-    errors = (
-        base.transform_filter("datum.low !== null")
-        .mark_rule(aria=False, color="currentColor", strokeWidth=1.5)
-        .encode(x=altair.X("low:Q"), x2=altair.X2("high:Q"))
-    )
-    words = base.mark_text(aria=False, align="left").encode(
-        x=altair.XValue(_BAR_WIDTH + _GAP), text=altair.Text("words:N")
-    )
-    chart = altair.layer(drawn, errors, words).properties(
-        width=_BAR_WIDTH, height=_STEP * len(rows)
-    )
-    specification: Chart = chart.to_dict()
-    return specification
+    return [*marks, points, text]
+
+
+def _spread(wanted: Sequence[float], heights: Sequence[float], room: float) -> list[float]:
+    """The tops of labels from top to bottom, near the `wanted` ones: none overlaps the next, and
+    all are in the `room`, which holds them."""
+    tops, end = [], 0.0
+    for top, height in zip(wanted, heights, strict=True):
+        tops.append(max(top, end))
+        end = tops[-1] + height
+    end = room
+    for index in reversed(range(len(tops))):
+        tops[index] = min(tops[index], end - heights[index])
+        end = tops[index]
+    return tops
+
+
+def _wrap(name: str, percent: str) -> list[str]:
+    """A label in lines that fit in any font; a name that is too long for them loses its middle."""
+    shown, kept = " ".join(name.split()), len(name)
+    while len(lines := _break(f"{shown} {percent}", _WIDEST)) > _LINES:
+        kept -= 1
+        cut = f"{name[: kept - kept // 2]}\u2026{name[len(name) - kept // 2 :]}"
+        shown = " ".join(cut.split())
+    return lines
+
+
+def _break(words: str, widest: float) -> list[str]:
+    """Words in lines of at most so many ems, which end at a mark between words if there is one."""
+    lines, line = [], ""
+    for character in words:
+        if _measure(line + character) > widest:
+            end = max(line.rfind(mark) for mark in " +-_/") + 1 or len(line)
+            lines.append(line[:end].rstrip())
+            line = line[end:]
+        line += character
+    return [*lines, line]
+
+
+def _measure(words: str) -> float:
+    """Ems that some words take in the widest font."""
+    width = 0.0
+    for character in words:
+        large = _LARGE if character.isascii() else _FOREIGN
+        width += _SMALL if character in _SMALL_ONES else large
+    return width

@@ -1,10 +1,12 @@
-"""Commands that cards and pages name: the one that makes an artifact again, and the ones that serve
-it."""
+"""Commands that cards and pages name: the one that makes an artifact again, and those that follow
+from a decision."""
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
+from rotationzoo.artifact.scores import Decision
 from rotationzoo.errors import UsageError
 from rotationzoo.recipe import (
     PRESETS,
@@ -53,6 +55,41 @@ def _name(model: Model) -> str:
     if model.config_sha256 is None:
         return "MODEL"
     return model.id if model.revision or model.id == "demo" else "MODEL"
+
+
+def decided_words(decision: Decision, model: Sequence[str], artifact: str) -> list[str] | None:
+    """The words after `rotationzoo` for what a decision calls for before an artifact is used; None
+    where it calls for nothing.
+
+    `model`: its name and, where it needs one, the option for its revision.
+    """
+    if decision.action == "hadamard":
+        return ["calibrate", *model, "--recipe", "hadamard"]
+    if decision.action == "identity":
+        return ["generate", *model, "--rotations", "none"]
+    if decision.more_questions is not None:
+        asked = ["--questions", str(decision.more_questions), "--seed", "1"]
+        return ["evaluate", *model, artifact, *asked, "--save"]
+    return None
+
+
+def use_commands(manifest: Manifest, decision: Decision | None) -> list[str]:
+    """The commands that fit the decision on an artifact in FOLDER; None stands for no decision."""
+    name = _name(manifest.model)
+    prompt = [] if name == "demo" else ["--prompt", "Once upon a time"]
+    generate = ["generate", name, "--rotations", "FOLDER", *prompt]
+    measure = ["evaluate", name, "FOLDER", "--save"]
+    if decision is None or decision.action == "ask":
+        more = decision and decided_words(decision, [name], "FOLDER")
+        commands = [more or measure, generate]
+    elif words := decided_words(decision, [name], "FOLDER"):
+        commands = [words]
+    elif decision.action == "use":
+        serve = ["serve", name, "--rotations", "FOLDER"]
+        commands = [serve, ["export", "FOLDER", "--for", "sglang"], generate]
+    else:
+        commands = [[*generate, "--compare"]]
+    return [shlex.join(["rotationzoo", *words]) for words in commands]
 
 
 def reproduce_command(manifest: Manifest) -> str | None:

@@ -79,15 +79,20 @@ def describe_conditions(measured: Measured) -> str:
     )
 
 
-def list_caveats(measured: Measured, layers: list[int]) -> list[str]:
-    """Sentences on what of a model with these cached `layers` was in 2 bits, on what the arms are,
-    and what else the evaluation noted."""
-    caveats = []
+def list_exact_parts(measured: Measured, layers: Iterable[int]) -> list[str]:
+    """Sentences on what of a model with these cached `layers` was not in few bits."""
+    parts = []
     if set(measured.sides) != set(SIDES):
-        caveats.append(f"Only {measured.sides[0]}s were in 2 bits; the others stayed exact.")
+        parts.append(f"Only {measured.sides[0]}s were in 2 bits; the others stayed exact.")
     exact = [str(layer) for layer in layers if layer not in measured.layers]
     if measured.layers and exact:
-        caveats.append(f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact.")
+        parts.append(f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact.")
+    return parts
+
+
+def list_caveats(measured: Measured) -> list[str]:
+    """Sentences on what the arms are, and what else the evaluation noted."""
+    caveats = []
     if len(measured.windows) > 1:
         others = [f"{window.sink}/{window.recent}" for window in measured.windows[1:]]
         caveats.append(f"Also evaluated, and not shown: windows {', '.join(others)}.")

@@ -1,7 +1,7 @@
-"""The parts of a page: sections with words, pictures and the tables behind them."""
+"""The parts of a page: sections with words, a picture, commands and tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from markupsafe import Markup
@@ -12,16 +12,10 @@ from rotationzoo.report.tables import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its numbers. `name` is that of its place on the page."""
+    """A picture with its title."""
 
-    name: str
+    title: str
     chart: Chart
-    table: Table
-
-    @property
-    def title(self) -> str:
-        """The title of both."""
-        return self.table.title
 
     @cached_property
     def svg(self) -> Markup:
@@ -29,18 +23,21 @@ class Figure:
         return Markup(draw_inline(self.chart, self.title))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page: a heading, paragraphs, pictures, and tables that are always visible."""
+    """A part of a page: a heading, and what stands below it in this order."""
 
     anchor: str
     title: str
-    lead: str = field(default="", kw_only=True)
+    lead: str = ""
     """The conclusion, set apart."""
     words: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
-    listed: Sequence[str] = field(default=())
+    """Paragraphs."""
+    facts: Sequence[tuple[str, str]] = ()
+    """Names and values."""
+    listed: Sequence[str] = ()
     """Sentences shown as a list."""
+    figure: Figure | None = None
     commands: Sequence[str] = ()
     """Commands to copy."""
+    tables: Sequence[Table] = ()

@@ -4,7 +4,7 @@ scripts inside."""
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,79 +13,73 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
+from rotationzoo.model.geometry import cached_layers
 from rotationzoo.report.arms import gather_arms
 from rotationzoo.report.charts import draw_png
-from rotationzoo.report.commands import model_title, name_in_commands
-from rotationzoo.report.figures import Figure, Section
+from rotationzoo.report.commands import model_title, use_commands
+from rotationzoo.report.figures import Section
+from rotationzoo.report.memory import Request, describe_memory, layout_of
 from rotationzoo.report.origin import (
     Badge,
     describe_identity,
     describe_making,
-    describe_memory,
-    describe_use,
     validation_badge,
 )
-from rotationzoo.report.results import ANSWERED, DECISION, describe_decision
+from rotationzoo.report.results import VERDICT, describe_measurement, describe_verdict
+from rotationzoo.simulation.size import CONTEXT, bits_per_element
 
 _FOLDER = Path(__file__).parent
-_UNMEASURED = (
-    "Nothing has been measured of what these rotations keep and cost. To measure it and to see it "
-    "here, run: rotationzoo evaluate {} ARTIFACT --save"
-)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The content of a report on an artifact."""
+    """The content of a report on an artifact: the section to decide by, and those that readers
+    unfold."""
 
     model: str
-    recipe: str
-    identity: list[tuple[str, str]]
     badges: list[Badge]
-    sections: list[Section]
+    verdict: Section
+    folded: list[Section]
     version: str
-
-    @property
-    def figures(self) -> list[Figure]:
-        """The pictures of all sections, in their order."""
-        return [figure for section in self.sections for figure in section.figures]
 
     def html(self) -> str:
         """The page, as one file."""
-        return render_page("report.html.jinja", report=self)
+        return render_page("report.html.jinja", ("page.js",), report=self)
 
 
 def make_report(
-    artifact: Artifact, others: Sequence[Artifact] = (), signature: Badge | None = None
+    artifact: Artifact,
+    others: Sequence[Artifact] = (),
+    signature: Badge | None = None,
+    context: int = CONTEXT,
 ) -> Report:
     """A report from what is stored in an artifact, with the arms of `others` next to its own where
-    they were measured in the same way. No model is read. `signature`: what is known of it, which
-    is a matter of the zoo.
+    they were measured in the same way. No model is read.
+
+    - `signature`: what is known of it, which is a matter of the zoo;
+    - `context`: tokens of the request whose memory is shown.
 
     Raises `RotationZooError` for a damaged file.
     """
-    arms = gather_arms(artifact, others)
-    model = artifact.manifest.model
-    decision = Section("decide", DECISION, [_UNMEASURED.format(name_in_commands(model))])
-    format = None
-    if arms is not None:
-        format = arms.evaluation.format
-        decision = describe_decision(arms)
-    sections = [
-        decision,
-        describe_memory(artifact, format),
-        describe_use(artifact),
-        describe_making(artifact),
-    ]
-    badges = [validation_badge(artifact.manifest.metrics.validation)]
-    if signature is not None:
-        badges.insert(0, signature)
+    arms, measured = gather_arms(artifact, others), artifact.measured
+    request = Request.measured_on(artifact, measured, context)
+    validation = validation_badge(artifact.manifest.metrics.validation)
+    badges = [badge for badge in (signature, validation) if badge is not None]
+    folded = [describe_memory(artifact, measured, context), describe_identity(artifact, badges)]
+    decision = None
+    if arms is None:
+        bits = bits_per_element(artifact.geometry, layout_of(artifact, None), context)
+        words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
+        verdict = Section(anchor="verdict", title=VERDICT, lead="Measure them first.", words=words)
+    else:
+        layers = [layer.index for layer in cached_layers(artifact.geometry)]
+        verdict, decision = describe_verdict(arms, request, layers), arms.decision
+        folded.insert(0, describe_measurement(arms))
     return Report(
-        model=model_title(model),
-        recipe=artifact.recipe.name,
-        identity=describe_identity(artifact),
-        badges=badges,
-        sections=sections,
+        model=model_title(artifact.manifest.model),
+        badges=[badge for badge in badges if badge.kind != "plain"],
+        verdict=replace(verdict, commands=use_commands(artifact.manifest, decision)),
+        folded=[*folded, describe_making(artifact)],
         version=artifact.manifest.versions.rotationzoo,
     )
 
@@ -93,9 +87,8 @@ def make_report(
 def files_of_report(report: Report) -> dict[str, bytes]:
     """The page and the card's picture, as files of an artifact."""
     added = {REPORT: report.html().encode()}
-    for figure in report.figures:
-        if figure.name == ANSWERED:
-            added[ANSWERS] = draw_png(figure.chart, figure.title)
+    if figure := report.verdict.figure:
+        added[ANSWERS] = draw_png(figure.chart, figure.title)
     return added
 
 
@@ -104,7 +97,7 @@ def files_of_report(report: Report) -> dict[str, bytes]:
 
 def render_page(
     template: str,
-    scripts: tuple[str, ...] = ("page.js",),
+    scripts: tuple[str, ...] = (),
     folders: tuple[Path, ...] = (),
     **values: Any,
 ) -> str:

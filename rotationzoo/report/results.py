@@ -1,84 +1,91 @@
-"""The section of a page on what rotations keep and cost: answers and perplexity, and the tables of
-the evaluation."""
+"""The sections of a page on what rotations keep and cost: the verdict with its chart, and the
+tables of the evaluation."""
 
-from rotationzoo.artifact.scores import RecallDetails
+from collections.abc import Iterable
+
 from rotationzoo.report.arms import EXACT, Arms
-from rotationzoo.report.charts import Bar, draw_bars
-from rotationzoo.report.conditions import describe_conditions
+from rotationzoo.report.charts import Point, draw_answers
+from rotationzoo.report.conditions import describe_conditions, list_caveats, list_exact_parts
 from rotationzoo.report.figures import Figure, Section
-from rotationzoo.report.tables import Table, evaluation_tables
-from rotationzoo.words import change, counted, percent, perplexity
+from rotationzoo.report.memory import Request
+from rotationzoo.report.tables import evaluation_tables, share_words
+from rotationzoo.simulation.size import EXACT_BITS
+from rotationzoo.words import numbers, percent
 
-DECISION = "What it keeps, and what it costs"
-ANSWERED = "answers"
-"""The name of the picture that a card shows, too."""
+VERDICT = "Verdict"
+_UNDECIDED = "ask", "nothing"
 
 
-def describe_decision(arms: Arms) -> Section:
-    """The first section: answers, cost and bits of every arm, and the verdict."""
-    evaluation = arms.evaluation
-    named = {}
-    for arm in arms.shown:
-        # The verdict calls an arm by its name, and the pictures by its label.
-        label = arm.label if arm.label == arm.name else f"{arm.label} [{arm.name}]"
-        named[label] = arm.figures
-    tables = evaluation_tables(evaluation, evaluation.window.model_copy(update={"arms": named}))
-    words, pictures = evaluation.window.verdict.words, [_draw_perplexity(arms)]
-    if answers := _draw_answers(arms):
-        pictures.insert(0, answers)
+def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Section:
+    """The first section: what to do and why, the memory that it saves, and the chart.
+
+    `layers`: all that have a cache, if they are known.
+    """
+    measured = arms.evaluation
+    decision = arms.decision
+    reasons, lead = list(measured.window.verdict.words), ""
+    if decision is not None and decision.words:
+        *reasons, lead = decision.words
+        lead = f"Undecided. {lead}" if decision.action in _UNDECIDED else lead
+    if arms.chosen is not None:
+        reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
+    reasons += list_exact_parts(measured, layers)
+    if arms.left_out:
+        reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
     return Section(
-        "decide",
-        DECISION,
-        [describe_conditions(evaluation)],
-        pictures,
-        tables,
-        [*words[3:], *arms.notes],
-        lead=" ".join(words[:3]),
+        anchor="verdict",
+        title=VERDICT,
+        lead=lead,
+        words=reasons,
+        figure=_draw_answers(arms, request),
     )
 
 
-def _recalls(arms: Arms) -> dict[str, RecallDetails]:
-    """The answers of the exact model and of every arm that was asked, by label."""
-    recalls = {EXACT: arms.evaluation.exact.all_tasks}
-    recalls |= {arm.label: arm.figures.all_tasks for arm in arms.shown}
-    return {label: recall for label, recall in recalls.items() if recall is not None}
+def describe_measurement(arms: Arms) -> Section:
+    """How the evaluation was run, and all of its tables."""
+    measured = arms.evaluation
+    named = {}
+    for label, arm in arms.shown.items():
+        # The comparisons of the verdict call a baseline by its name in the evaluation.
+        is_named = label.lower() == arm.name.lower()
+        named[label if is_named else f"{label} [{arm.name}]"] = arm
+    window = measured.window.model_copy(update={"arms": named})
+    return Section(
+        anchor="measured",
+        title="How it was measured, in numbers",
+        words=[describe_conditions(measured)],
+        tables=evaluation_tables(measured, window),
+        listed=list_caveats(measured),
+    )
 
 
-def _draw_answers(arms: Arms) -> Figure | None:
-    """The share of questions that each arm answers, as bars; None if no question was asked."""
-    own_labels = {arm.label for arm in arms.shown if arm.is_own}
-    bars, rows = [], []
-    for label, recall in _recalls(arms).items():
-        share, error = recall.share, recall.standard_error.get("answered")
-        words = f"{recall.answered} of {recall.questions}"
-        low, high = (None, None) if not error else (max(0, share - error), min(1, share + error))
-        bars.append(Bar(label, share, words, label in own_labels, low, high))
-        counts = [str(recall.answered), str(recall.questions)]
-        rows.append([label, *counts, percent(share, 1), percent(error, 1)])
-    if not bars:
+def _draw_answers(arms: Arms, request: Request) -> Figure | None:
+    """The share of questions that is answered from each cache, over its memory; None if no question
+    was asked, or the exact model can answer none."""
+    measured = arms.evaluation
+    exact, decision = measured.exact.all_tasks, arms.decision
+    if exact is None or not exact.answered:
         return None
-    columns = ["", "answered", "questions", "share", "standard error"]
-    chart = draw_bars(bars, "share of questions answered", (0, 1), "~%")
-    title = "Questions answered (± one standard error over prompts)"
-    return Figure(ANSWERED, chart, Table(title, columns, rows))
-
-
-def _draw_perplexity(arms: Arms) -> Figure:
-    """The increase of perplexity of every arm as bars, with standard errors over texts."""
-    texts = arms.evaluation.window.verdict.texts
-    precision = "a single text, without standard errors"
-    if texts > 1:
-        precision = f"± one standard error over {counted(texts, 'text')}"
-    bars, rows = [], []
-    for arm in arms.shown:
-        cost = arm.figures.perplexity_increase
-        error = arm.figures.standard_error.get("perplexity_increase")
-        low, high = (None, None) if error is None else (cost - error, cost + error)
-        bars.append(Bar(arm.label, cost, change(cost, error=error), arm.is_own, low, high))
-        figures = [perplexity(arm.figures.perplexity), change(cost, 3), percent(error, 3)]
-        rows.append([arm.label, *figures])
-    columns = ["", "perplexity", "increase", "standard error"]
-    chart = draw_bars(bars, "increase over the exact model", format="~%")
-    return Figure(
-        "perplexity", chart, Table(f"Increase of perplexity ({precision})", columns, rows)
-    )
+    scale, unit = request.scale
+    best = exact.share
+    points = [Point(EXACT, EXACT_BITS * scale, best, percent(best))]
+    for label, arm in arms.shown.items():
+        if (recall := arm.all_tasks) is None:
+            continue
+        is_chosen, interval = arm is arms.chosen, None
+        share = min(recall.share, best)
+        if is_chosen and decision is not None and decision.interval and decision.kept:
+            # The decision's interval is of the answers that are kept, in whose place all stand.
+            low, high = (end * share / decision.kept for end in decision.interval)
+            interval = low, min(high, 1.0)
+        point = Point(
+            name=label,
+            memory=request.arm_bits(arm, measured) * scale,
+            share=share,
+            percent=share_words(recall, best),
+            accent=is_chosen,
+            interval=interval,
+        )
+        points.append(point)
+    title = f"Questions answered (prompts of {numbers(measured.tasks.lengths)} tokens)"
+    return Figure(title, draw_answers(points, unit))

@@ -61,7 +61,7 @@ def recall_table(models: Mapping[str, Recall]) -> Table:
     """The answers of the exact model and of every arm to all tasks."""
     rows, most = [], models[EXACT].share
     for label, recall in models.items():
-        answered = _share(recall, most, 1, recall.standard_error.get("answered"))
+        answered = share_words(recall, most, 1, recall.standard_error.get("answered"))
         error = recall.standard_error.get("log_probability")
         rows.append([label, answered, nats(recall.log_probability, error)])
     return Table("recall: all tasks", ["arm", "answered", "log probability"], rows)
@@ -148,10 +148,10 @@ def comparison_table(verdict: Verdict) -> Table:
 
 
 def _score(score: Score, most: Score) -> str:
-    return f"{_share(score, most.share)} {score.log_probability:.1f}"
+    return f"{share_words(score, most.share)} {score.log_probability:.1f}"
 
 
-def _share(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
+def share_words(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
     """The share answered. A cache in 2 bits is not shown as better than the exact one, whose share
     is `most`: it answers no fewer, and more by chance."""
     if score.share > most:

@@ -79,11 +79,7 @@ def continue_prompt(
     stop = LENGTH
     stream.start()
     try:
-        with (
-            _errors(job),
-            _prompt_progress(model, len(prompt.ids), progress),
-            _seeded(job),
-        ):
+        with _errors(job), _prompt_progress(model, len(prompt.ids), progress), _seeded(job):
             untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),

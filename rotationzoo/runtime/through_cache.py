@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.errors import RotationZooError
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm, CacheArm
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 
 
@@ -22,10 +21,7 @@ class ThroughCache:
     anything is quantized, which takes as many calls as there are tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, arm: CacheArm, layout: CacheLayout):
-        """Raises `RotationZooError` for an arm that no real cache can store."""
-        if not isinstance(arm, Arm):
-            raise RotationZooError(f"{arm.name} is only simulated", hint="leave out --real-cache")
+    def __init__(self, model: PreTrainedModel, arm: Arm, layout: CacheLayout):
         self.model, self.layout = model, layout
         self.settings = CacheSettings(arm, layout)
         self.device = model.device

@@ -1,11 +1,10 @@
 """One arm of a comparison: rotations under test, and what a cache that uses them returns.
 
-`CacheArm` is what a simulation asks of an arm. `Arm` is the one that stores rows as an artifact's
-rotations and an engine's format have it.
+`Arm` stores rows as an artifact's rotations and an engine's format have it. `kivi` overrides it.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 import torch
 
@@ -19,48 +18,10 @@ from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 _HINT = "give the rotations of this model"
 
 
-class CacheArm(Protocol):
-    """One way to store keys and values, under a name that is unique in a comparison."""
-
-    @property
-    def name(self) -> str:
-        """The arm's name in tables and reports."""
-        ...
-
-    @property
-    def token_group(self) -> int:
-        """How many tokens are quantized together, as in `CacheLayout`."""
-        ...
-
-    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]` of a layer as the exact windows store them."""
-        ...
-
-    def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
-    ) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]` of a layer as a reader gets them back once they are
-        quantized, in their type.
-
-        The first row is the first token after the sink. Rows of an incomplete group come back as
-        they are.
-        """
-        ...
-
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """`(max - min) / rms` `[B, H, T]` of keys or values `[B, H, T, D]` of a layer, in the
-        coordinates in which they are rounded; None where rows are not rounded one by one."""
-        ...
-
-    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
-        """Bits per quantized element of a side with `dim` channels, including its share of scales
-        and offsets."""
-        ...
-
-
 @dataclass(frozen=True)
 class Arm:
-    """Rotations under test, with a name and a group size (None: the whole head).
+    """Rotations under test, with a group size (None: the whole head), and a name that is unique in
+    a comparison.
 
     A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
     steps one by one: `pack` when a token leaves the exact window, `dequantize` and `restore` when
@@ -89,9 +50,12 @@ class Arm:
 
     @property
     def token_group(self) -> int:
+        """How many tokens are quantized together, as in `CacheLayout`."""
         return 1  # each token has scales of its own
 
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+        """Bits per quantized element of a side with `dim` channels, including its share of scales
+        and offsets."""
         return int2.bits_per_element(dim, self.group_size, format)
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
@@ -110,6 +74,8 @@ class Arm:
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
         """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
+        The first is that of the first token after the sink, and rows of an incomplete group come
+        back as they are.
 
         Centered keys come back without their mean. Centered values come back with it, because a
         server adds it to the attention output.
@@ -131,7 +97,8 @@ class Arm:
 
     def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]` of the model, rotated and not yet
-        clipped. A rotation leaves the rms as it is, and four codes cover less of a wide range."""
+        clipped; None where rows are not rounded one by one. A rotation leaves the rms as it is, and
+        four codes cover less of a wide range."""
         rotated = self.rotate(rows, layer, side)
         least, greatest = rotated.aminmax(dim=-1)
         rms: torch.Tensor = torch.linalg.vector_norm(rotated, dim=-1) / rotated.shape[-1] ** 0.5
@@ -234,7 +201,8 @@ class Arm:
     def _matrix(self, layer: int, side: str, way: str) -> torch.Tensor:
         if (layer, side, way) not in self._matrices:
             rotation = self.rotations[layer][side]
-            matrix: torch.Tensor = getattr(rotation, way)
+            turning = rotation if self.rounding == "feedback" else rotation.alone
+            matrix: torch.Tensor = getattr(turning, way)
             every = matrix.expand(len(rotation.clip), -1, -1).contiguous()
             self._matrices[layer, side, way] = every
         return self._matrices[layer, side, way]

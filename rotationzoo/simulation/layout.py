@@ -37,12 +37,9 @@ class CacheLayout:
         """The windows and groups that a recipe was made for, in a format."""
         return cls(format, recipe.sink, recipe.recent, group_size=recipe.group_size)
 
-    def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Boolean `[T, T]`: whether query t of T = `length` reads the exact copy of position j."""
-        return self.exact_for(torch.arange(length, device=device), length)
-
     def exact_for(self, query: torch.Tensor, length: int) -> torch.Tensor:
-        """The same `[Q, T]` for the queries at some positions `[Q]`."""
+        """Boolean `[Q, T]`: whether the queries at these positions `[Q]` read the exact copy of
+        each of T = `length` positions."""
         position = torch.arange(length, device=query.device)
         chunk = self.prefill_chunk
         end = query + 1 if chunk is None else query // chunk * chunk

@@ -64,8 +64,9 @@ class TwoCopyMask:
             yield block
 
     def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
-        """The two-copy mask `[B or 1, 1, q, 2T]` of some of the T queries, as `two_copy_mask`
-        defines it. Raises `UnsupportedModel` as that does."""
+        """The two-copy mask `[B or 1, 1, q, 2T]` of some of the T queries, boolean or additive like
+        the model's own. Raises `UnsupportedModel` as `own_mask` does. All of it takes T times 2T
+        entries, 34 GB for 131,072 tokens: long rows are read through `blocks`."""
         single = own_mask(self.attend, queries, self.length, self.device)
         positions = torch.arange(self.length, device=self.device)[queries]
         return _both_copies(single, self.cache.exact_for(positions, self.length))
@@ -108,21 +109,6 @@ class TwoCopyMasks:
         mask = TwoCopyMask(attend, self.cache, device, length)
         self._masks.append(mask)
         return mask
-
-
-def two_copy_mask(attend: Attention, query: torch.Tensor, cache: CacheLayout) -> torch.Tensor:
-    """The mask `[B or 1, 1, T, 2T]` that shows each of T queries one copy of each position that it
-    may see.
-
-    The mask is boolean or additive, like the model's own. Raises `UnsupportedModel` for any other
-    kind of mask.
-
-    This is the definition. It takes T times 2T entries, 34 GB for 131,072 tokens: long rows are
-    read through `TwoCopyMask`.
-    """
-    length = query.shape[2]
-    single = own_mask(attend, slice(None), length, query.device)
-    return _both_copies(single, cache.exact(length, query.device))
 
 
 def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

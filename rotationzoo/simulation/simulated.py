@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
-from rotationzoo.simulation.arm import CacheArm
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
 
@@ -50,14 +50,14 @@ class Observers:
     at these positions `[Q]`, averaged over the query heads that read each of H KV heads."""
     row_range: Callable[[int, str, torch.Tensor], None] = _ignore
     """`(layer, side, ranges)`: the ranges `[B, H, T]` of the rows past the sink that the layer
-    reads, as `CacheArm.row_range` has them. Only for sides that have them."""
+    reads, as `Arm.row_range` has them. Only for sides that have them."""
 
 
 @dataclass(frozen=True)
 class Simulation:
     """A model that reads its keys and values as one arm stores them, through one cache."""
 
-    arm: CacheArm
+    arm: Arm
     cache: CacheLayout
     geometry: Geometry
     layers: set[int]

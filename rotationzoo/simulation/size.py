@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.simulation.arm import CacheArm
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 
 CONTEXT = 131072  # tokens of the request for which sizes are stated
@@ -23,9 +23,7 @@ def bits_per_element(geometry: Geometry, layout: CacheLayout, context: int = CON
     return _average(geometry, bits)
 
 
-def arm_bits(
-    geometry: Geometry, arm: CacheArm, layout: CacheLayout, length: int = CONTEXT
-) -> float:
+def arm_bits(geometry: Geometry, arm: Arm, layout: CacheLayout, length: int = CONTEXT) -> float:
     """Bits per element of an arm's cache that holds `length` tokens, averaged over every element
     that the model caches.
 

@@ -149,8 +149,7 @@ def disk_errors(path: Path, way_out: str = "choose another place with --output")
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RotationZooError(
-            f"{path} cannot be written: {reason}",
-            hint=f"make room, or {way_out}",
+            f"{path} cannot be written: {reason}", hint=f"make room, or {way_out}"
         ) from error
 
 

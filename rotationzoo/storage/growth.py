@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rotationzoo.progress import Bytes, Progress
@@ -42,9 +42,7 @@ def tell_growth(
 def size_of_all(paths: Iterable[Path]) -> int:
     """The bytes of files, of which some may be renamed or removed meanwhile."""
     size = 0
-    try:
+    with suppress(OSError):
         for path in paths:
             size += path.stat().st_size if path.is_file() else 0
-    except OSError:
-        return size
     return size

@@ -99,10 +99,7 @@ def _column(record: _Record, data: Data) -> str:
 def _pieces(path: Path) -> Iterator[_Record]:
     """A text file in pieces of about 64 KB, cut at line ends, so that a file of any size can be
     read."""
-    with (
-        reading_errors(str(path)),
-        path.open(encoding="utf-8") as file,
-    ):
+    with reading_errors(str(path)), path.open(encoding="utf-8") as file:
         while lines := file.readlines(_PIECE):
             text = "".join(lines)
             # This is one piece, unless a line is very long.

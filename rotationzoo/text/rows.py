@@ -27,21 +27,18 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return full[: full.index(plain[0])] if plain and plain[0] in full else []
 
 
-def tokenize(
-    document: Document, template: ChatTemplate, data: Data, answer: bool = False
-) -> list[int]:
+def tokenize(document: Document, template: ChatTemplate, data: Data) -> list[int]:
     """The ids of one document, without start tokens: rows get those when they are cut.
 
     A text ends with the end token, as in training, unless each row is a single document. A chat
-    template closes its own turns; with `answer` it also opens the model's turn. Raises
-    `RotationZooError` for a chat where the tokenizer has no template, and for text that it cannot
-    read.
+    template closes its own turns. Raises `RotationZooError` for a chat where the tokenizer has no
+    template, and for text that it cannot read.
     """
     tokenizer = template.tokenizer
     if isinstance(document, str):
         text, end = document, _end_tokens(tokenizer, data)
     else:
-        text, end = _chat_text(document, template, data, answer), []
+        text, end = _chat_text(document, template, data), []
     with reading_errors(f"a text of {data.source} cannot be tokenized"):
         # Rows are cut to length later, so the tokenizer's warning about long texts would mislead.
         return [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
@@ -52,9 +49,7 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
     return [end] if data.packing != "document" and isinstance(end, int) else []
 
 
-def _chat_text(
-    messages: list[dict[str, Any]], template: ChatTemplate, data: Data, answer: bool
-) -> str:
+def _chat_text(messages: list[dict[str, Any]], template: ChatTemplate, data: Data) -> str:
     """A chat in the form of the template, without the start tokens that many templates begin
     with."""
     tokenizer = template.tokenizer
@@ -64,7 +59,7 @@ def _chat_text(
             hint="name a column of plain text with --column",
         )
     with reading_errors(f"a chat of {data.source} does not fit the model's chat template"):
-        text = template.render(messages, add_generation_prompt=answer)
+        text = template.render(messages, add_generation_prompt=False)
     return text.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))
 
 

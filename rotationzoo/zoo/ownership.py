@@ -5,6 +5,7 @@ The manifest must name that model, and the model must have the config that the m
 
 import re
 from pathlib import Path
+from typing import Any
 
 from rotationzoo.artifact.manifest import Model
 from rotationzoo.artifact.store import Artifact
@@ -58,29 +59,34 @@ def _is_demo(model: Model) -> bool:
     )
 
 
+def describe(artifact: Artifact) -> dict[str, Any]:
+    """What an entry says of an artifact's model and recipe, by field."""
+    manifest, recipe = artifact.manifest, artifact.recipe
+    return {
+        "model_revision": manifest.model.revision,
+        "config_sha256": manifest.model.config_sha256,
+        "weights_fingerprint": manifest.model.weights_fingerprint,
+        "recipe": recipe.name,
+        "recipe_sha256": manifest.recipe_sha256,
+        "rope_scaling": recipe.rope_scaling,
+        "geometry": artifact.content["geometry"],
+    }
+
+
 def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
     """Raise `RotationZooError` if an artifact contradicts the entry that lists it.
 
     Compares the model, its revision, hashes and geometry, and the recipe. `what` names the artifact
     in the message.
     """
-    manifest = artifact.manifest
-    name = listed_name(manifest.model)
+    name = listed_name(artifact.manifest.model)
     if name != entry.model:
         raise RotationZooError(
             f"{what} is listed for {entry.model}, and its manifest says that it was made for "
             f"{name}",
             hint=_OWNERS_HINT,
         )
-    described = {
-        "model_revision": manifest.model.revision,
-        "config_sha256": manifest.model.config_sha256,
-        "weights_fingerprint": manifest.model.weights_fingerprint,
-        "recipe": artifact.recipe.name,
-        "recipe_sha256": manifest.recipe_sha256,
-        "rope_scaling": artifact.recipe.rope_scaling,
-        "geometry": artifact.content["geometry"],
-    }
+    described = describe(artifact)
     for key, description in _DESCRIPTIONS.items():
         listed = getattr(entry, key)
         if listed is not None and listed != described[key]:

@@ -4,6 +4,7 @@ links to its files and the command that fetches it."""
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 from rotationzoo.artifact.store import CARD, REPORT
@@ -44,8 +45,8 @@ class Row:
     model: str
     model_url: str | None
     recipe: str
-    figures: list[Cell]
-    """One for each of `COLUMNS`."""
+    figures: dict[str, Cell]
+    """By the titles of `COLUMNS`."""
     signed: str
     kind: str | None
     note: str | None
@@ -77,9 +78,18 @@ def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[s
     `place`: the options of `pull` that name the index, as `["--repo", "owner/zoo"]`.
     """
     rows = sorted((make_row(loaded, entry, place) for entry in entries), key=order_of)
-    return render_page(
-        "zoo.html.jinja", ("zoo.js",), rows=rows, columns=COLUMNS, origin=loaded.origin
-    )
+    return render_page("zoo.html.jinja", ("zoo.js",), **table_values(rows), origin=loaded.origin)
+
+
+def table_values(rows: list[Row]) -> dict[str, Any]:
+    """What `zoo_table.html.jinja` shows: the rows, the columns that are not empty, and whether the
+    quality of some rows was not measured."""
+    columns = []
+    for column in COLUMNS:
+        if any(row.figures[column.title].value is not None for row in rows):
+            columns.append(column)
+    unmeasured = any(row.figures["Answers"].value is None for row in rows)
+    return {"rows": rows, "columns": columns, "unmeasured": unmeasured}
 
 
 def order_of(row: Row) -> tuple[str, str]:
@@ -110,7 +120,7 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     )
 
 
-def _figures(entry: Entry) -> list[Cell]:
+def _figures(entry: Entry) -> dict[str, Cell]:
     figures = entry.summary or Listed()
     share = figures.share_answered
     answers = Cell(UNKNOWN)
@@ -121,13 +131,13 @@ def _figures(entry: Entry) -> list[Cell]:
     if sizes and None not in sizes:
         size = sum(filter(None, sizes))
     date = entry.created and entry.created[:10]
-    return [
-        answers,
-        Cell(change(figures.perplexity_increase), figures.perplexity_increase),
-        Cell(number(figures.bits_per_element, ".2f"), figures.bits_per_element),
-        Cell(UNKNOWN) if size is None else Cell(f"{size / 1e6:,.1f} MB", size),
-        Cell(date or UNKNOWN, date),
-    ]
+    return {
+        "Answers": answers,
+        "Cost": Cell(change(figures.perplexity_increase), figures.perplexity_increase),
+        "Bits": Cell(number(figures.bits_per_element, ".2f"), figures.bits_per_element),
+        "Size": Cell(UNKNOWN) if size is None else Cell(f"{size / 1e6:,.1f} MB", size),
+        "Date": Cell(date or UNKNOWN, date),
+    }
 
 
 def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:

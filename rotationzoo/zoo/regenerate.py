@@ -13,7 +13,7 @@ from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.kernel import Validation, validate_kernel
+from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.verdict import judge_answers, prompt_sizes
@@ -196,8 +196,8 @@ def regenerate(
         identities = artifact.identity, published.identity
         verdict |= compare_rotations(report, identities, job.model, artifact.folder)
     # Open the artifact again, because the evaluation has changed its manifest.
-    on_device = Validation(device=job.device)
-    validation = validate_kernel(Artifact.open(artifact.folder), on_device, progress)
+    made = Artifact.open(artifact.folder)
+    validation = validate_kernel(made, device=job.device, progress=progress)
     return verdict | {"validated_on": validation["device"] if validation["on_gpu"] else None}
 
 
@@ -240,11 +240,7 @@ def compare_rotations(
             f"perplexity {change(math.expm1(difference))} on the new revision{precision}",
             hint=hint,
         )
-    return {
-        "answers": answers,
-        "log_perplexity_difference": difference,
-        "standard_error": error,
-    }
+    return {"answers": answers, "log_perplexity_difference": difference, "standard_error": error}
 
 
 def _compare_answers(

@@ -19,7 +19,7 @@ from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 from rotationzoo.zoo.index import BITS_FORMAT, REPOSITORY, Copy, Entry, File, Listed
-from rotationzoo.zoo.ownership import listed_name
+from rotationzoo.zoo.ownership import describe, listed_name
 from rotationzoo.zoo.signing import signature_file
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.signature_file import claimed_signer, parse_bundle
@@ -143,16 +143,10 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
 def _make_entry(
     artifact: Artifact, model: str, files: dict[str, Path | bytes], copy: Copy, day: datetime.date
 ) -> Entry:
-    described, metrics = artifact.manifest.model, artifact.content["metrics"]
+    metrics = artifact.content["metrics"]
     return Entry(
+        **describe(artifact),
         model=model,
-        model_revision=described.revision,
-        config_sha256=described.config_sha256,
-        weights_fingerprint=described.weights_fingerprint,
-        recipe=artifact.recipe.name,
-        recipe_sha256=artifact.manifest.recipe_sha256,
-        rope_scaling=artifact.recipe.rope_scaling,
-        geometry=artifact.content["geometry"],
         files={name: _describe_file(content) for name, content in sorted(files.items())},
         copies=[copy],
         evaluation=metrics.get("evaluation"),

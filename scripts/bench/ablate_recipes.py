@@ -76,16 +76,15 @@ CLOSED: dict[str, dict[str, Any]] = {
 }
 """Name -> what its recipe changes of `oscar`; each is an arm with nearest codes, and one with error
 feedback."""
-WHITENED: dict[str, dict[str, Any]] = {
-    f"{composition} whitened {share:g}": {
-        "composition": composition, "center_keys": True, "whitening": share,
-    }
+WHITENED: dict[str, tuple[str, float]] = {
+    f"{composition} whitened {share:g}": (composition, share)
     for composition, share in (
-        ("hadamard", 0), ("hadamard", 0.25), ("hadamard", 0.5), ("hadamard", 0.75), ("hadamard", 1),
-        ("r_h_pbr", 0.5), ("random", 0.5),
+        ("hadamard", 0), ("hadamard", 0.5), ("hadamard", 0.75), ("hadamard", 1), ("r_h_pbr", 0.5),
+        ("random", 0.5),
     )
 }  # fmt: skip
-"""The same of recipes that are written by error feedback alone, in every format of `STORED`."""
+"""Name -> composition, and the share of the way to white rows, of centered recipes that are written
+by error feedback alone, in every format of `STORED`."""
 STORED = {
     "": SGLANG,
     ", one scale": replace(FINE, fine_channels=0),
@@ -176,7 +175,7 @@ class Study:
 
     def rotations(self, name: str, **changes: Any) -> Rotations:
         """The rotations of a closed form, with the factors of error feedback."""
-        keys = {"feedback": True, **(CLOSED | WHITENED)[name], **changes}
+        keys = {"feedback": True, **CLOSED[name], **changes}
         recipe = Recipe(**keys)
         return fit(self.statistics(name == "oscar-v1"), recipe, self.geometry)
 
@@ -224,7 +223,12 @@ def closed_arms(name: str, study: Study) -> Iterator[Arm]:
 
 
 def stored_arms(name: str, study: Study) -> Iterator[Arm]:
-    rotations = study.rotations(name)
+    composition, share = WHITENED[name]
+    kept, error_feedback.SHARE = error_feedback.SHARE, share
+    try:
+        rotations = study.rotations(DEFAULT, composition=composition, whiten=share > 0)
+    finally:
+        error_feedback.SHARE = kept
     for stored in STORED:
         yield Arm(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
 

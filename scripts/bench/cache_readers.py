@@ -14,7 +14,7 @@ from transformers_caches import CACHES, ThroughCache
 from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.simulation.arm import Arm, CacheArm
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
@@ -57,7 +57,7 @@ def exact(loaded: Loaded) -> Reader:
     return Reader(loaded.model, nullcontext, 16)
 
 
-def simulated(loaded: Loaded, arm: CacheArm, cache: CacheLayout, length: int) -> Reader:
+def simulated(loaded: Loaded, arm: Arm, cache: CacheLayout, length: int) -> Reader:
     """The model, reading what an arm stores; `length` tokens are those of which bits are told."""
     layers = {layer.index for layer in loaded.geometry}
     simulation = Simulation(arm, cache, loaded.geometry, layers)

@@ -26,7 +26,7 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.simulation.arm import Arm, CacheArm
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
@@ -69,7 +69,7 @@ def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
     }
 
 
-def _run_text(bench: Bench, length: int, arms: Sequence[CacheArm]) -> None:
+def _run_text(bench: Bench, length: int, arms: Sequence[Arm]) -> None:
     """One text through the exact model and these arms, with the metrics that `evaluate` takes."""
     cache = CacheLayout()
     layers = [layer.index for layer in bench.geometry]
@@ -102,7 +102,7 @@ def _shorten(prompts: list[Prompt]) -> list[Prompt]:
 
 
 @torch.no_grad()
-def _ask(bench: Bench, prompts: list[Prompt], arm: CacheArm | None = None) -> None:
+def _ask(bench: Bench, prompts: list[Prompt], arm: Arm | None = None) -> None:
     """Ask the exact model, or one arm, one prompt at a time."""
     layers = {layer.index for layer in bench.geometry}
     for prompt in prompts:

@@ -21,7 +21,7 @@ from zoo_entries import Zoo
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.report.page import render_page
-from rotationzoo.zoo.page import COLUMNS
+from rotationzoo.zoo.page import table_values
 
 TEMPLATES = Path(__file__).parent / "templates"
 _LARGEST_FORM = 4096  # bytes
@@ -38,7 +38,7 @@ class Pages:
     def home(self, request: Request) -> Response:
         """The form for a plan, and the zoo."""
         entries = self.zoo.entries()
-        values = {"rows": entries.rows(), "columns": COLUMNS, "origin": entries.loaded.origin}
+        values = {**table_values(entries.rows()), "origin": entries.loaded.origin}
         return self._show(request, "home.html.jinja", scripts=("zoo.js",), **values)
 
     def plan(self, request: Request) -> Response:
@@ -54,8 +54,8 @@ class Pages:
         """What one entry keeps and costs."""
         entries = self.zoo.entries()
         entry = entries.entry(request.path_params["identity"])
-        values = {"entry": entry, "section": entries.answers(entry)}
-        return self._show(request, "answers.html.jinja", scripts=("page.js",), **values)
+        values = {"entry": entry, "sections": entries.answers(entry)}
+        return self._show(request, "answers.html.jinja", **values)
 
     async def ask(self, request: Request) -> Response:
         """A pull request for the model in the form, in the name of the visitor."""

@@ -12,7 +12,8 @@ from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.report.arms import label_arms
 from rotationzoo.report.figures import Section
-from rotationzoo.report.results import describe_decision
+from rotationzoo.report.memory import Request
+from rotationzoo.report.results import describe_measurement, describe_verdict
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.registry import open_hub
@@ -55,7 +56,7 @@ class ZooEntries:
                 return entry
         raise RotationZooError("the zoo lists no such rotations", hint="choose some of the table")
 
-    def answers(self, entry: Entry) -> Section:
+    def answers(self, entry: Entry) -> list[Section]:
         """Answers and costs from an entry's `evaluation.json`, whose hash must be the listed one.
 
         Raises `RotationZooError` if it has none, and `HubError` if no hub has the listed file.
@@ -65,7 +66,7 @@ class ZooEntries:
             raise RotationZooError("these rotations were published without an evaluation")
         copy = entry.copies[0]
         place = (copy.hub, copy.repo, self.loaded.revision_of(copy), copy.path_of(EVALUATION))
-        return _draw(_read(place, listed.sha256), entry.identity, entry.recipe)
+        return _draw(_read(place, listed.sha256), entry.identity)
 
 
 # With the hash, so that what has changed on a hub is read again.
@@ -80,10 +81,11 @@ def _read(place: tuple[str, str, str | None, str], sha256: str | None) -> bytes:
 
 # A figure keeps its drawing, so that each is drawn once.
 @lru_cache(maxsize=32)
-def _draw(data: bytes, identity: str, recipe: str) -> Section:
+def _draw(data: bytes, identity: str) -> list[Section]:
     content = strict_json.parse(data, EVALUATION)
     evaluation = strict_json.validate(Measured, content, EVALUATION)
-    return describe_decision(label_arms(evaluation, identity, recipe))
+    arms = label_arms(evaluation, identity)
+    return [describe_verdict(arms, Request()), describe_measurement(arms)]
 
 
 class Zoo:

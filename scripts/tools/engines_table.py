@@ -1,4 +1,5 @@
-"""The tables of engines in docs/engines.md, made from the engines' rows and modules.
+"""The tables of engines in docs/engines.md, made from the rows of the registry and what is written
+about engines here.
 
     python scripts/tools/engines_table.py
 
@@ -7,8 +8,9 @@ was done.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
-from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES, load_engine
+from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 PICKED = [
@@ -31,6 +33,48 @@ FILES = [
 ]
 CLIP_RATIOS = {"one": "one", "side": "one for keys, one for values", "head": "all"}
 EARLIER = {"server": "the first tokens", "window": "the first tokens and the window"}
+
+
+class Description(NamedTuple):
+    """What the page says about an engine besides its row in the registry, in Markdown."""
+
+    cache: str
+    """The fork or pull request that implements its 2-bit cache."""
+    reads: str
+    """The files that it reads."""
+    limits: str
+    """Other things that it cannot serve or does differently."""
+
+
+DESCRIPTIONS = {
+    "vllm-oscar": Description(
+        cache="[pull request 46774](https://github.com/vllm-project/vllm/pull/46774)",
+        reads="`.pt` pair, version 1",
+        limits="groups smaller than the head; head dimensions that differ",
+    ),
+    "sglang": Description(
+        cache="[OSCAR's SGLang](https://github.com/FutureMLS-Lab/OSCAR), "
+        "[pull request 32129](https://github.com/sgl-project/sglang/pull/32129)",
+        reads="`.pt` pair: version 2 (per KV head), 1 (`--pooled`), 3 (key mean)",
+        limits="head dimensions and groups that are no power of two; windows that are no multiple "
+        "of 8",
+    ),
+    "llama.cpp": Description(
+        cache="[OSCAR's fork](https://github.com/FutureMLS-Lab/OSCAR/tree/zhongzhu/llamacpp) "
+        "(`qwen3`), "
+        "[llama-cpp-turboquant](https://github.com/TheTom/llama-cpp-turboquant/pull/234) "
+        "(`qwen3moe`, `qwen35`, `gemma4`)",
+        reads="tensors in a copy of the model's GGUF",
+        limits="groups (its blocks are its own); other architectures; "
+        "in the second fork clips and exact windows",
+    ),
+    "mlx": Description(
+        cache="[mlx-lm pull request 1789](https://github.com/ml-explore/mlx-lm/pull/1789), closed",
+        reads="two safetensors, transposed, and `metadata.json`",
+        limits="head dimensions that are no power of two, or differ while groups are whole heads; "
+        "clips are found in each group instead of the row",
+    ),
+}
 
 
 def tables() -> list[str]:
@@ -70,8 +114,7 @@ def _picks(name: str) -> list[str]:
 
 
 def _files(name: str) -> list[str]:
-    about = load_engine(name).DESCRIPTION
-    return [f"`{name}`", about.cache, about.reads, about.limits]
+    return [f"`{name}`", *DESCRIPTIONS[name]]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Bytes of caches, held against figures computed by hand from the configs of popular models."""
 
 import pytest
+import torch
 from support.popular import PARAMETERS, shape_of
 
 from rotationzoo.capacity.cache_bytes import Storage, elements, longest_context, request_bytes
@@ -78,7 +79,8 @@ def test_a_window_forgets_the_sink():
     forgotten yet; and the last ones only where the first are."""
     shape, storage = Shape((CachedLayer(1, 8, 8, window=100),), 1, True), Storage(SGLANG, 4, 10)
     for context in (3, 14, 50, 100):
-        exact = CacheLayout(SGLANG, 4, 10).exact(context)[-1].sum().item()
+        last = torch.tensor([context - 1])
+        exact = CacheLayout(SGLANG, 4, 10).exact_for(last, context).sum().item()
         expected = exact * 32 + (context - exact) * 20
         assert request_bytes(shape, "int2", context, storage) == expected
     for context, exact in ((102, 12), (104, 10), (100_000, 10)):

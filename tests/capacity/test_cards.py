@@ -2,7 +2,7 @@
 
 import pytest
 
-from rotationzoo.capacity.cards import CARDS, parse_card
+from rotationzoo.capacity.cards import parse_card
 from rotationzoo.errors import UsageError
 
 GIB = 1 << 30
@@ -28,12 +28,6 @@ def test_names_and_sizes(text, name, memory):
     card = parse_card(text)
     assert (card.name, card.memory) == (name, memory)
     assert card.usable == int(0.9 * memory)
-
-
-def test_bandwidth_is_known_by_name_and_adds_up():
-    assert parse_card("80GiB").bandwidth is None
-    assert parse_card("2x80GiB").bandwidth is None
-    assert parse_card("4x H100").bandwidth == 4 * CARDS["H100"].bandwidth == 4 * 3350 * 10**9
 
 
 @pytest.mark.parametrize("text", ["", "banana", "24", "0GiB", "-1GiB", "0x H100", "H101", "1e9GiB"])

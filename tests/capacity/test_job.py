@@ -1,4 +1,4 @@
-"""What fits a card, how fast decoding can be, and the answer in words."""
+"""What fits a card, and the answer in words."""
 
 import json
 
@@ -65,29 +65,6 @@ def test_what_fits_is_what_the_bytes_say(measure):
     assert report["kv_bytes_per_token"]["bf16"] == 57_344
     assert report["kv_bytes_per_token"]["int2"] == 8_960 + exact / 131_072
     assert report["weights_bytes"]["published"] == report["parameters"] * 2
-
-
-def test_the_bound_of_bandwidth(measure):
-    """A step reads all weights but the input embedding, and the cache of each request."""
-    capacity = measure("Qwen3-8B", "H100", requests=2)
-    read = capacity.weights.published - 2 * 151_936 * 4096
-    cache = 131_072 * 147_456
-    expected = 2 * 3.35e12 / (read + 2 * cache)
-    assert capacity.tokens_per_second("bf16", "published", parse_card("H100")) == expected
-    assert capacity.tokens_per_second("bf16", "published", parse_card("80GiB")) is None
-    assert capacity.tokens_per_second("bf16", "published", parse_card("L40S")) is None
-
-
-def test_a_step_reads_the_experts_that_it_uses(measure):
-    """Qwen3-30B-A3B: 8 of 128 experts for one token; of two, the second finds 8 / 128 of its own
-    among them."""
-    capacity = measure("Qwen3-30B-A3B", "H200", context=1)
-    experts = 48 * 128 * 3 * 2048 * 768
-    others = capacity.weights.published - 2 * experts - 2 * 151_936 * 2048
-    read = others + 2 * experts * 8 / 128
-    rate = capacity.tokens_per_second("bf16", "published", parse_card("H200"))
-    assert rate == pytest.approx(4.8e12 / (read + 98_304))
-    assert capacity.shape.touched_experts(2) == pytest.approx((16 - 0.5) / 128)
 
 
 def test_a_latent_is_refused_for_int2_alone(measure):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.kernel import Validation, validate_kernel
+from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import add_files
 
-ON_CPU = Validation(rows=64, device="cpu")
+ON_CPU = {"rows": 64, "device": "cpu"}
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def contents(folder):
 
 def test_without_a_gpu_the_definition_is_checked_and_the_artifact_stays_as_it_was(folder):
     before = contents(folder)
-    report = validate_kernel(Artifact.open(folder), ON_CPU)
+    report = validate_kernel(Artifact.open(folder), **ON_CPU)
     assert (report["device"], report["on_gpu"], report["codes_equal"]) == ("cpu", False, None)
     layers, sides, heads = 4, 2, 2
-    assert report["rows"] == layers * sides * heads * ON_CPU.rows
+    assert report["rows"] == layers * sides * heads * ON_CPU["rows"]
     assert contents(folder) == before
 
 
@@ -43,7 +43,7 @@ def test_a_report_of_a_gpu_is_kept(folder):
         "dequantized_equal": True,
     }
     add_files(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu})
-    validate_kernel(Artifact.open(folder), ON_CPU)
+    validate_kernel(Artifact.open(folder), **ON_CPU)
     assert (folder / "validation.json").read_bytes() == b"{}"
     assert "On NVIDIA H200, `int2.cu` gave" in (folder / "README.md").read_text()
 
@@ -60,7 +60,7 @@ def test_a_wrong_rotation_fails(folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__matmul__", in_bfloat16)
     place = r"layers\.0\.key, head \d, row \d+"
     with pytest.raises(RotationZooError, match=f"{place}: the kernel's rotation is off"):
-        validate_kernel(Artifact.open(folder), ON_CPU)
+        validate_kernel(Artifact.open(folder), **ON_CPU)
     assert not (folder / "validation.json").exists()
 
 

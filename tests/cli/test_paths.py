@@ -15,7 +15,7 @@ from support.reports import evaluate
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.kernel import Validation, validate_kernel
+from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.evaluation.job import Evaluation
@@ -54,8 +54,7 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     job = Evaluation(model, folders, measured, device="cpu", queries=2, tasks=tasks)
     report = evaluate(replace(job, save_to=[artifact.folder]))
     assert len(report["arms"]) == 6
-    on_cpu = Validation(rows=64, device="cpu")
-    validate_kernel(Artifact.open(artifact.folder), on_cpu)
+    validate_kernel(Artifact.open(artifact.folder), rows=64, device="cpu")
     said = written_text(artifact.folder)
     for telling in ("home-of-jane", "secret project"):
         assert telling not in said

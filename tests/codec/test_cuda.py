@@ -12,7 +12,7 @@ from support.codec import on_gpu, spilled_registers
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import edge_rows
-from rotationzoo.checks.kernel import Validation, validate_kernel
+from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.codec import cuda, cuda_encoder, int2
 from rotationzoo.errors import RotationZooError
 
@@ -170,7 +170,7 @@ def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, b
 @on_gpu
 def test_validation_of_an_artifact(device, made, tmp_path):
     artifact = Artifact.open(shutil.copytree(made, tmp_path / "artifact"))
-    report = validate_kernel(artifact, Validation(rows=64, speed=False))
+    report = validate_kernel(artifact, rows=64)
     assert report["on_gpu"]
     assert report["codes_equal"]
     card = (artifact.folder / "README.md").read_text()
@@ -194,6 +194,6 @@ def test_a_kernel_that_differs_is_found(device, made, tmp_path, monkeypatch):
             RotationZooError,
             match=r"layers\.0\.key, head \d, row \d+: the kernel's code is \d and the",
         ):
-            validate_kernel(artifact, Validation(rows=256, speed=False))
+            validate_kernel(artifact, rows=256)
     finally:
         cuda.compiled.cache_clear()

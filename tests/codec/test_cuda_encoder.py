@@ -9,6 +9,7 @@ from support.codec import gpu
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
+from rotationzoo.codec.clip import clip_position
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.geometry import Layer
@@ -42,7 +43,7 @@ def compile_for_cpu(name, variant, device):
         if name == "quantize":
             matrix, entry, weight, codes, metadata, rotated, refused = arguments
             channels = variant.group if format.clip_scope == "group" else DIM
-            expected = int2.clip_position(CLIP, channels, format.interpolated)
+            expected = clip_position(CLIP, channels, format.interpolated)
             assert torch.equal(entry, expected[0].int())
             assert torch.equal(weight, expected[1])
             assert variant.clips

@@ -15,7 +15,7 @@ from support.places import TESTS
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.comparison import draw_rows, rows_of_each_type
-from rotationzoo.checks.kernel import Validation, validate_kernel
+from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
@@ -194,7 +194,7 @@ def with_factors(folder):
 @on_gpu
 def test_validation_compares_both_encoders(device, tmp_path):
     artifact = with_factors(tmp_path / "artifact")
-    report = validate_kernel(artifact, Validation(rows=64, speed=False))
+    report = validate_kernel(artifact, rows=64)
     layers, heads = 4, 2
     assert report["feedback_rows"] == layers * heads * 2 * 64, "keys and values"
     source = (artifact.folder / "feedback.cu").read_bytes()
@@ -214,6 +214,6 @@ def test_a_kernel_that_differs_is_found(device, tmp_path, monkeypatch):
         with pytest.raises(
             RotationZooError, match=r"layers\.\d\.key, head \d, row \d+: the kernel's"
         ):
-            validate_kernel(artifact, Validation(rows=256, speed=False))
+            validate_kernel(artifact, rows=256)
     finally:
         cuda.compiled.cache_clear()

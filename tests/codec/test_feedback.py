@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.codec import restore, restore_with_feedback
 
 from rotationzoo.codec import feedback, int2
 from rotationzoo.codec.formats import BITS
@@ -50,7 +51,7 @@ def test_what_is_left_of_errors_is_a_ratio_of_means_of_eigenvalues():
 def test_a_metric_of_zeros_rounds_each_channel_alone():
     factor = factorize(torch.zeros(1, 16, 16))
     assert torch.equal(factor, 0.01 * torch.eye(16)[None])
-    assert feedback.round_trip(rows_of(1, 1, 8, 16), factor).isfinite().all()
+    assert restore_with_feedback(rows_of(1, 1, 8, 16), factor).isfinite().all()
 
 
 @pytest.mark.parametrize("name", int2.FORMATS)
@@ -60,7 +61,7 @@ def test_errors_that_queries_read_are_smaller_than_those_of_nearest_codes(name, 
     rows = rows_of(1, 2, 256, 64)
     codes = feedback.quantize(rows, factorize(metric), group, format)
     restored = int2.dequantize(codes, format)
-    nearest = int2.round_trip(rows, 0.92, group, format)
+    nearest = restore(rows, 0.92, group, format)
     # Measured .54 for whole rows and .46 for groups of 16. The geometric mean of the eigenvalues
     # is .56 of their arithmetic mean.
     assert weighted_error(rows, restored, metric) < 0.6 * weighted_error(rows, nearest, metric)
@@ -75,8 +76,8 @@ def test_a_row_gets_the_codes_of_the_range_with_the_smallest_error():
     factor, rows = factorize(concentrated_metric(1, 8)), rows_of(1, 1, 6, 8)
     expected = torch.stack([codes_of_best_range(row, factor) for row in rows[0, 0]])
     close = 16 * torch.finfo(torch.float32).eps * rows.abs().max()
-    assert (feedback.round_trip(rows, factor)[0, 0] - expected).abs().max() <= close
-    assert (int2.round_trip(rows)[0, 0] - expected).abs().max() > 1e-3
+    assert (restore_with_feedback(rows, factor)[0, 0] - expected).abs().max() <= close
+    assert (restore(rows)[0, 0] - expected).abs().max() > 1e-3
 
 
 def codes_of_best_range(row, factor):
@@ -103,14 +104,14 @@ def test_rows_that_the_codec_refuses_are_refused(rows):
 
 def test_constant_rows_come_back():
     rows = torch.full((1, 1, 3, 8), 2.5)
-    assert torch.allclose(feedback.round_trip(rows, torch.eye(8)[None]), rows)
+    assert torch.allclose(restore_with_feedback(rows, torch.eye(8)[None]), rows)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_of_any_bits_gain_by_feedback(bits):
     format, metric = replace(int2.SGLANG, bits=bits), concentrated_metric(2, 64)
     rows = rows_of(1, 2, 64, 64)
-    restored = feedback.round_trip(rows, factorize(metric), None, format)
-    nearest = int2.round_trip(rows, 1.0, None, format)
+    restored = restore_with_feedback(rows, factorize(metric), None, format)
+    nearest = restore(rows, 1.0, None, format)
     # Measured .32, .49, .57 and .58.
     assert weighted_error(rows, restored, metric) < 0.7 * weighted_error(rows, nearest, metric)

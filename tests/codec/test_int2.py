@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.codec import RATIOS, largest, many, rows, shapes
+from support.codec import RATIOS, largest, many, restore, rows, shapes
 
 from rotationzoo.codec import int2
+from rotationzoo.codec.clip import clip_threshold
 from rotationzoo.codec.formats import BITS
 from rotationzoo.errors import RotationZooError
 
@@ -34,10 +35,10 @@ def ordinary(x: torch.Tensor, group: int) -> bool:
 def clipped(x: torch.Tensor, clip: float, group: int, format: int2.Format) -> torch.Tensor:
     """Rows as they are after the clip."""
     if format.clip_scope == "row":
-        limit = int2.clip_threshold(x, clip, format.interpolated).unsqueeze(-1)
+        limit = clip_threshold(x, clip, format.interpolated).unsqueeze(-1)
         return x.clamp(-limit, limit)
     groups = x.unflatten(-1, (-1, group))
-    limit = int2.clip_threshold(groups, clip).unsqueeze(-1)
+    limit = clip_threshold(groups, clip).unsqueeze(-1)
     return groups.clamp(-limit, limit).flatten(-2)
 
 
@@ -179,9 +180,9 @@ def test_the_error_inside_the_clip_is_half_a_step(format, case, clip):
 def test_a_ratio_for_each_head_and_clip_off():
     x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))  # [B, H, T, D]
     ratios = torch.tensor([0.96, 0.5, 1.0])
-    together = int2.round_trip(x, ratios[:, None], 32)
+    together = restore(x, ratios[:, None], 32)
     for head, ratio in enumerate(ratios.tolist()):
-        assert torch.equal(together[:, head], int2.round_trip(x[:, head], ratio, 32))
+        assert torch.equal(together[:, head], restore(x[:, head], ratio, 32))
     groups = x[:, 2].unflatten(-1, (2, 32))
     no_clip = int2.quantize(x[:, 2], 1.0, 32)
     assert torch.equal(no_clip.scale, (groups.amax(-1) - groups.amin(-1)) / 3)
@@ -193,7 +194,7 @@ def test_edge_rows_stay_finite(format):
     x[1], x[2, 5], x[3], x[4] = 7.25, -3.0, 1e-41, 1e18
     x[5] = torch.linspace(-1e18, 1e18, 32)
     for clip in (1.0, 0.9):
-        back = int2.round_trip(x, clip, 16, format)
+        back = restore(x, clip, 16, format)
         assert back.isfinite().all()
         assert torch.allclose(back[1], x[1])
         assert (back[0] == 0).all()
@@ -261,7 +262,7 @@ def test_mlx_rounds_before_it_stores(case, ratio):
 def test_the_worked_row_of_the_documentation():
     x = torch.tensor([0.9, -0.3, 0.1, -1.2, 4.0, 0.6, -0.7, 0.2])
     quantized = int2.quantize(x, 0.8)
-    assert int2.clip_threshold(x, 0.8).item() == pytest.approx(1.2)
+    assert clip_threshold(x, 0.8).item() == pytest.approx(1.2)
     assert (quantized.scale.item(), quantized.offset.item()) == pytest.approx((0.8, 1.5))
     assert quantized.codes.tolist() == [3, 1, 2, 0, 3, 2, 1, 2]
     assert int2.pack(quantized.codes, STRIDED).tolist() == [0x7B, 0xA1]

@@ -42,6 +42,7 @@ REFUSED = {
     "qwen3_next": rf"layer 3 of \S+ {GATED}",
     "qwen3_5": rf"layer 3 of \S+ {GATED}",
     "qwen3_5-vlm": rf"layer 3 of \S+ {GATED}",
+    "phi3": r"layer 0 of \S+ has a fused value projection, model.layers.0.self_attn.qkv_proj",
     "doge": r"layer 0 of \S+ has another use of its values than its attention, in "
     "model.layers.0.self_attn.dt_proj",
 }

@@ -10,7 +10,7 @@ from support.places import ROOT
 
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.engines.base import Description, Options
+from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line
 from rotationzoo.engines.registry import (
     ENGINE_NAMES,
@@ -32,7 +32,6 @@ def test_every_row_has_files_or_a_command_of_ours():
 @pytest.mark.parametrize("engine", WRITTEN)
 def test_every_row_leads_to_an_engine(engine):
     module = load_engine(engine)
-    assert isinstance(module.DESCRIPTION, Description)
     assert callable(module.check_payload)
     assert callable(module.write_files)
 

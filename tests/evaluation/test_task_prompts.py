@@ -45,7 +45,7 @@ def test_every_statement_is_read_quantized_by_every_token_of_its_answer(text, ca
     planned = plan(text, caches, questions=8)
     assert [series.task for series in planned.series] == list(TASKS)
     for cache in caches:
-        exact = cache.exact(1024)
+        exact = cache.exact_for(torch.arange(1024), 1024)
         for prompt in (prompt for series in planned.series for prompt in series.prompts):
             for question in prompt.questions:
                 queries = slice(question.answer.start - 1, question.answer.stop - 1)

@@ -1,13 +1,24 @@
-"""Charts: what they draw, whatever the number of bars, and whatever the names."""
+"""The chart: every point in its place, and labels that never overlap, whatever the names."""
 
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
-from rotationzoo.report.charts import Bar, draw_bars, draw_inline, draw_png
+from rotationzoo.report.charts import Point, draw_answers, draw_inline, draw_png
 
 PHONE = 390 - 2 * 16 - 2 * 13  # pixels inside a figure
 NAME = "<script>alert(1)</script>\"'&"
+UNIT = "GB of cache"
+
+
+def point(name: str, memory: float, share: float, **others) -> Point:
+    return Point(name, memory, share, f"{share:.0%}", **others)
+
+
+def rows_of(points: list[Point]) -> list[dict]:
+    """What is drawn of each point."""
+    return draw_answers(points, UNIT)["data"]["values"]
 
 
 def labels_of(svg: str) -> list[str]:
@@ -16,27 +27,56 @@ def labels_of(svg: str) -> list[str]:
     return [mark.get("aria-label") for mark in marks if "graphics-symbol" in mark.get("role", "")]
 
 
-def size_of(svg: str) -> tuple[float, float]:
-    root = ElementTree.fromstring(svg)
-    return float(root.get("width")), float(root.get("height"))
-
-
 @pytest.mark.parametrize("count", [1, 5, 40])
-def test_bars_fit_a_phone(count):
-    bars = [Bar(f"arm {number}", number, "the value in words") for number in range(count)]
-    width, _ = size_of(draw_inline(draw_bars(bars, "number", (0, 40)), "bars"))
-    assert width <= PHONE
+@pytest.mark.parametrize("share", [0.0, 0.97, 1.0])
+def test_labels_keep_apart_and_inside(count, share):
+    points = [point(f"arm {number}" * (number % 9), 2.5, share) for number in range(count)]
+    chart = draw_answers(points, UNIT)
+    rows = sorted(chart["data"]["values"], key=lambda row: -row["place"])
+    height = chart["height"]
+    tops = [height * (1 - row["place"]) - 7 for row in rows]
+    ends = [top + 14 * (1 + row["label"].count("\n")) for top, row in zip(tops, rows, strict=True)]
+    assert tops[0] >= -1e-6
+    assert ends[-1] <= height + 1e-6
+    assert all(end <= top + 1e-6 for end, (_, top) in zip(ends, pairwise(tops), strict=False))
+    root = ElementTree.fromstring(draw_inline(chart, "answers"))
+    assert float(root.get("width")) <= PHONE
+
+
+def test_every_point_is_said_with_its_memory_and_its_share():
+    points = [
+        point("exact model", 16, 1.0),
+        point("Hadamard", 2.5, 0.81),
+        point("mine", 2.5, 0.94, accent=True, interval=(0.5, 1.0)),
+        point("fp8", 8, 0.99),
+    ]
+    labels = labels_of(draw_inline(draw_answers(points, UNIT), "answers"))
+    assert sorted(labels) == [
+        "Hadamard: 81% at 2.5 GB of cache",
+        "exact model: 100% at 16 GB of cache",
+        "fp8: 99% at 8 GB of cache",
+        "mine: 94% at 2.5 GB of cache",
+    ]
+
+
+@pytest.mark.parametrize("name", ["W" * 200, "\u6f22" * 200, "a b" * 99, "x\ny" * 90])
+def test_a_long_name_loses_its_middle(name):
+    (row,) = rows_of([point(name, 2.5, 0.5)])
+    assert row["label"].count("\n") <= 1
+    assert row["label"].startswith(name[0])
+    assert "\u2026" in row["label"]
+    assert row["label"].endswith(" 50%")
 
 
 def test_names_are_escaped_in_labels_and_texts():
-    chart = draw_bars([Bar(NAME, 0.5, NAME, accent=True, low=0.4, high=0.6)], NAME)
+    chart = draw_answers([point(NAME, 2.5, 0.5, accent=True, interval=(0.4, 0.6))], NAME)
     inline = draw_inline(chart, NAME)
     assert "<script" not in inline
-    assert labels_of(inline) == [f"{NAME}: {NAME}"]
+    assert labels_of(inline) == [f"{NAME}: 50% at 2.5 {NAME}"]
     assert draw_png(chart, NAME).startswith(b"\x89PNG")
 
 
 def test_colours_of_text_are_those_of_the_page():
-    drawn = draw_inline(draw_bars([Bar("one", 1.0, "1")], "number"), "bars")
+    drawn = draw_inline(draw_answers([point("one", 1.0, 1.0)], UNIT), "answers")
     assert "currentColor" in drawn
     assert "white" not in drawn

@@ -1,11 +1,12 @@
-"""The report page: every chart with its values, from stored figures alone, in a browser."""
+"""The report page: the verdict, its chart and the commands first, from stored figures alone."""
 
 import json
 import shlex
+from itertools import combinations
 
 import pytest
 import typer
-from support.browser import scrolls_sideways, serious_findings
+from support.browser import HEIGHT, scrolls_sideways, serious_findings
 from support.reports import (
     BASELINES,
     OF_ARTIFACT,
@@ -19,16 +20,20 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
-from rotationzoo.report.arms import ShownArm, with_unique_labels
+from rotationzoo.report.arms import label_arms
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
 
-LABELS = "this one: oscar", "no rotation", "Hadamard", "random rotation", "KIVI"
+LABELS = "made", "no rotation", "Hadamard", "random rotation", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"
-LIMIT = 2 << 20  # bytes; 320,000 were measured
-_SIZES = """all => all.map(one => [
-    one.querySelectorAll("[role~=graphics-symbol][aria-label]").length,
-    one.getBoundingClientRect().width])"""
+LIMIT = 1 << 20  # bytes; 40,000 were measured
+FONTS = "DejaVu Sans", "Liberation Sans", "DejaVu Serif", "sans-serif"
+_TEXTS = """figure => {
+    const box = one => {
+        const { left, top, right, bottom } = one.getBoundingClientRect();
+        return [left, top, right, bottom]; };
+    const texts = [...figure.querySelectorAll("text")].filter(text => text.textContent);
+    return [box(figure), texts.map(box)]; }"""
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +48,72 @@ def page(folder, tmp_path_factory):
     return path
 
 
-def cells_of(opened, name: str) -> list[list[str]]:
-    """The rows of the table behind a picture, its header first."""
-    rows = opened.locator(f"#figure-{name} tr")
-    return rows.evaluate_all("rows => rows.map(row => [...row.cells].map(c => c.textContent))")
+def points_of(report) -> list[dict]:
+    """What the chart of a report draws."""
+    return report.verdict.figure.chart["data"]["values"]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
-def test_every_chart_is_there_at_any_width_and_fits(page, browser, width, scheme):
+def test_the_first_screen_holds_what_to_do_why_and_how(page, browser, width, scheme):
     opened = browser.open_page(page, width, scheme)
-    drawn = opened.locator("figure").evaluate_all("all => all.map(one => one.id)")
-    assert drawn == ["figure-answers", "figure-perplexity", "figure-memory"]
-    charts = opened.locator("figure svg").evaluate_all(_SIZES)
-    assert len(charts) == len(drawn)
-    assert all(marks and 0 < wide <= width for marks, wide in charts)
+    screen = 2 * HEIGHT if width == 390 else HEIGHT
+    verdict = opened.locator("#verdict")
+    assert verdict.bounding_box()["y"] + verdict.bounding_box()["height"] < screen
+    words = verdict.inner_text()
+    saved = "the cache takes 10.6 MB in place of 67.1 MB: 6.3 times smaller."
+    for shown in ("Use it.", "made keeps 69%", saved, "rotationzoo serve demo"):
+        assert shown in words
+    assert opened.locator("h2").evaluate_all("all => all.map(one => one.textContent)") == [
+        "Verdict", "How it was measured, in numbers", "Memory at other contexts", "What it is",
+        "How it was made",
+    ]  # fmt: skip
+    assert opened.locator("table:visible").count() == 0
+    assert opened.locator(".badges").count() == 0, "what it lacks is no badge"
+    assert not scrolls_sideways(opened)
+    assert not serious_findings(opened)
+    for part in opened.locator("summary").all():
+        part.click()
+    assert "has not been run" in opened.locator("#identity").inner_text()
     assert not scrolls_sideways(opened)
     assert not serious_findings(opened)
     assert page.stat().st_size < LIMIT
 
 
+@pytest.mark.parametrize("arm", ["made", "W" * 70, "Qwen3-8B-oscar+feedback", "\u6f22\u5b57" * 30])
+def test_texts_keep_inside_the_figure_and_apart_in_every_font(tmp_path, browser, arm):
+    folder = make_artifact(tmp_path / "made", Made(layers=[0], arm=arm), evaluated=False)
+    evaluation = make_evaluation(Made(layers=[0], arm=arm))
+    arms = evaluation["windows"][0]["arms"]
+    for number, bits in enumerate((2.53, 3.1, 4.3, 8, 16), 1):
+        name = f"{arm} in {bits} bits"
+        arms[name] = {**arms["kivi"], "name": name, "bits_per_element": bits}
+        arms[name]["all_tasks"] = arms[arm]["all_tasks"] | {"answered": 76 + number}
+    store_evaluation(folder, evaluation)
+    path = tmp_path / "page.html"
+    path.write_text(make_report(Artifact.open(folder)).html())
+    for width in (390, 1440):
+        opened = browser.open_page(path, width)
+        for font in FONTS:
+            style = f"* {{ font-family: '{font}' !important; }}"
+            opened.evaluate("css => document.querySelector('style').append(css)", style)
+            figure, texts = opened.locator("figure").evaluate(_TEXTS)
+            assert len(texts) > 10
+            for left, top, right, bottom in texts:
+                assert figure[0] <= left < right <= figure[2], (font, width)
+                assert figure[1] <= top < bottom <= figure[3], (font, width)
+            # Boxes of lines are as high as the font asks, and touch; letters do not.
+            near = 3 * (figure[2] - figure[0]) / 358
+            for (left, top, right, bottom), other in combinations(texts, 2):
+                apart = right <= other[0] or other[2] <= left
+                apart |= bottom <= other[1] + near or other[3] <= top + near
+                assert apart, (font, width)
+
+
 def test_hashes_stay_inside_their_box(page, browser):
     """On a phone they break, and the table of files need not be scrolled to read them."""
     opened = browser.open_page(page, 390)
-    box = opened.locator("section[aria-labelledby=made] .scroll")
+    opened.locator("#made summary").click()
+    box = opened.locator("#made .scroll")
     hashes = [text for text in box.locator("td").all_inner_texts() if len(text) == 64]
     assert len(hashes) >= 2
     assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
@@ -75,39 +123,82 @@ def test_tables_have_the_numbers_of_the_evaluation(page, folder, browser):
     opened = browser.open_page(page)
     evaluation = json.loads((folder / "evaluation.json").read_text())
     arms = evaluation["windows"][0]["arms"]
-    exact = evaluation["exact"]["all_tasks"]
-    row = ["exact model", str(exact["answered"]), str(exact["questions"])]
-    assert cells_of(opened, "answers")[1][:3] == row
-    for label, arm, row in zip(LABELS, arms.values(), cells_of(opened, "answers")[2:], strict=True):
-        assert row[:2] == [label, str(arm["all_tasks"]["answered"])]
-    for number, (label, arm) in enumerate(zip(LABELS, arms.values(), strict=True)):
-        row = cells_of(opened, "perplexity")[1 + number]
-        error = arm["standard_error"]["perplexity_increase"]
-        increase = f"{arm['perplexity_increase']:+.3%}"
-        assert row == [label, f"{arm['perplexity']:.3f}", increase, f"{error:.3%}"]
-    decide = opened.locator("section[aria-labelledby=decide]")
-    lengths = decide.get_by_role("table", name="by context length").locator("tr")
+    measured = opened.locator("#measured")
+    measured.locator("summary").click()
+    lengths = measured.get_by_role("table", name="by context length").locator("tr")
     for row, arm in zip(lengths.all()[1:], arms.values(), strict=True):
         increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
         assert row.locator("td").all_inner_texts() == increases
-    # 4 layers, 2 heads, 16 channels, keys and values, 2 bytes.
-    assert cells_of(opened, "memory")[1][:2] == ["8,192", "512"]
+    costs = measured.get_by_role("table", name="cost").locator("tr").all()[1:]
+    for row, label, arm in zip(costs, LABELS, arms.values(), strict=True):
+        error = arm["standard_error"]["perplexity_increase"]
+        words = f"{arm['perplexity_increase']:+.2%} \u00b1{error:.2%}"
+        assert row.locator("td").first.inner_text() == words
+        assert row.locator("th").inner_text().startswith(label)
 
 
-def test_screen_readers_and_arrow_keys_go_through_the_values(page, browser):
-    opened = browser.open_page(page, 390, "light")
-    answers = opened.locator("#figure-answers").aria_snapshot()
-    assert "exact model: 80 of 80" in answers
-    opened.locator("#figure-answers svg").focus()
-    for key, label in (
-        ("Home", "exact model"),
-        ("ArrowDown", LABELS[0]),
-        ("ArrowDown", LABELS[1]),
-        ("ArrowUp", LABELS[0]),
-        ("End", LABELS[-1]),
-    ):
-        opened.keyboard.press(key)
-        assert opened.locator("#value").inner_text().startswith(f"{label}: ")
+def test_the_chart_has_every_arm_at_its_bytes_and_its_share(folder):
+    report = make_report(Artifact.open(folder), context=8192)
+    rows = {row["name"]: row for row in points_of(report)}
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    arms = evaluation["windows"][0]["arms"].values()
+    assert rows.keys() == {"exact model", *LABELS}
+    for label, arm in zip(LABELS, arms, strict=True):
+        answered = arm["all_tasks"]
+        assert rows[label]["share"] == answered["answered"] / answered["questions"]
+    # 4 layers, 2 heads, 16 channels, keys and values, 2 bytes, 8,192 tokens.
+    assert rows["exact model"]["memory"] == pytest.approx(8192 * 512 / 1e6)
+    stored = (2.53 * 131072 - 16 * 320) / (131072 - 320)
+    bits = (stored * (8192 - 320) + 16 * 320) / 8192
+    assert rows["made"]["memory"] == pytest.approx(8192 * 512 * bits / 16 / 1e6)
+    assert [name for name, row in rows.items() if row["accent"]] == ["made"]
+    assert rows["made"]["interval"] == [0.6, 0.8]
+    assert rows["made"]["label"] == "made 69%"
+    assert "At 8,192 tokens in every layer, the cache takes" in " ".join(report.verdict.words)
+
+
+def test_the_decision_is_on_the_arm_that_is_highlighted(tmp_path):
+    made = Made(layers=[0])
+    folder = make_artifact(tmp_path / "made", made, evaluated=False)
+    evaluation = make_evaluation(made)
+    window = evaluation["windows"][0]
+    window["arms"]["made+feedback"] = {
+        **window["arms"]["made"], "name": "made+feedback", "rounding": "feedback",
+    }  # fmt: skip
+    window["verdict"]["decisions"][0]["arm"] = "made+feedback"
+    store_evaluation(folder, evaluation)
+    accents = {row["name"]: row["accent"] for row in points_of(make_report(Artifact.open(folder)))}
+    assert [name for name, accent in accents.items() if accent] == ["made+feedback"]
+
+
+@pytest.mark.parametrize(
+    ("action", "more", "lead", "commands"),
+    [
+        ("use", None, "Use it.", ["serve", "export", "generate"]),
+        ("ask", 96, "Undecided. Use it.", ["evaluate", "generate"]),
+        ("ask", None, "Undecided. Use it.", ["evaluate", "generate"]),
+        ("hadamard", None, "Use it.", ["calibrate"]),
+        ("identity", None, "Use it.", ["generate"]),
+        ("nothing", None, "Undecided. Use it.", ["generate"]),
+    ],
+)
+def test_the_commands_follow_the_decision_and_are_ones_that_are_taken(
+    tmp_path, action, more, lead, commands
+):
+    made = Made(layers=[0])
+    folder = make_artifact(tmp_path / "made", made, evaluated=False)
+    evaluation = make_evaluation(made)
+    decision = evaluation["windows"][0]["verdict"]["decisions"][0]
+    decision |= {"action": action, "more_questions": more}
+    store_evaluation(folder, evaluation)
+    report = make_report(Artifact.open(folder))
+    assert report.verdict.lead == lead
+    group = typer.main.get_command(app)
+    lines = [shlex.split(line)[1:] for line in report.verdict.commands]
+    assert [name for name, *_ in lines] == commands
+    for name, *words in [*lines, *(shlex.split(line)[1:] for line in report.folded[-1].commands)]:
+        group.commands[name].make_context(name, words)  # raises for what it does not take
+    assert ("--questions 96 --seed 1" in report.verdict.commands[0]) == (more == 96)
 
 
 @pytest.mark.hostile("markup")
@@ -122,25 +213,37 @@ def test_names_of_models_and_arms_are_shown_as_they_are(tmp_path, browser):
     assert HOSTILE in opened.locator("table").last.or_(opened.locator("main")).first.inner_text()
 
 
-def test_the_commands_on_the_page_are_ones_that_the_command_line_takes(folder):
-    group = typer.main.get_command(app)
-    sections = make_report(Artifact.open(folder)).sections
-    commands = [command for section in sections for command in section.commands]
-    assert len(commands) == 4  # none that pulls: nobody publishes rotations of the demo
-    for line in commands:
-        _, name, *words = shlex.split(line)
-        group.commands[name].make_context(name, words)  # raises for what it does not take
-
-
 def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
     folder = make_artifact(tmp_path / "made", Made(layers=[0]), evaluated=False)
     result = inside("report", folder, "-o", tmp_path / "page.html")
     assert result.returncode == 0
     assert f"{folder} --save" in result.stderr.partition("rotationzoo evaluate")[2]
     text = (tmp_path / "page.html").read_text()
-    assert "rotationzoo evaluate demo ARTIFACT --save" in text
-    assert 'id="figure-memory"' in text
-    assert 'id="figure-answers"' not in text
+    assert "Measure them first." in text
+    assert "the cache takes" in text
+    assert "<figure" not in text
+    commands = make_report(Artifact.open(folder)).verdict.commands
+    assert commands[0] == "rotationzoo evaluate demo FOLDER --save"
+
+
+def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path):
+    made = Made(layers=[0])
+    folder = make_artifact(tmp_path / "made", made, evaluated=False)
+    evaluation = make_evaluation(made)
+    evaluation["exact"]["all_tasks"] = None
+    window = evaluation["windows"][0]
+    for arm in window["arms"].values():
+        arm["all_tasks"] = None
+    words = ["The exact model can do none of the tasks.", "It is not shown better.", "Ask less."]
+    decision = window["verdict"]["decisions"][0]
+    decision |= {"action": "nothing", "kept": None, "interval": None, "words": words}
+    store_evaluation(folder, evaluation)
+    verdict = make_report(Artifact.open(folder)).verdict
+    assert (verdict.lead, verdict.words[0], verdict.figure) == (
+        "Undecided. Ask less.",
+        words[0],
+        None,
+    )
 
 
 def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_path):
@@ -149,14 +252,9 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
     alike = Artifact.open(make_artifact(tmp_path / "b", published))
     apart = Artifact.open(make_artifact(tmp_path / "c", Made(layers=[0], fingerprint="9" * 64)))
     report = make_report(artifact, [alike, apart])
-    decide = report.sections[0]
-    answers = decide.figures[0]
-    labels = [row[0] for row in answers.table.rows]
-    assert labels == ["exact model", LABELS[0], "oscar-v1 (published)", *LABELS[1:]]
-    assert decide.listed[-1] == (
-        "c is not in the pictures: its evaluation differs from this one's in the text."
-    )
-    assert "oscar-v1 is no arm" in " ".join(make_report(artifact).sections[0].listed)
+    labels = {row["name"] for row in points_of(report)}
+    assert labels == {"exact model", *LABELS, "b"}
+    assert report.verdict.words[-1] == ("Not in the chart: c (its evaluation differs in the text).")
 
 
 def test_the_page_and_a_picture_go_into_the_artifact(tmp_path, inside):
@@ -204,18 +302,20 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
         window["arms"][name] = {**window["arms"]["mine"], "name": name, **changes}
     evaluation["windows"].append({**window, "recent": 128})
     store_evaluation(folder, evaluation)
-    decide = make_report(Artifact.open(folder)).sections[0]
-    said = " ".join(decide.listed)
+    report = make_report(Artifact.open(folder))
+    measured = report.folded[0]
+    said = " ".join([*report.verdict.words, *measured.listed])
     for words in ("Only values were in 2 bits", "Not all layers were in 2 bits: 0 stayed exact",
                   "Also evaluated, and not shown: windows 64/128", "kivi is no rotation",
                   "+feedback: the same rotations", "+pooled: one rotation per layer",
                   "An engine needs the folded model"):  # fmt: skip
         assert words in said
-    assert "prefilled in chunks of 512 tokens" in decide.words[0]
-    labels = [row[0] for row in decide.figures[0].table.rows]
-    ours = ["this one: oscar", "+ error feedback", "+ one rotation per layer"]
-    assert labels[:4] == ["exact model", *ours]
-    assert labels[-1] == "of a later version"
+    assert "prefilled in chunks of 512 tokens" in measured.words[0]
+    labels = {row["name"]: row["memory"] for row in points_of(report)}
+    assert {"mine", "mine, written better", "mine, by layer", "of a later version"} < labels.keys()
+    # A quarter of the elements was in few bits: the values of one of two layers.
+    share = 0.25 * 2.53 / 16 + 0.75
+    assert labels["mine"] / labels["exact model"] == pytest.approx(share)
 
 
 def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
@@ -231,13 +331,12 @@ def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
 
 def test_no_two_arms_have_one_label():
     evaluation = Measured.model_validate(make_evaluation(Made(layers=[0])))
-    arms = [ShownArm(label, evaluation.window.arms[name]) for name, label in (
-        ("made", "x" * 40 + "1"), ("made", "x" * 40 + "2"), ("made", "Hadamard"),
-        ("hadamard", "Hadamard"), ("made", "exact model"),
-    )]  # fmt: skip
-    labels = [arm.label for arm in with_unique_labels(arms)]
-    cut = "x" * 31 + "…"
-    assert labels == [cut, f"{cut} (2)", "Hadamard (2)", "Hadamard", "exact model (2)"]
+    mine = evaluation.window.arms["made"]
+    names = "made", "made", "Hadamard", "exact model"
+    compared = [mine.model_copy(update={"name": name}) for name in names]
+    shown = label_arms(evaluation, OF_ARTIFACT, compared).shown
+    others = ["made (2)", "made (3)", "Hadamard (2)", "exact model (2)"]
+    assert list(shown) == ["made", *others, *LABELS[1:]]
 
 
 @pytest.mark.hostile("malformed")
@@ -247,7 +346,9 @@ def test_a_damaged_evaluation_is_refused_in_one_sentence(tmp_path, inside):
     evaluation = make_evaluation(made)
     evaluation["windows"][0]["arms"][BASELINES[0]]["perplexity"] = "<b>"
     of_others = json.dumps(make_evaluation(made)).replace(OF_ARTIFACT, "0" * 64)
-    for content in (evaluation, json.loads(of_others)):
+    half = make_evaluation(made)
+    half["windows"][0]["verdict"]["decisions"][0]["interval"] = [0.5]
+    for content in (evaluation, half, json.loads(of_others)):
         store_evaluation(folder, content)
         result = inside("report", folder)
         assert result.returncode == 1

@@ -8,7 +8,7 @@ from support import architectures
 from support.float64 import CLOSE, to_float64
 from support.induction import save_induction
 
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -86,5 +86,3 @@ def test_what_a_real_cache_does_not_store_is_refused(job):
     for changes in ({"layers": {0}}, {"sides": ("key",)}):
         with pytest.raises(UsageError, match="stores keys and values of all layers"):
             evaluate(replace(job, real_cache=True, **changes))
-    with pytest.raises(RotationZooError, match="turboquant is only simulated"):
-        ThroughCache(None, type("Arm", (), {"name": "turboquant"})(), CacheLayout())

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
+from support.codec import restore
 from support.float64 import assert_same_codes, to_float64
 
 from rotationzoo.artifact.store import Artifact
@@ -44,7 +45,7 @@ def test_int2_is_what_the_cache_stores(made):
     restored = Arm("oscar", rotations).fake_quantize(values, 1, "value", int2.SGLANG)
     matrix = rotations[1].value.matrix
     expected = torch.stack(
-        [int2.round_trip(values[0, h] @ matrix[h], 0.92) @ matrix[h].mT for h in range(2)]
+        [restore(values[0, h] @ matrix[h], 0.92) @ matrix[h].mT for h in range(2)]
     )
     assert torch.allclose(restored[0], expected, atol=1e-6)
 

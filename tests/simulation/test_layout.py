@@ -1,13 +1,14 @@
 """Which positions a cache keeps exact for whom, when decoding and when prefilling in chunks."""
 
 import pytest
+import torch
 
 from rotationzoo.simulation.layout import CacheLayout
 
 
 def visible(cache: CacheLayout, length: int) -> list[list[int]]:
     """For each query, 1 for every position up to its own that it reads exact."""
-    exact = cache.exact(length).int().tolist()
+    exact = cache.exact_for(torch.arange(length), length).int().tolist()
     return [row[: query + 1] for query, row in enumerate(exact)]
 
 

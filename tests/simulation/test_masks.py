@@ -9,7 +9,7 @@ from rotationzoo.model import long_masks
 from rotationzoo.model.capture import Attention
 from rotationzoo.simulation import masks
 from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, two_copy_mask
+from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks
 
 
 @pytest.fixture
@@ -68,7 +68,8 @@ def test_blocks_together_are_the_whole_mask(monkeypatch, additive, kept):
     mask = masks.as_additive(causal, torch.float32) if additive else causal
     attend = Attention(torch.nn.Module(), lambda *_: None, mask, {})
     cache = CacheLayout(sink=2, recent=5)
-    whole = two_copy_mask(attend, torch.zeros(1, 4, 24, 16), cache)
+    exact = cache.exact_for(torch.arange(24), 24)
+    whole = masks._both_copies(mask, exact)
     visible = whole > torch.finfo(whole.dtype).min if additive else whole
     assert torch.equal(visible.sum(-1), causal.sum(-1)), "one copy of each position that is seen"
     two_copies = TwoCopyMask(attend, cache, torch.device("cpu"), 24)

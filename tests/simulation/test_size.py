@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from support import architectures
 
 from rotationzoo.calibration.fit import fit
@@ -29,7 +30,7 @@ ARMS = [
 def test_every_token_counts(arm, length):
     cache = CacheLayout(int2.SGLANG, sink=16, recent=64)
     grouped = CacheLayout(int2.SGLANG, sink=16, recent=64, token_group=arm.token_group)
-    exact = grouped.exact(length)[-1].sum().item()
+    exact = grouped.exact_for(torch.arange(length), length)[-1].sum().item()
     assert grouped.quantized_tokens(length) == length - exact
     # Head dimension 16 on both sides, so that each side is half of the elements.
     stored = sum(arm.stored_bits(side, 16, int2.SGLANG) for side in ("key", "value")) / 2
@@ -39,7 +40,7 @@ def test_every_token_counts(arm, length):
 
 def test_groups_of_tokens_stay_exact_until_they_are_complete():
     cache = CacheLayout(sink=1, recent=2, token_group=3)
-    exact = cache.exact(9)
+    exact = cache.exact_for(torch.arange(9), 9)
     rows = [exact[query, : query + 1].int().tolist() for query in range(9)]
     assert rows[4] == [1, 1, 1, 1, 1], "the last token of the first group is recent"
     assert rows[5] == [1, 0, 0, 0, 1, 1]

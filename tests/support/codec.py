@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rotationzoo.codec import cuda
+from rotationzoo.codec import cuda, feedback, int2
+from rotationzoo.codec.formats import SGLANG, Format
 
 gpu = [
     pytest.mark.gpu,
@@ -28,6 +29,23 @@ on_cpu = pytest.mark.skipif(
 
 RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])
 many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+def restore(
+    rows: torch.Tensor,
+    clip: float | torch.Tensor = 1.0,
+    group_size: int | None = None,
+    format: Format = SGLANG,
+) -> torch.Tensor:
+    """Rows stored with nearest codes, as a reader restores them."""
+    return int2.dequantize(int2.quantize(rows, clip, group_size, format), format)
+
+
+def restore_with_feedback(
+    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
+) -> torch.Tensor:
+    """Rows stored with codes chosen by error feedback, as a reader restores them."""
+    return int2.dequantize(feedback.quantize(rows, factor, group_size, format), format)
 
 
 @st.composite

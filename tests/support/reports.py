@@ -98,9 +98,19 @@ def make_evaluation(made: Made) -> dict:
     """The content of `evaluation.json`: the more to the right an arm stands, the more it costs."""
     names = [made.arm, *BASELINES]
     arms = {name: make_arm(made, name, number) for number, name in enumerate(names, 1)}
+    decision = {
+        "arm": made.arm,
+        "kept": 0.6875,
+        "interval": [0.6, 0.8],
+        "better_than": ["identity", "hadamard"],
+        "action": "use",
+        "level": 0.05,
+        "words": [f"{made.arm} keeps 69%.", "It answers more than the others.", "Use it."],
+    }
     verdict = {
         "texts": 2,
-        "words": [f"{made.arm}: answers clearly more than identity"],
+        "words": decision["words"],
+        "decisions": [decision],
         "level": 0.05,
         "comparisons": [],
         "answers": None,

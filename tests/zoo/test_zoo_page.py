@@ -80,6 +80,19 @@ def test_the_page_says_what_the_index_says(page_file, browser, width, scheme):
     assert not serious_findings(page)
 
 
+def test_columns_that_are_empty_are_left_out(inside, browser):
+    bare = [entry("some/Bare-1B", 1), entry("some/Bare-2B", 2)]
+    (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": bare}))
+    assert inside("list", "--index", "index.json", "--html", "zoo.html").returncode == 0
+    page = browser.open_page(inside.folder / "zoo.html")
+    assert page.locator("#zoo th[scope=col]").all_inner_texts() == ["Model", "Recipe", "Size"]
+    assert page.locator("dt").all_inner_texts() == ["Size"]
+    assert "was published and not measured" in page.locator("main").inner_text()
+    text = render_zoo_page(LoadedIndex(index.Index.model_validate({"entries": []}), "here"), [], [])
+    assert "not measured" not in text
+    assert "<dt>" not in text
+
+
 def test_search_and_sort_by_keyboard(page_file, browser):
     page = browser.open_page(page_file)
     page.keyboard.press("Tab")  # the link that skips to the content

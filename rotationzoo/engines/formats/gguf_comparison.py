@@ -104,8 +104,7 @@ def compare_base(reader: Any, base: Path, payload: Payload, model: str | None) -
     config_sha256 = config_hash(source)
     if model and payload.provenance.get("config_sha256", config_sha256) != config_sha256:
         raise RotationZooError(
-            f"{model} is not the model of this artifact: its config differs",
-            hint="check --model",
+            f"{model} is not the model of this artifact: its config differs", hint="check --model"
         )
     config = read_json(source.folder / "config.json")
     if isinstance(text_config := config.get("text_config"), dict):  # a vision model's text part

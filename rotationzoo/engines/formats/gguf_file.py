@@ -169,8 +169,7 @@ def gguf_package() -> Any:
         import gguf
     except ImportError as error:
         raise RotationZooError(
-            "gguf is not installed",
-            hint="run: pip install 'gguf>=0.17'",
+            "gguf is not installed", hint="run: pip install 'gguf>=0.17'"
         ) from error
     return gguf
 

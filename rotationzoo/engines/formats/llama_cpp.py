@@ -6,13 +6,7 @@ Two forks have a 2-bit cache: OSCAR's, and one that grew from it.
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import (
-    Description,
-    Launch,
-    Options,
-    Payload,
-    clip_text,
-)
+from rotationzoo.engines.base import Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats.gguf_comparison import check_base, compare_base
 from rotationzoo.engines.formats.gguf_file import gguf_package, open_gguf, read_field, write_copy
 from rotationzoo.engines.formats.gguf_rotations import rotation_tensors
@@ -20,15 +14,6 @@ from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, objectiv
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 
-DESCRIPTION = Description(
-    cache="[OSCAR's fork](https://github.com/FutureMLS-Lab/OSCAR/tree/zhongzhu/llamacpp) "
-    "(`qwen3`), "
-    "[llama-cpp-turboquant](https://github.com/TheTom/llama-cpp-turboquant/pull/234) "
-    "(`qwen3moe`, `qwen35`, `gemma4`)",
-    reads="tensors in a copy of the model's GGUF",
-    limits="groups (its blocks are its own); other architectures; "
-    "in the second fork clips and exact windows",
-)
 # Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
 # which neither clips nor keeps tokens exact.
 _CACHE_TYPE = {"qwen3": "q2_0", "qwen3moe": "oscar2", "qwen35": "oscar2", "gemma4": "oscar2"}

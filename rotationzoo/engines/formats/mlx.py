@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rotationzoo.engines.base import (
-    Description,
-    Launch,
-    Options,
-    Payload,
-    SideMatrices,
-)
+from rotationzoo.engines.base import Launch, Options, Payload, SideMatrices
 from rotationzoo.engines.formats.reading import (
     as_mapping,
     check_layer,
@@ -31,12 +25,6 @@ from rotationzoo.engines.formats.reading import (
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError, first_sentence
 
-DESCRIPTION = Description(
-    cache="[mlx-lm pull request 1789](https://github.com/ml-explore/mlx-lm/pull/1789), closed",
-    reads="two safetensors, transposed, and `metadata.json`",
-    limits="head dimensions that are no power of two, or differ while groups are whole heads; "
-    "clips are found in each group instead of the row",
-)
 SCHEMA = "mlx-lm-oscar-rotations-v1"
 FILES = {"key": "k_rotation.safetensors", "value": "v_rotation.safetensors"}
 METADATA = "metadata.json"

@@ -8,24 +8,12 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from rotationzoo.engines.base import (
-    Description,
-    Launch,
-    Options,
-    Payload,
-    clip_text,
-)
+from rotationzoo.engines.base import Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats.oscar_pt import locked_pair, write_pair
 from rotationzoo.engines.formats.reading import check_power_of_two
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 
-DESCRIPTION = Description(
-    cache="[OSCAR's SGLang](https://github.com/FutureMLS-Lab/OSCAR), "
-    "[pull request 32129](https://github.com/sgl-project/sglang/pull/32129)",
-    reads="`.pt` pair: version 2 (per KV head), 1 (`--pooled`), 3 (key mean)",
-    limits="head dimensions and groups that are no power of two; windows that are no multiple of 8",
-)
 _PAGE = 8  # tokens leave the exact window in pages of this size
 
 

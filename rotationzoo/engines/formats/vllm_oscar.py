@@ -4,17 +4,12 @@ layer."""
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import Description, Launch, Options, Payload, clip_text
+from rotationzoo.engines.base import Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, check_one_group_size
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 
-DESCRIPTION = Description(
-    cache="[pull request 46774](https://github.com/vllm-project/vllm/pull/46774)",
-    reads="`.pt` pair, version 1",
-    limits="groups smaller than the head; head dimensions that differ",
-)
 _NAME = "vLLM's pull request"
 
 

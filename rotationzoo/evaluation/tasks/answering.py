@@ -13,7 +13,7 @@ from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.simulation.arm import CacheArm
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
@@ -199,7 +199,7 @@ def _ask_arms(
 
 
 def _request(
-    model: PreTrainedModel, trial: Trial, cache: CacheLayout, arm: CacheArm, prompts: list[Prompt]
+    model: PreTrainedModel, trial: Trial, cache: CacheLayout, arm: Arm, prompts: list[Prompt]
 ) -> Request:
     """The prompts of a series, read from an arm's cache."""
     if trial.through:

@@ -160,9 +160,7 @@ def score_arm(
     return tasks, _recall_all(replies)
 
 
-def score_exact(
-    answers: TaskAnswers,
-) -> tuple[dict[str, ExactTaskRecall], RecallDetails | None]:
+def score_exact(answers: TaskAnswers) -> tuple[dict[str, ExactTaskRecall], RecallDetails | None]:
     """The scores of the exact model: of each task, and of all that it can do together."""
     tasks: dict[str, ExactTaskRecall] = {}
     for task in dict.fromkeys(exact.series.task for exact in answers.exact):

@@ -30,12 +30,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.pages import LayerPages
-from rotationzoo.runtime.vllm.settings import (
-    cell_bytes,
-    check_kernels,
-    read_settings,
-    select_heads,
-)
+from rotationzoo.runtime.vllm.settings import cell_bytes, check_kernels, read_settings, select_heads
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step, count_slots
 
 

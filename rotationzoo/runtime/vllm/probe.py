@@ -25,10 +25,7 @@ CANDIDATES = 5
 
 
 def record_probes(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    artifact: Artifact,
-    source: Source,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, artifact: Artifact, source: Source
 ) -> list[Probe]:
     """Let a model continue bundled text through the cache that `serve` makes of an artifact.
 

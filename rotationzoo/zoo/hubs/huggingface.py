@@ -140,9 +140,9 @@ class HuggingFace(Hub):
         self.token = huggingface_token()
         self.api = HfApi(token=self.token, library_name="rotationzoo", library_version=__version__)
 
-    def resolve(self, repo: str, revision: str | None = None) -> str:
-        with self._errors(repo, revision):
-            info = retry(lambda: self.api.model_info(repo, revision=revision), may_pass)
+    def resolve(self, repo: str) -> str:
+        with self._errors(repo, None):
+            info = retry(lambda: self.api.model_info(repo), may_pass)
             return _check_commit(info.sha, repo)
 
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:

@@ -229,11 +229,11 @@ class ModelScope(Hub):
             # The client logs every step, and also every failure that it raises anyway.
             logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
 
-    def resolve(self, repo: str, revision: str | None = None) -> str:
-        """The tag, or the branch `master`. ModelScope cannot read from a commit."""
+    def resolve(self, repo: str) -> str:
+        """The branch `master`. ModelScope cannot read from a commit."""
         with modelscope_errors(repo):
             retry(lambda: self.api.get_repo(repo, "model"), may_pass)
-        return revision or _BRANCH
+        return _BRANCH
 
     def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
         with modelscope_errors(repo), _client_output_hidden():

@@ -84,8 +84,8 @@ class Hub(ABC):
     it is a commit, whose name is known only afterwards."""
 
     @abstractmethod
-    def resolve(self, repo: str, revision: str | None = None) -> str:
-        """The revision to read from, for a branch, a tag, or None (the newest)."""
+    def resolve(self, repo: str) -> str:
+        """The newest revision, to read from."""
 
     @abstractmethod
     def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:

@@ -35,10 +35,8 @@ class SigningTool:
         a signature. Raises `RotationZooError` if the extra `sign` is missing, or there is no such
         key."""
         check_installed(why, "; or publish unsigned, with: --sign none")
-        if key is not None:
-            _check_key(key)
         self.key, self.trust_config = key, trust_config
-        self.signer = None if key is None else Signer(public_key=self._public_key())
+        self.signer = None if key is None else Signer(public_key=_read_public_key(key))
         """The signer that its signatures name. None before the first keyless one, whose
         certificate says who it is, unless `identify` knows it before."""
 
@@ -101,18 +99,10 @@ class SigningTool:
         except Exception as error:  # as above
             raise _refusal(error) from error
 
-    def _public_key(self) -> str:
-        from cryptography.hazmat.primitives import serialization
 
-        assert self.key is not None
-        private = serialization.load_pem_private_key(self.key.read_bytes(), None)
-        public = private.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-        return public.decode()
-
-
-def _check_key(path: Path) -> None:
+def _read_public_key(path: Path) -> str:
+    """The public key, in PEM, of a private key that signatures may be made with. Raises
+    `RotationZooError` for any other file."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -132,6 +122,10 @@ def _check_key(path: Path) -> None:
     curves = ("secp256r1", "secp384r1", "secp521r1")
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in curves:
         raise RotationZooError(f"{path} is no key of P-256, P-384 or P-521", hint=hint)
+    public = key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return public.decode()
 
 
 def _find_token() -> str | None:

@@ -26,9 +26,9 @@ class FolderHub(Hub):
             raise HubError(f"there is no {repo} in {ROOT}", missing=True)
         return folder
 
-    def resolve(self, repo: str, revision: str | None = None) -> str:
-        self.folder(repo, revision)
-        return revision or "newest"
+    def resolve(self, repo: str) -> str:
+        self.folder(repo, None)
+        return "newest"
 
     def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
         folder = self.folder(repo, revision)

@@ -1,0 +1,111 @@
+"""The memory of a request's cache: of what was measured, and of what an engine stores."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from rotationzoo.artifact.measured import Measured, MeasuredArm
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.formats import SGLANG, SIMULATED
+from rotationzoo.model.geometry import Layer, cached_layers
+from rotationzoo.report.figures import Section
+from rotationzoo.report.tables import Table
+from rotationzoo.rotations import SIDES
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, bits_per_element
+from rotationzoo.words import byte_count
+
+_CONTEXTS = 8192, 32768, 131072
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of `context` tokens. `elements` are cached of each token, None if the shapes are
+    not known; `share` of them were stored in few bits."""
+
+    context: int = CONTEXT
+    elements: int | None = None
+    share: float = 1.0
+
+    @classmethod
+    def measured_on(cls, artifact: Artifact, measured: Measured | None, context: int) -> Self:
+        """A request to the artifact's model, whose cache is stored as it was measured."""
+        layers = cached_layers(artifact.geometry)
+        total = _count_elements(layers)
+        if measured is None:
+            return cls(context, total)
+        read = set(measured.layers)
+        stored = [layer for layer in layers if not read or layer.index in read]
+        return cls(context, total, _count_elements(stored, measured.sides) / total)
+
+    def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
+        """Bits of an element of an arm's cache, from those of a request of `CONTEXT` tokens. Arms
+        that quantize tokens in groups are off by the exact tokens of at most one group."""
+        exact = measured.window.sink + measured.window.recent
+        if exact >= CONTEXT:
+            return EXACT_BITS
+        stored = (arm.bits_per_element * CONTEXT - EXACT_BITS * exact) / (CONTEXT - exact)
+        quantized = self.share * max(0, self.context - exact) / self.context
+        return quantized * stored + (1 - quantized) * EXACT_BITS
+
+    @property
+    def scale(self) -> tuple[float, str]:
+        """What a chart multiplies bits of an element with, and the unit that this gives."""
+        if self.elements is None:
+            return 1.0, f"bits of an element at {self.context:,} tokens"
+        size = self.elements * self.context / 8
+        factor, unit = (1e9, "GB") if size * EXACT_BITS >= 1e9 else (1e6, "MB")
+        return size / factor, f"{unit} of cache at {self.context:,} tokens"
+
+    def describe_saving(self, bits: float) -> str:
+        """One sentence on what a cache with so many bits of an element saves."""
+        if not 0 < bits < EXACT_BITS:
+            return f"At {self.context:,} tokens, the cache stays exact: nothing is saved."
+        sizes = [f"{bits:.2f} bits an element", str(EXACT_BITS)]
+        if self.elements is not None:
+            each = self.elements * self.context / 8
+            sizes = [byte_count(each * bits), byte_count(each * EXACT_BITS)]
+        return (
+            f"At {self.context:,} tokens in every layer, the cache takes {sizes[0]} in place of "
+            f"{sizes[1]}: {EXACT_BITS / bits:.1f} times smaller."
+        )
+
+
+def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
+    """How an engine stores the cache: in the format and with the windows that were measured."""
+    if measured is None:
+        return CacheLayout.of_recipe(artifact.recipe)
+    format = SIMULATED.get(measured.format, SGLANG)
+    window = measured.window
+    layout = CacheLayout.of_recipe(artifact.recipe, format)
+    return replace(layout, sink=window.sink, recent=window.recent)
+
+
+def describe_memory(artifact: Artifact, measured: Measured | None, context: int) -> Section:
+    """The size of a cache of some lengths: figures that follow from shapes alone."""
+    elements = _count_elements(cached_layers(artifact.geometry))
+    layout = layout_of(artifact, measured)
+    rows = []
+    for tokens in sorted({*_CONTEXTS, context}):
+        bits = bits_per_element(artifact.geometry, layout, tokens)
+        size = elements * tokens / 8
+        sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]
+        rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])
+    about = (
+        f"Of one request, with scales and offsets, the first {layout.sink} and the last "
+        f"{layout.recent} tokens in bfloat16, and "
+        "keys and values of all layers in few bits. Layers "
+        "with a sliding window keep fewer tokens than this: rotationzoo plan counts them."
+    )
+    columns = ["tokens", "bfloat16", f"{layout.format.bits} bits", "smaller"]
+    table = Table("Memory of the cache", columns, rows)
+    return Section(anchor="memory", title="Memory at other contexts", words=[about], tables=[table])
+
+
+def _count_elements(layers: Iterable[Layer], sides: Iterable[str] = SIDES) -> int:
+    """The elements that some layers cache of one token on some sides."""
+    counts = dict.fromkeys(SIDES, 0)
+    for layer in layers:
+        counts["key"] += layer.kv_heads * layer.key_dim
+        counts["value"] += layer.kv_heads * layer.value_dim
+    return sum(counts[side] for side in SIDES if side in sides)
