@@ -8,21 +8,23 @@ from rotationzoo.cli.output import Output, say, table
 from rotationzoo.simulation.size import CONTEXT, EXACT_BITS
 from rotationzoo.words import counted
 
-_BASELINES = {"a Hadamard matrix": "hadamard", "no rotation": "identity"}
-
 
 def show_demo(out: Output, artifact: Artifact, report: Measured) -> None:
     """Print the answers through the exact cache, with this artifact, and with the baselines.
 
-    `report`: of an evaluation of this artifact alone.
+    `report`: of an evaluation of this artifact alone, which has factors for error feedback.
     """
     arms = report.window.arms
-    # The last of the artifact's arms writes rows as a cache does that has its factors.
-    made = arms_of(arms, artifact.identity)[-1]
+    nearest, feedback = arms_of(arms, artifact.identity)
+    rows = {
+        "these rotations, in an engine": nearest,
+        "these rotations, in RotatedCache": feedback,
+        "a Hadamard matrix": arms["hadamard"],
+        "no rotation": arms["identity"],
+    }
     caches = {"exact": _figures(report.exact, float(EXACT_BITS))}
-    caches["these rotations"] = _figures(made, made.bits_per_element)
-    for words, name in _BASELINES.items():
-        caches[words] = _figures(arms[name], arms[name].bits_per_element)
+    for words, arm in rows.items():
+        caches[words] = _figures(arm, arm.bits_per_element)
     data = {
         "artifact": str(artifact.folder),
         "page": str(artifact.folder / REPORT),
@@ -67,6 +69,7 @@ def _say_demo(artifact: Artifact, report: Measured, data: dict[str, Any]) -> Non
     table(title, columns, rows, apart=True)
     say(
         f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
+        "in an engine: with the nearest codes; RotatedCache and serve write with error feedback",
         "log probability: of the right answers, in nats; so few questions show only large "
         "differences",
         "",
