@@ -138,8 +138,7 @@ class GenerationOptions(CacheOptions, RunOptions, total=False):
 
 
 class Evaluated(dict[str, Any]):
-    """The object that `rotationzoo evaluate --json` prints, which shows itself as the decision in
-    words."""
+    """The object of `rotationzoo evaluate --json`, which shows itself as the decision in words."""
 
     def __repr__(self) -> str:
         return "\n".join(self["verdict"]["words"]) or super().__repr__()

@@ -61,8 +61,6 @@ def find_model(artifact: Artifact) -> Path | None:
     own name."""
     model = artifact.manifest.model
     folder = DEMO if model.id == "demo" else Path(model.id)
-    if folder.name != model.id and folder != DEMO:
-        return None
     with suppress(RotationZooError):  # a folder without a config is another thing of that name
         if config_hash(Source(model.id, folder, None)) == model.config_sha256:
             return folder.absolute()

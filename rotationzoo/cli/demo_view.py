@@ -54,15 +54,9 @@ def _say_demo(artifact: Artifact, report: Measured, data: dict[str, Any]) -> Non
     )
     rows = []
     for words, figures in data["caches"].items():
-        rows.append(
-            [
-                words,
-                f"{figures['bits_per_element']:.1f}",
-                f"{figures['answered'] / figures['questions']:.0%}",
-                f"{figures['log_probability']:.2f}",
-                f"{figures['perplexity']:.3f}",
-            ]
-        )
+        share, nats = figures["answered"] / figures["questions"], figures["log_probability"]
+        cells = [f"{figures['bits_per_element']:.1f}", f"{share:.0%}", f"{nats:.2f}"]
+        rows.append([words, *cells, f"{figures['perplexity']:.3f}"])
     questions = data["caches"]["exact"]["questions"]
     title = f"{counted(questions, 'question')} about statements hidden in {length:,} tokens"
     columns = ["cache", "bits", "answered", "log probability", "perplexity"]
@@ -70,8 +64,7 @@ def _say_demo(artifact: Artifact, report: Measured, data: dict[str, Any]) -> Non
     say(
         f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
         "in an engine: with the nearest codes; RotatedCache and serve write with error feedback",
-        "log probability: of the right answers, in nats; so few questions show only large "
-        "differences",
+        "log probability: of right answers, in nats; so few questions show only large differences",
         "",
         f"The page about it: {data['page']}",
     )

@@ -240,10 +240,7 @@ def _size(count: int) -> str:
 
 def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
     """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
-    what the rotations cost the model.
-
-    `model`: as the user named it.
-    """
+    what the rotations cost the model, which is named as the user named it."""
     if "answer" in report and report["rotations"] is not None:
         out.suggest("generate", model, "--rotations", NO_ROTATION)
     elif "answer" in report:

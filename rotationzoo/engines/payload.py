@@ -180,11 +180,8 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
 
 
 def _model_to_serve(artifact: Artifact) -> str | None:
-    """The model to put into the launch command.
-
-    It is the hub id, the folder if it is found, or a placeholder: an artifact does not store its
-    path. None if the model is not known.
-    """
+    """The launch command's model: its hub id, its folder if it is found, or a placeholder. None if
+    the model is not known."""
     if not artifact.bound:
         return None
     model = artifact.manifest.model
