@@ -137,6 +137,13 @@ class GenerationOptions(CacheOptions, RunOptions, total=False):
     """Called as `(stage, done, total)` while the job runs."""
 
 
+class Evaluated(dict[str, Any]):
+    """The object of `rotationzoo evaluate --json`, which shows itself as the decision in words."""
+
+    def __repr__(self) -> str:
+        return "\n".join(self["verdict"]["words"]) or super().__repr__()
+
+
 def calibrate(
     model: str,
     *,
@@ -194,7 +201,7 @@ def evaluate(
     *,
     save: bool = False,
     **options: Unpack[EvaluationOptions],
-) -> dict[str, Any]:
+) -> Evaluated:
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
     * `model`: a hub id, a local folder, or `demo`;
@@ -205,14 +212,14 @@ def evaluate(
       rows of 2,048, of more where the windows leave nothing of these, and of no more than the model
       has positions.
 
-    Returns the report that `rotationzoo evaluate --json` prints. `exact` is the exact model's
-    perplexity and answers; `arms` holds `tasks`, `perplexity_increase`, `attention_kl` and
-    `output_error` of each rotation. Raises `RotationZooError` where the model, the artifacts and
-    the options do not fit together.
+    Returns the report that `rotationzoo evaluate --json` prints; its `repr` is what is decided on
+    each artifact, in words. `exact` is the exact model's perplexity and answers; `arms` holds
+    `tasks`, `perplexity_increase`, `attention_kl` and `output_error` of each rotation. Raises
+    `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
     progress = options.pop("progress", silent)
     job = evaluation_job(model, artifacts, save, **options)
-    return run_evaluation(job, progress, ThroughCache).report()
+    return Evaluated(run_evaluation(job, progress, ThroughCache).report())
 
 
 def evaluation_job(

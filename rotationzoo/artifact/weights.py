@@ -2,10 +2,12 @@
 artifact."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from rotationzoo import __version__
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.errors import RotationZooError
 from rotationzoo.model.source import DEMO, Source, config_hash, weights_fingerprint
 from rotationzoo.storage import strict_json
 
@@ -47,10 +49,19 @@ def read_record(folder: Path) -> Record | None:
 
 def model_words(artifact: Artifact) -> list[str]:
     """The artifact's model as the words of a command: its name and, for a model from the hub, its
-    revision. Another local model than the demo becomes `MODEL`: an artifact stores no paths."""
+    revision. A local model that is not here becomes `MODEL`: an artifact stores no paths."""
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]
-    demo = Source("demo", DEMO, None)
-    is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
-    return [demo.name if is_demo else "MODEL"]
+    return ["MODEL" if find_model(artifact) is None else model.id]
+
+
+def find_model(artifact: Artifact) -> Path | None:
+    """The folder of the artifact's model, if it is the demo or lies in the working folder under its
+    own name."""
+    model = artifact.manifest.model
+    folder = DEMO if model.id == "demo" else Path(model.id)
+    with suppress(RotationZooError):  # a folder without a config is another thing of that name
+        if config_hash(Source(model.id, folder, None)) == model.config_sha256:
+            return folder.absolute()
+    return None

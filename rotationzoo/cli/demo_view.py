@@ -8,21 +8,23 @@ from rotationzoo.cli.output import Output, say, table
 from rotationzoo.simulation.size import CONTEXT, EXACT_BITS
 from rotationzoo.words import counted
 
-_BASELINES = {"a Hadamard matrix": "hadamard", "no rotation": "identity"}
-
 
 def show_demo(out: Output, artifact: Artifact, report: Measured) -> None:
     """Print the answers through the exact cache, with this artifact, and with the baselines.
 
-    `report`: of an evaluation of this artifact alone.
+    `report`: of an evaluation of this artifact alone, which has factors for error feedback.
     """
     arms = report.window.arms
-    # The last of the artifact's arms writes rows as a cache does that has its factors.
-    made = arms_of(arms, artifact.identity)[-1]
+    nearest, feedback = arms_of(arms, artifact.identity)
+    rows = {
+        "these rotations, in an engine": nearest,
+        "these rotations, in RotatedCache": feedback,
+        "a Hadamard matrix": arms["hadamard"],
+        "no rotation": arms["identity"],
+    }
     caches = {"exact": _figures(report.exact, float(EXACT_BITS))}
-    caches["these rotations"] = _figures(made, made.bits_per_element)
-    for words, name in _BASELINES.items():
-        caches[words] = _figures(arms[name], arms[name].bits_per_element)
+    for words, arm in rows.items():
+        caches[words] = _figures(arm, arm.bits_per_element)
     data = {
         "artifact": str(artifact.folder),
         "page": str(artifact.folder / REPORT),
@@ -52,23 +54,17 @@ def _say_demo(artifact: Artifact, report: Measured, data: dict[str, Any]) -> Non
     )
     rows = []
     for words, figures in data["caches"].items():
-        rows.append(
-            [
-                words,
-                f"{figures['bits_per_element']:.1f}",
-                f"{figures['answered'] / figures['questions']:.0%}",
-                f"{figures['log_probability']:.2f}",
-                f"{figures['perplexity']:.3f}",
-            ]
-        )
+        share, nats = figures["answered"] / figures["questions"], figures["log_probability"]
+        cells = [f"{figures['bits_per_element']:.1f}", f"{share:.0%}", f"{nats:.2f}"]
+        rows.append([words, *cells, f"{figures['perplexity']:.3f}"])
     questions = data["caches"]["exact"]["questions"]
     title = f"{counted(questions, 'question')} about statements hidden in {length:,} tokens"
     columns = ["cache", "bits", "answered", "log probability", "perplexity"]
     table(title, columns, rows, apart=True)
     say(
         f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
-        "log probability: of the right answers, in nats; so few questions show only large "
-        "differences",
+        "in an engine: with the nearest codes; RotatedCache and serve write with error feedback",
+        "log probability: of right answers, in nats; so few questions show only large differences",
         "",
         f"The page about it: {data['page']}",
     )

@@ -83,11 +83,7 @@ def export_command(
             hint="--for sglang",
         )
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.export_view import (
-        show_changed_model,
-        show_export,
-        suggest_measuring,
-    )
+    from rotationzoo.cli.export_view import show_changed_model, show_export
 
     opened = Artifact.open(artifact)
     for_llama_cpp = bool(base or engine_hadamard or model)
@@ -131,4 +127,3 @@ def export_command(
             "--base, --model and --engine-hadamard are for llama.cpp", hint="--for llama.cpp"
         )
     show_export(out, export(opened, request))
-    suggest_measuring(out, opened, str(to))

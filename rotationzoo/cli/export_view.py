@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.engines.export import Exported, as_json, launch_line
-from rotationzoo.engines.registry import ENGINES
 
 
 def show_export(out: Output, exported: Exported) -> None:
@@ -16,17 +13,12 @@ def show_export(out: Output, exported: Exported) -> None:
     out.notes(exported.launch.notes)
 
     def human() -> None:
-        show_lines(*launch_line(exported.launch).splitlines())
         if exported.files:
             out.note(f"Files: {exported.path}")
+        out.note("Next: start the engine with")
+        show_lines(*launch_line(exported.launch).splitlines())
 
     out.result(as_json(exported), str(exported.path), human)
-
-
-def suggest_measuring(out: Output, artifact: Artifact, engine: str) -> None:
-    """Suggest to measure what an engine serves of the artifact, where it can be simulated."""
-    served = ["--for", engine] if ENGINES[engine].format else []
-    out.suggest("evaluate", *model_words(artifact), str(artifact.folder), *served)
 
 
 def show_changed_model(out: Output, model: Path, artifact: Path) -> None:

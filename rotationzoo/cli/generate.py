@@ -143,7 +143,7 @@ def generate_command(
     show_generation(out, report)
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
-    suggest_next(out, report, model, rotations)
+    suggest_next(out, report, model)
 
 
 def _choose_rotations(
@@ -188,7 +188,7 @@ def show_generation(out: Output, report: dict[str, Any]) -> None:
 
 def _say_generation(out: Output, report: dict[str, Any]) -> None:
     if "answer" in report:
-        say(f"The statement in the prompt says: {report['answer'].strip()}")
+        say(f"The line in the prompt says: {report['answer'].strip()}")
     if "exact_text" in report:
         _say_exact(report)
     out.note(_summary(report))
@@ -238,14 +238,13 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def suggest_next(out: Output, report: dict[str, Any], model: str, rotations: str | None) -> None:
-    """Suggest a text of the user's own, a rotation, or what the rotations cost the model.
-
-    `model`, `rotations`: as the user named them; None for rotations that were not named.
-    """
-    if "answer" in report:
-        named = [] if rotations is None else ["--rotations", rotations]
-        out.suggest("generate", model, *named, "--prompt", "def ", "--compare")
+def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
+    """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
+    what the rotations cost the model, which is named as the user named it."""
+    if "answer" in report and report["rotations"] is not None:
+        out.suggest("generate", model, "--rotations", NO_ROTATION)
+    elif "answer" in report:
+        out.suggest("generate", model, "--prompt", "def ", "--compare")
     elif report["rotations"] is None:
         out.suggest("calibrate", model)
     else:

@@ -74,7 +74,7 @@ def pull_command(
     if to is None:
         show_pull(out, pulled)
         return
-    from rotationzoo.cli.export_view import show_export, suggest_measuring
+    from rotationzoo.cli.export_view import show_export
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
@@ -83,7 +83,6 @@ def pull_command(
     if not ENGINES[to].command:
         target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
     show_export(out, export(artifact, Request(str(to), target)))
-    suggest_measuring(out, artifact, str(to))
 
 
 def _import(pulled: "Pulled", revision: str | None) -> "Artifact":

@@ -233,8 +233,8 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
     if engine.windows and served != (artifact.recipe.sink, artifact.recipe.recent):
         words += ["--windows", f"{served[0]}/{served[1]}"]
     return (
-        "one rotation per layer makes some models useless, and its cost has not been measured "
-        f"this one; to measure it: {shlex.join([*words, '--save'])}"
+        "one rotation per layer makes some models useless, and what it costs this one has not been "
+        f"measured; to measure it: {shlex.join([*words, '--save'])}"
     )
 
 

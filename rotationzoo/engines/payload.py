@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import find_model
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
 from rotationzoo.engines.registry import find_engine
 from rotationzoo.evaluation.arms import reduced_rotations
-from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.storage.files import digest
 
@@ -180,17 +180,12 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
 
 
 def _model_to_serve(artifact: Artifact) -> str | None:
-    """The model to put into the launch command.
-
-    It is the hub id, the demo's folder, or a placeholder for another local folder, whose path an
-    artifact does not store. None if the model is not known.
-    """
+    """The launch command's model: its hub id, its folder if it is found, or a placeholder. None if
+    the model is not known."""
     if not artifact.bound:
         return None
     model = artifact.manifest.model
     # Only models from the hub have a revision.
     if model.revision:
         return model.id
-    demo = Source("demo", DEMO, None)
-    is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
-    return str(DEMO) if is_demo else PLACEHOLDER
+    return str(find_model(artifact) or PLACEHOLDER)

@@ -163,8 +163,7 @@ def other_weights_note(artifact: Artifact, source: Source) -> str | None:
     """A note for an artifact that was made for other weights than these, or None."""
     if not _of_other_weights(artifact, source):
         return None
-    made_for = artifact.manifest.model.id
-    return f"{artifact.folder.resolve().name} was made for other weights than these: {made_for}"
+    return f"{artifact.folder.resolve().name} was made for other weights than {source.name} has"
 
 
 def _of_other_weights(artifact: Artifact, source: Source) -> bool:

@@ -131,13 +131,14 @@ def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     assert json.loads(result.stdout)["format"] == "mlx"
 
 
-def test_the_next_command_is_for_the_same_engine(inside, tiny):
+def test_the_next_command_is_for_the_same_engine_and_after_an_export_starts_it(inside, tiny):
     made = inside("calibrate", tiny, *SMALL, "--for", "vllm-oscar", "-o", "made")
     assert made.returncode == 0, made.stderr
     assert "For vllm-oscar: recipe oscar-v1" in made.stderr
     assert made.stderr.endswith(f"Next: rotationzoo evaluate {tiny} made --for vllm-oscar\n")
     result = inside("export", "made", "--for", "vllm-oscar", "-o", "out")
-    assert result.stderr.endswith("made --for vllm-oscar\n"), result.stderr
+    assert result.stderr.endswith("\nNext: start the engine with\n"), result.stderr
+    assert result.stdout.endswith("--kv-cache-dtype oscar_int2\n"), "the last line starts it"
 
 
 def test_a_codec_that_is_not_simulated_is_refused(inside, made):

@@ -52,12 +52,11 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_next_command_has_the_rotations_that_were_named(inside, made, named):
+def test_after_the_demos_own_prompt_it_is_asked_without_rotations(inside, made, named):
     rotations = str(made) if named else "none"
     shown = inside("generate", "demo", "--rotations", rotations, *SMALL)
-    assert shown.stderr.splitlines()[-1] == (
-        f"Next: rotationzoo generate demo --rotations {rotations} --prompt 'def ' --compare"
-    )
+    following = "--rotations none" if named else "--prompt 'def ' --compare"
+    assert shown.stderr.splitlines()[-1] == f"Next: rotationzoo generate demo {following}"
 
 
 def test_quiet_prints_nothing_else(inside, made, expected):

@@ -134,10 +134,10 @@ def test_an_artifact_of_other_weights_is_a_warning(demo, made, tmp_path, caplog)
     """Of the same shapes, so nothing else would tell."""
     RotatedCache(made, demo)
     assert not caplog.records
-    other = Qwen3ForCausalLM(demo.config)
-    other.save_pretrained(tmp_path / "other")
-    RotatedCache(made, AutoModelForCausalLM.from_pretrained(tmp_path / "other"))
-    message = f"{made.name} was made for other weights than these: demo; see: rotationzoo verify"
+    other = tmp_path / "other"
+    Qwen3ForCausalLM(demo.config).save_pretrained(other)
+    RotatedCache(made, AutoModelForCausalLM.from_pretrained(other))
+    message = f"{made.name} was made for other weights than {other} has; see: rotationzoo verify"
     assert caplog.messages == [message]
 
 

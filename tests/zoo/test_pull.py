@@ -102,3 +102,6 @@ def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):
     assert "--model-path MODEL" in done["command"][0]
     said = "MODEL in the command stands for my-model: put its folder or hub id there"
     assert said in done["notes"]
+    shutil.copytree(DEMO, zoo.folder / "my-model")
+    done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
+    assert f"--model-path {zoo.folder / 'my-model'}" in done["command"][0]
