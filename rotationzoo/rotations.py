@@ -54,7 +54,8 @@ class Rotation:
         """`[H, D, D]`: the inverse of `forward`."""
         if self.whitening is None:
             return self.matrix.mT
-        return self.matrix.mT @ torch.linalg.inv(self.whitening.double()).to(self.matrix)
+        whitened_back: torch.Tensor = torch.linalg.inv(self.whitening.double())
+        return self.matrix.mT @ whitened_back.to(self.matrix)
 
     @property
     def alone(self) -> "Rotation":

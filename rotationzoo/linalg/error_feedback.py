@@ -4,6 +4,8 @@ which all channels use the range that they share."""
 
 import torch
 
+from rotationzoo.linalg.compositions import eigenbasis
+
 DAMPING = 0.01
 """Times the mean of the metric's diagonal, added to it. Directions that no query of the calibration
 text reads then still count a little."""
@@ -42,11 +44,12 @@ def whitening(moment: torch.Tensor) -> torch.Tensor:
     error feedback err like its geometric mean (as `factorize` says of M). But white rows have their
     peaks where the calibration text has none; half way loses least on `dev` (docs/ablation.md).
     """
-    values, vectors = torch.linalg.eigh((moment.double().cpu() + moment.double().cpu().mT) / 2)
+    values, vectors = eigenbasis(moment)
     level = values.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     logs = (values / level).clamp(min=0).add(DAMPING).log()
     powers = ((logs - logs.mean(-1, keepdim=True)) * (-SHARE / 2)).exp()
-    return (vectors @ torch.diag_embed(powers) @ vectors.mT).float().contiguous()
+    product: torch.Tensor = vectors @ torch.diag_embed(powers) @ vectors.mT
+    return product.float().contiguous()
 
 
 def remaining_share(factor: torch.Tensor) -> torch.Tensor:

@@ -82,13 +82,14 @@ def multiply_back(factor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("pooling", ["head", "layer"])
 def test_a_factor_is_that_of_captured_rows(made, captured, pooling, side):
-    """The mean square of `e @ R^T @ c^T`, for the unit errors e and the queries or outputs c of
-    each KV head."""
+    """The mean square of `e @ T^-1 @ c^T`, for the unit errors e and the queries or outputs c of
+    each KV head; T is the whitening times the rotation."""
     recipe = RECIPE.model_copy(update={"pooling": pooling})
     rotations = fit(sums(made.statistics), recipe, made.geometry)
     for layer, sides in rotations.items():
         weighting = captured[layer][side][1].double().unflatten(0, (2, -1)).flatten(1, 2)
-        read = weighting @ sides[side].matrix.double()
+        turned = sides[side].whitening.double() @ sides[side].matrix.double()
+        read = weighting @ torch.linalg.inv(turned).mT
         metric = read.mT @ read / read.shape[1]
         scaled = metric / metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
         expected = scaled + DAMPING * torch.eye(16)
