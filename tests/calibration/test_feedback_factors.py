@@ -104,6 +104,7 @@ def test_an_artifact_with_factors_round_trips_and_verifies(made):
     tensors = made.rotation_tensors()
     assert tensors["layers.1.key.feedback"].dtype == torch.float32
     assert tensors["layers.1.value.feedback"].shape == (2, 16, 16)
+    assert tensors["layers.1.key.whitening"].shape == (2, 16, 16)
     assert made.rotations.has_feedback
     again = fit(sums(made.statistics), made.recipe, made.geometry)
     for layer, side, rotation in again.each():
@@ -170,6 +171,16 @@ def test_a_changed_factor_is_reported(made, change, words):
     assert len(problems) == 1
     assert problems[0].startswith(words)
     assert problems[0].endswith("layer 1")
+
+
+def test_a_changed_whitening_is_reported(made):
+    def damage(layer, side, rotation):
+        return replace(rotation, whitening=rotation.whitening * 1.01)
+
+    problems = check(made.rotations.replace(damage), made.statistics, made.content).problems
+    assert {problem.partition(":")[0] for problem in problems} == {
+        "key whitening not that of the statistics", "value whitening not that of the statistics",
+    }  # fmt: skip
 
 
 def test_a_factor_of_another_rotation_is_reported(made):
