@@ -6,7 +6,7 @@ alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +18,9 @@ SIDES = ("key", "value")
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix` and
-    are clipped before they are quantized."""
+    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix`, and
+    are clipped before they get the nearest codes. Where error feedback chooses the codes, they
+    become `(x - mean) @ whitening @ matrix`."""
 
     matrix: torch.Tensor
     """`[H, D, D]` float32. H is 1 where all KV heads share one matrix. In float64, which no file
@@ -36,6 +37,30 @@ class Rotation:
     """The factor `[KV heads, D, D]`, float32, of the metric in which errors of rotated rows count,
     as `codec.feedback` takes it; one per KV head, even where heads share a matrix. None where the
     recipe leaves it out: codes are then rounded to the nearest."""
+    whitening: torch.Tensor | None = None
+    """The symmetric matrix `[KV heads, D, D]`, float32, after which the channels of a row vary
+    alike. None where the recipe does not whiten."""
+
+    @property
+    def forward(self) -> torch.Tensor:
+        """`[H, D, D]`: what rows without their mean are multiplied by where their codes are chosen
+        by error feedback."""
+        return (
+            self.matrix if self.whitening is None else self.whitening.to(self.matrix) @ self.matrix
+        )
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """`[H, D, D]`: the inverse of `forward`."""
+        if self.whitening is None:
+            return self.matrix.mT
+        whitened_back: torch.Tensor = torch.linalg.inv(self.whitening.double())
+        return self.matrix.mT @ whitened_back.to(self.matrix)
+
+    @property
+    def alone(self) -> "Rotation":
+        """The rotation without its whitening, as engines have it that write the nearest codes."""
+        return replace(self, whitening=None)
 
     @property
     def dim(self) -> int:

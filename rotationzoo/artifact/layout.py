@@ -60,6 +60,8 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
             tensors[tensor_name(layer, side, "mean")] = rotation.mean
         if rotation.feedback is not None:
             tensors[tensor_name(layer, side, "feedback")] = rotation.feedback
+        if rotation.whitening is not None:
+            tensors[tensor_name(layer, side, "whitening")] = rotation.whitening
     return tensors
 
 
@@ -83,6 +85,7 @@ def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -
         tensors.get(tensor_name(layer, side, "eigenvalues")),
         tensors.get(tensor_name(layer, side, "mean")),
         tensors.get(tensor_name(layer, side, "feedback")),
+        tensors.get(tensor_name(layer, side, "whitening")),
     )
 
 
@@ -149,6 +152,8 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
             if recipe.feedback:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
+            if recipe.feedback and recipe.whiten:
+                fields["whitening"] = torch.float32, (layer.kv_heads, dim, dim)
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
     return shapes

@@ -113,7 +113,7 @@ class Claim:
         """Rotations that differ from those that a recipe without an eigenbasis makes, which are
         recomputed."""
         # Leave out what comes from statistics, which is checked elsewhere.
-        measured = "center_keys", "center_values", "feedback"
+        measured = "center_keys", "center_values", "feedback", "whiten"
         formula = dict.fromkeys(measured, False)
         alone = self.recipe.model_copy(update=formula)
         for layer, side, rotation in fit(None, alone, self.geometry).each():

@@ -11,7 +11,7 @@ import torch
 from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
@@ -31,18 +31,19 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     """The metric `[KV heads, D, D]`, float64, in which errors of rotated rows count.
 
     `moment` is C, the second moment `[KV heads, D, D]`: `C_Q` of the queries for keys, `C_S` of the
-    attention outputs for values. Stored rows are `y = (x - mean) @ R`, so an error e of y is the
-    error `e @ R^T` of x, and `M = R^T @ C @ R`. For keys, `e M e^T` is the mean square of the
+    attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is the
+    error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; T is the rotation where nothing is whitened.
+    For keys, `e M e^T` is the mean square of the
     change of a score. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured
     it against the metric of the output projection.
     """
-    matrix = rotation.matrix.double()
-    return matrix.mT @ moment.double().cpu() @ matrix
+    inverse = rotation.inverse.double()
+    return inverse @ moment.double().cpu() @ inverse.mT
 
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """The rotations with the factors of both sides' metrics; unchanged for a recipe without error
-    feedback.
+    """The rotations with the whitening and the factors of both sides' metrics; unchanged for a
+    recipe without error feedback.
 
     Raises `RotationZooError` if there are no statistics.
     """
@@ -53,7 +54,8 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
 
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
         moment = statistics[layer][METRIC_KINDS[side]].second_moment
-        return replace(rotation, feedback=factorize(error_metric(rotation, moment)))
+        whitened = replace(rotation, whitening=whiten(statistics, recipe, layer, side))
+        return replace(whitened, feedback=factorize(error_metric(whitened, moment)))
 
     return rotations.replace(add_factor)
 
@@ -75,12 +77,17 @@ def factor_problems(
             yield f"{side} feedback without a positive diagonal", layer
         elif expected is not None and not _agree(factor, expected[layer][side].feedback):
             yield f"{side} feedback not that of the statistics and the rotation", layer
+        elif expected is not None and not _agree(
+            rotation.whitening, expected[layer][side].whitening
+        ):
+            yield f"{side} whitening not that of the statistics", layer
 
 
-def _agree(factor: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    """Whether a factor is the one that was made again, up to rounding."""
-    assert expected is not None
-    return torch.allclose(factor, expected, rtol=_CLOSE, atol=_NOTHING)
+def _agree(stored: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Whether a tensor is the one that was made again, up to rounding."""
+    if stored is None or expected is None:
+        return stored is expected
+    return torch.allclose(stored, expected, rtol=_CLOSE, atol=_NOTHING)
 
 
 # Allowed orthogonality error before the cast to float32; 3e-15 was measured for D up to 512.
@@ -118,8 +125,12 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         )
     ratio = recipe.key_clip if side == "key" else recipe.value_clip
     clip = torch.full((layer.kv_heads,), ratio, dtype=torch.float64)
-    mean = _mean(statistics, recipe, layer.index, side)
-    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
+    return Rotation(
+        matrix.float().contiguous(),
+        clip,
+        eigenvalues.float().contiguous(),
+        _mean(statistics, recipe, layer.index, side),
+    )
 
 
 def _mean(
@@ -130,6 +141,19 @@ def _mean(
         return None
     assert statistics is not None
     return statistics[layer][side].mean.float().cpu().contiguous()
+
+
+def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.Tensor | None:
+    """The whitening `[H, D, D]` of a side, by the second moment of its rows as they are stored:
+    about the mean where the recipe centers them. None where it does not whiten."""
+    if not recipe.whiten:
+        return None
+    average = statistics[layer][side]
+    moment, mean = average.second_moment.double().cpu(), average.mean
+    if side in recipe.centered:
+        assert mean is not None
+        moment = moment - torch.einsum("hi,hj->hij", mean.double().cpu(), mean.double().cpu())
+    return whitening(moment)
 
 
 def _compose_side(

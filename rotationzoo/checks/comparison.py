@@ -188,7 +188,7 @@ class KernelComparison:
         self._check_product("rotation", rotated, rows, rotation)
         for format in int2.FORMATS.values():
             codes = int2.quantize(rotated, clip[:, None], self.group_size, format).codes
-            unpacked = int2.unpack(int2.pack(codes, format.packing), format.packing)
+            unpacked = int2.unpack(int2.pack(codes, format), format)
             self._check_equal("packed code", unpacked, codes)
             self.elements += rows.numel()
 
@@ -210,7 +210,7 @@ class KernelComparison:
         reader restores it."""
         tensors = expected.codes, expected.scale, expected.offset
         expected = int2.Quantized(*(tensor.cpu() for tensor in tensors))
-        codes = int2.unpack(packed.codes.cpu(), format.packing)
+        codes = int2.unpack(packed.codes.cpu(), format)
         self._check_equal("code", codes, expected.codes)
         metadata = torch.stack([expected.scale, expected.offset], dim=-1)
         self._check_equal("scale or offset", packed.metadata.cpu(), metadata)

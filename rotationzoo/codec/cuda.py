@@ -133,9 +133,9 @@ class Variant:
         """The macros that compile the source into this variant. Raises `RotationZooError` for
         shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
-        check_shape(dim, group)
-        if format.bits != 2:
-            raise RotationZooError(f"the CUDA kernel has codes of 2 bits, and not of {format.bits}")
+        check_shape(dim, group, format)
+        if format.bits != 2 or format.offset == "none":
+            raise RotationZooError("the CUDA kernel has codes of 2 bits with an offset")
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(

@@ -40,7 +40,7 @@ def quantize(
     does.
     """
     group = group_size or rows.shape[-1]
-    int2.check_shape(rows.shape[-1], group, format.bits)
+    int2.check_shape(rows.shape[-1], group, format)
     rows = rows.float()
     int2.check_values(rows)
     groups = torch.unflatten(rows, -1, (-1, group))
@@ -67,20 +67,21 @@ def _encode(
     own writer does: the error is that of what a reader gets.
     """
     ranges = int2.metadata(low, high, replace(format, rounded_with="stored"))
-    scales, offsets = ranges
-    group, largest = rows.shape[-1] // scales.shape[-1], format.largest_code
+    dim, groups = rows.shape[-1], low.shape[-1]
+    largest = int2.largest_codes((groups, dim // groups), format, rows.device).flatten()
+    of_channels = int2.spread(*ranges, dim // groups, format)
+    scales, offsets = (each.expand(*each.shape[:-1], dim // groups) for each in of_channels)
     moved = rows.clone()
     codes = torch.empty_like(rows, dtype=torch.uint8)
     total = torch.zeros_like(rows[..., 0])
-    for channel in range(rows.shape[-1]):
-        scale, offset = scales[..., channel // group], offsets[..., channel // group]
+    for channel in range(dim):
+        place = ..., *divmod(channel, dim // groups)
+        scale, offset = scales[place], offsets[place]
         target = moved[..., channel]
-        if format.offset == "zero":
-            code = (target / scale + offset + 0.5).trunc().clamp(0, largest)
+        code = int2.nearest_codes(target, scale, offset, largest[channel], format)
+        restored = code * scale + offset
+        if format.offset != "minimum":
             restored = (code - offset) * scale
-        else:
-            code = ((target - offset) / scale + 0.5).trunc().clamp(0, largest)
-            restored = code * scale + offset
         codes[..., channel] = code.to(torch.uint8)
         residual = restored - target
         total = total + factor[:, channel, channel, None] * (residual * residual)

@@ -33,9 +33,9 @@ class Format:
     them."""
     metadata: Literal["float32", "float16"]
     """The type in which a group's scale and offset are stored."""
-    offset: Literal["zero", "minimum"]
+    offset: Literal["zero", "minimum", "none"]
     """How a code becomes a value: `zero` is `(code - zero) * scale`, `minimum` is `code * scale +
-    minimum`."""
+    minimum`, and `none`, which stores no offset, is `(code - largest code / 2) * scale`."""
     packing: Packing
     """Which codes share a byte."""
     rounded_with: Literal["stored", "computed"] = "stored"
@@ -46,6 +46,10 @@ class Format:
     `clip.bisected_threshold`."""
     bits: int = 2
     """Bits of a code."""
+    fine_channels: int = 0
+    """How many of a row's last channels, a multiple of 8, have codes of one bit more and half the
+    step: error feedback leaves its largest errors there. Their lowest bits follow the packed codes,
+    eight a byte. Formats with an offset have none."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -61,6 +65,15 @@ class Format:
         """Bits of one stored scale or one stored offset."""
         return {"float32": 32, "float16": 16}[self.metadata]
 
+    @property
+    def metadata_numbers(self) -> int:
+        """How many numbers are stored of a group: its scale, and its offset if it has one."""
+        return 1 if self.offset == "none" else 2
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of the packed codes of `dim` channels."""
+        return (dim * self.bits + self.fine_channels) // 8
+
 
 SGLANG = Format("row", interpolated=False, metadata="float32", offset="zero", packing="strided")
 VLLM = Format("row", interpolated=True, metadata="float16", offset="minimum", packing="consecutive")
@@ -73,10 +86,21 @@ MLX = Format(
     rounded_with="computed",
 )
 
+FINE = Format(
+    "row",
+    interpolated=False,
+    metadata="float16",
+    offset="none",
+    packing="strided",
+    fine_channels=48,
+)
+"""As many bytes as `SGLANG` where a row is one group: a float16 scale and 48 third bits take the
+place of a float32 scale and a float32 offset. Caches of our own have it."""
+
 FORMATS = {"sglang": SGLANG, "vllm": VLLM, "mlx": MLX}
 """The formats that the CUDA kernels write."""
 
-SIMULATED = FORMATS | {"sglang-bisected": replace(SGLANG, bisected=True)}
+SIMULATED = FORMATS | {"sglang-bisected": replace(SGLANG, bisected=True), "fine": FINE}
 """The formats that a model can be evaluated with. SGLang sorts a row during prefill, but bisects
 when it stores tokens that leave the exact window. The longer a server decodes, the more its answers
 depend on bisection."""

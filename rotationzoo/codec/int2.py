@@ -9,6 +9,7 @@ row is clamped. docs/codec.md has the formulas side by side and a worked row.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,9 @@ _HALF_INTEGERS = 32768.0  # the largest zero that float16 formats allow, see `me
 
 @dataclass(frozen=True)
 class Quantized:
-    """`codes` uint8 `[..., D]` are 0 to 3, or to the `largest_code` of another format; `scale` and
-    `offset` `[..., D / group]` have the format's type."""
+    """`codes` uint8 `[..., D]` are 0 to 3, or to the `largest_codes` of another format; `scale` and
+    `offset` `[..., D / group]` have the format's type. `offset` is `[..., 0]` where the format
+    stores none."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -57,7 +59,7 @@ def quantize(
     """
     dim = rows.shape[-1]
     group = group_size or dim
-    check_shape(dim, group, format.bits)
+    check_shape(dim, group, format)
     rows = rows.float()
     check_values(rows)
     groups = torch.unflatten(rows, -1, (-1, group))
@@ -68,31 +70,83 @@ def quantize(
 def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
     """Quantize float32 groups `[..., D / group, group]` that are already clamped."""
     scale, offset = metadata(groups.amin(-1), groups.amax(-1), format)
-    group_scale, group_offset = scale.unsqueeze(-1), offset.unsqueeze(-1)
-    if format.offset == "zero":
-        steps = groups / group_scale + group_offset
-    else:
-        steps = (groups - group_offset) / group_scale
-    codes = (steps + 0.5).trunc().clamp(0, format.largest_code).to(torch.uint8)
+    group_scale, group_offset = spread(scale, offset, groups.shape[-1], format)
+    largest = largest_codes(groups.shape[-2:], format, groups.device)
+    codes = nearest_codes(groups, group_scale, group_offset, largest, format).to(torch.uint8)
     return Quantized(
         codes.flatten(-2), store_metadata(scale, format), store_metadata(offset, format)
     )
 
 
+def nearest_codes(
+    channels: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    largest: torch.Tensor,
+    format: Format,
+) -> torch.Tensor:
+    """The codes, float32, whose levels are nearest to channels with these scales and offsets."""
+    steps = channels / scale + offset
+    if format.offset == "minimum":
+        steps = (channels - offset) / scale
+    return (steps + 0.5).trunc().clamp(min=0).minimum(largest)
+
+
 def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
     """Restore rows `[..., D]`, float32."""
-    scale, offset = quantized.scale.float().unsqueeze(-1), quantized.offset.float().unsqueeze(-1)
-    codes = torch.unflatten(quantized.codes, -1, (scale.shape[-2], -1))
+    codes = torch.unflatten(quantized.codes, -1, (quantized.scale.shape[-1], -1))
+    scale, offset = spread(quantized.scale, quantized.offset, codes.shape[-1], format)
     # In place where that can be: a cache restores many rows at once.
     rows = codes.to(torch.float32, copy=True)
-    if format.offset == "zero":
-        return (rows.sub_(offset) * scale).flatten(-2)
-    return (rows * scale).add_(offset).flatten(-2)
+    if format.offset == "minimum":
+        return (rows * scale).add_(offset).flatten(-2)
+    return (rows.sub_(offset) * scale).flatten(-2)
 
 
-def pack(codes: torch.Tensor, packing: Packing, bits: int = 2) -> torch.Tensor:
-    """Pack codes `[..., D]` into bytes `[..., D bits / 8]`."""
-    check_shape(codes.shape[-1], codes.shape[-1], bits)
+def spread(
+    scale: torch.Tensor, offset: torch.Tensor, group: int, format: Format
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the offset of every channel, float32, from those of groups `[..., G]`; both
+    broadcast to `[..., G, group]`. A format without an offset has its zero in the middle of the
+    codes, and channels with one bit more have half the scale."""
+    scale = scale.float().unsqueeze(-1)
+    if format.offset != "none":
+        return scale, offset.float().unsqueeze(-1)
+    largest = largest_codes((scale.shape[-2], group), format, scale.device)
+    return scale * ((format.largest_code + 1) / (largest + 1)), largest / 2
+
+
+def largest_codes(shape: Sequence[int], format: Format, device: torch.device) -> torch.Tensor:
+    """The largest code of each channel of a row, float32 `[G, group]`."""
+    largest = torch.full(tuple(shape), float(format.largest_code), device=device)
+    if format.fine_channels:
+        largest.view(-1)[-format.fine_channels :] = 2 * format.largest_code + 1
+    return largest
+
+
+def pack(codes: torch.Tensor, format: Format) -> torch.Tensor:
+    """Pack codes `[..., D]` into bytes `[..., format.row_bytes(D)]`."""
+    dim, fine = codes.shape[-1], format.fine_channels
+    check_shape(dim, dim, format)
+    if not fine:
+        return _pack(codes, format.packing, format.bits)
+    high, low = codes.clone(), codes[..., -fine:] & 1
+    high[..., -fine:] >>= 1
+    return torch.cat([_pack(high, format.packing, format.bits), _pack(low, "consecutive", 1)], -1)
+
+
+def unpack(data: torch.Tensor, format: Format) -> torch.Tensor:
+    """Unpack bytes `[..., format.row_bytes(D)]` into codes `[..., D]`; the inverse of `pack`."""
+    fine = format.fine_channels
+    if not fine:
+        return _unpack(data, format.packing, format.bits)
+    codes = _unpack(data[..., : -fine // 8], format.packing, format.bits)
+    codes[..., -fine:] *= 2
+    codes[..., -fine:] += _unpack(data[..., -fine // 8 :], "consecutive", 1)
+    return codes
+
+
+def _pack(codes: torch.Tensor, packing: Packing, bits: int) -> torch.Tensor:
     count, size = _word(bits)
     # A word of several bytes is put together as a number, and cut into bytes again.
     codes = codes if size == 1 else codes.int()
@@ -109,8 +163,7 @@ def pack(codes: torch.Tensor, packing: Packing, bits: int = 2) -> torch.Tensor:
     return torch.stack(data, -1).flatten(-2).to(torch.uint8)
 
 
-def unpack(data: torch.Tensor, packing: Packing, bits: int = 2) -> torch.Tensor:
-    """Unpack bytes `[..., D bits / 8]` into codes `[..., D]`; the inverse of `pack`."""
+def _unpack(data: torch.Tensor, packing: Packing, bits: int) -> torch.Tensor:
     count, size = _word(bits)
     words, mask = data, (1 << bits) - 1
     if size > 1:
@@ -136,20 +189,26 @@ def bits_per_element(
     Of `context` cached tokens, the first `sink` and the last `recent` are exact. A `context` of 0
     counts no exact tokens.
     """
-    quantized = format.bits + 2 * format.metadata_bits / (group_size or dim)
+    metadata = format.metadata_numbers * format.metadata_bits
+    quantized = format.bits + format.fine_channels / dim + metadata / (group_size or dim)
     if not context:
         return quantized
     exact = min(context, sink + recent) / context
     return 16 * exact + quantized * (1 - exact)
 
 
-def check_shape(dim: int, group: int, bits: int = 2) -> None:
-    """Raise `RotationZooError` unless rows of `dim` channels pack into whole words and split into
-    whole groups."""
-    count, _ = _word(bits)
+def check_shape(dim: int, group: int, format: Format = SGLANG) -> None:
+    """Raise `RotationZooError` unless rows of `dim` channels pack into whole words, split into
+    whole groups and have as many channels as the format gives a bit more."""
+    count, _ = _word(format.bits)
     if dim % count or dim % group:
         raise RotationZooError(
             f"rows of {dim} channels do not divide by {count} and into groups of {group}"
+        )
+    if dim < format.fine_channels:
+        raise RotationZooError(
+            f"rows of {dim} channels have no {format.fine_channels} of three bits",
+            hint="--format sglang",
         )
 
 
@@ -178,6 +237,10 @@ def metadata(
     its rounded reciprocal.
     """
     steps = low.new_full((), float(format.largest_code))
+    if format.offset == "none":
+        # The levels of the outermost codes lie half a step inside the range.
+        high = torch.maximum(-low, high)
+        low, steps = -high, steps + 1
     scale = (high - low).clamp(min=SMALLEST_RANGE) / steps
     if format.metadata == "float16":
         if format.offset == "zero":
@@ -187,6 +250,8 @@ def metadata(
             # A scale that underflows to zero would be a divisor; engines then store rows of NaN.
             scale = scale.clamp(min=_HALF_TINY)
     scale = _for_rounding(scale, format)
+    if format.offset == "none":
+        return scale, scale[..., :0]
     # 0 - x and x + 0 rather than -x and x: depending on the order of the comparisons, a minimum of
     # zero is +0 or -0, and this makes both +0.
     offset = 0 - low / scale if format.offset == "zero" else low + 0

@@ -1,11 +1,16 @@
-"""The triangular factor of a metric, with which errors of a row's channels make up for each
-other (`codec.feedback`)."""
+"""What a writer has that chooses the codes of a row together (`codec.feedback`): the triangular
+factor of a metric, with which errors of channels make up for each other, and a whitening, after
+which all channels use the range that they share."""
 
 import torch
+
+from rotationzoo.linalg.compositions import eigenbasis
 
 DAMPING = 0.01
 """Times the mean of the metric's diagonal, added to it. Directions that no query of the calibration
 text reads then still count a little."""
+SHARE = 0.5
+"""Of the way to white rows: 0 leaves them as they are, and 1 whitens them."""
 
 
 def factorize(metric: torch.Tensor) -> torch.Tensor:
@@ -28,6 +33,23 @@ def factorize(metric: torch.Tensor) -> torch.Tensor:
     roots = upper.diagonal(dim1=-2, dim2=-1)
     unit = upper / roots[:, None, :]
     return (unit.triu(1) + torch.diag_embed(roots.square())).float()
+
+
+def whitening(moment: torch.Tensor) -> torch.Tensor:
+    """The symmetric W = S^(-1/4) of second moments S `[H, D, D]`, damped, with a geometric mean of
+    1 of its eigenvalues; float32.
+
+    Rows times W are half way from rows whose second moment is S to white ones. Codes share a step,
+    so their errors grow with the arithmetic mean of the rows' spectrum, and codes of white rows by
+    error feedback err like its geometric mean (as `factorize` says of M). But white rows have their
+    peaks where the calibration text has none; half way loses least on `dev` (docs/ablation.md).
+    """
+    values, vectors = eigenbasis(moment)
+    level = values.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    logs = (values / level).clamp(min=0).add(DAMPING).log()
+    powers = ((logs - logs.mean(-1, keepdim=True)) * (-SHARE / 2)).exp()
+    product: torch.Tensor = vectors @ torch.diag_embed(powers) @ vectors.mT
+    return product.float().contiguous()
 
 
 def remaining_share(factor: torch.Tensor) -> torch.Tensor:

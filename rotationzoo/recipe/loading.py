@@ -15,7 +15,7 @@ from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
 
 _RECIPES = (
-    Recipe(name="oscar", center_keys=True, feedback=True),
+    Recipe(name="oscar", center_keys=True, feedback=True, whiten=True),
     Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
     Recipe(name="hadamard", composition="hadamard"),
     Recipe(name="random", composition="random"),

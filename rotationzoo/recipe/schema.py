@@ -128,6 +128,10 @@ class Recipe(Section):
     """Also store how errors of keys and of values count, so that a writer of the cache can choose
     the codes of a row together, each making up for the errors of others. Readers and formats stay
     the same."""
+    whiten: bool = False
+    """With `feedback`, also store matrices that keys and values are multiplied by before they are
+    rotated, so that their channels vary alike. Queries and outputs are then multiplied by other
+    matrices than the rotations."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are
     never quantized."""

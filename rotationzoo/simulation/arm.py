@@ -37,7 +37,7 @@ class Arm:
     _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
-    _inverses: dict[tuple[int, str], torch.Tensor] = field(
+    _matrices: dict[tuple[int, str, str], torch.Tensor] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
 
@@ -91,7 +91,7 @@ class Arm:
         """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
         in the rotation's type."""
         mean = self._mean(rows, layer, side)
-        matrix = self.rotations[layer][side].matrix.to(rows.device)
+        matrix = self.forward(layer, side).to(rows.device)
         rows = rows.to(matrix.dtype)
         return (rows if mean is None else rows - mean) @ matrix
 
@@ -122,7 +122,7 @@ class Arm:
         if encode := self.encoder(layer, side, format, rows.device):
             stored = encode(rows)
             encode.check()
-            return replace(stored, codes=int2.unpack(stored.codes, format.packing))
+            return replace(stored, codes=int2.unpack(stored.codes, format))
         factor = rotation.feedback.to(rows.device)
         return feedback.quantize(rows, factor, self.group_size, format)
 
@@ -136,8 +136,7 @@ class Arm:
         if encoder := self.encoder(layer, side, format, rows.device):
             return encoder(rotated)
         quantized = self.quantize(rotated, layer, side, format)
-        packing = self.stored_format(format).packing
-        return replace(quantized, codes=int2.pack(quantized.codes, packing))
+        return replace(quantized, codes=int2.pack(quantized.codes, self.stored_format(format)))
 
     def stored_format(self, format: int2.Format) -> int2.Format:
         """The format that rows are stored in, where a cache asks for this one."""
@@ -185,19 +184,28 @@ class Arm:
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
         their mean, values with it."""
-        matrix = self.rotations[layer][side].matrix.to(rows.device)
-        restored = rows.to(matrix.dtype) @ matrix.mT
+        matrix = self.inverse(layer, side).to(rows.device)
+        restored = rows.to(matrix.dtype) @ matrix
         mean = self._mean(rows, layer, side)
         return restored if mean is None or side == "key" else restored.add_(mean)
 
+    def forward(self, layer: int, side: str) -> torch.Tensor:
+        """The matrices `[H, D, D]` that rows without their mean are multiplied by, made once."""
+        return self._matrix(layer, side, "forward")
+
     def inverse(self, layer: int, side: str) -> torch.Tensor:
-        """The matrices `[H, D, D]` that take dequantized rows to the model's frame: float32, and
-        contiguous as a kernel reads them. They are made once."""
-        if (layer, side) not in self._inverses:
+        """The matrices `[H, D, D]` that take dequantized rows to the model's frame, made once, and
+        contiguous as a kernel reads them."""
+        return self._matrix(layer, side, "inverse")
+
+    def _matrix(self, layer: int, side: str, way: str) -> torch.Tensor:
+        if (layer, side, way) not in self._matrices:
             rotation = self.rotations[layer][side]
-            inverse = rotation.matrix.mT.expand(len(rotation.clip), -1, -1)
-            self._inverses[layer, side] = inverse.contiguous()
-        return self._inverses[layer, side]
+            turning = rotation if self.rounding == "feedback" else rotation.alone
+            matrix: torch.Tensor = getattr(turning, way)
+            every = matrix.expand(len(rotation.clip), -1, -1).contiguous()
+            self._matrices[layer, side, way] = every
+        return self._matrices[layer, side, way]
 
     def for_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Self:
         """The same arm with the rotations of one layer alone, on the device of its keys and values
@@ -226,7 +234,7 @@ class Arm:
 def _on(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
-    names = ("matrix", "mean", "feedback")
+    names = ("matrix", "mean", "feedback", "whitening")
     tensors = [(name, getattr(rotation, name)) for name in names]
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}

@@ -39,6 +39,7 @@ from cache_readers import Reader, answers_of, exact, losses_of, simulated, throu
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit
 from rotationzoo.codec import cuda
+from rotationzoo.codec.formats import FINE, SGLANG
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
@@ -75,7 +76,28 @@ CLOSED: dict[str, dict[str, Any]] = {
 }
 """Name -> what its recipe changes of `oscar`; each is an arm with nearest codes, and one with error
 feedback."""
-CLIPS = {"oscar, clip .92/.92": (0.92, 0.92), "oscar, clip 1/1": (1.0, 1.0)}
+WHITENED: dict[str, tuple[str, float]] = {
+    f"{composition} whitened {share:g}": (composition, share)
+    for composition, share in (
+        ("hadamard", 0), ("hadamard", 0.5), ("hadamard", 0.75), ("hadamard", 1), ("r_h_pbr", 0.5),
+        ("random", 0.5),
+    )
+}  # fmt: skip
+"""Name -> composition, and the share of the way to white rows, of centered recipes that are written
+by error feedback alone, in every format of `STORED`."""
+STORED = {
+    "": SGLANG,
+    ", one scale": replace(FINE, fine_channels=0),
+    ", fine": FINE,
+    ", 3 bits": replace(FINE, fine_channels=112),
+}
+"""What the name of an arm ends with -> its format. At heads of 128 these have 2.5, 2.125, 2.5 and 3
+bits an element; smaller heads have more."""
+CLIPS = {
+    f"{name}, clip {key:g}/{value:g}": (key, value)
+    for name in ("oscar", "oscar-v1")
+    for key, value in ((0.92, 0.92), (1.0, 1.0), (0.98, 0.96))
+}
 """Name -> other clip ratios. Error feedback searches ranges, and has none."""
 FEEDBACK = "+fb"
 DEFAULT = "oscar centered"
@@ -200,9 +222,21 @@ def closed_arms(name: str, study: Study) -> Iterator[Arm]:
     yield from both(name, study.rotations(name))
 
 
+def stored_arms(name: str, study: Study) -> Iterator[Arm]:
+    composition, share = WHITENED[name]
+    kept, error_feedback.SHARE = error_feedback.SHARE, share
+    try:
+        rotations = study.rotations(DEFAULT, composition=composition, whiten=share > 0)
+    finally:
+        error_feedback.SHARE = kept
+    for stored in STORED:
+        yield Arm(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
+
+
 def clip_arms(name: str, study: Study) -> Iterator[Arm]:
     key, value = CLIPS[name]
-    yield Arm(name, study.rotations("oscar", key_clip=key, value_clip=value))
+    base = name.partition(",")[0]
+    yield Arm(name, study.rotations(base, key_clip=key, value_clip=value))
 
 
 def constant_arms(study: Study) -> Iterator[Arm]:
@@ -245,6 +279,7 @@ def kivi_arms(study: Study) -> Iterator[Arm]:
 
 ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     **{name: functools.partial(closed_arms, name) for name in CLOSED},
+    **{name: functools.partial(stored_arms, name) for name in WHITENED},
     "kivi": kivi_arms,
     "sides": side_arms,
     "constants": constant_arms,
@@ -331,7 +366,9 @@ def run_job(study: Study, job: str, settings: list[str], write: Callable[..., No
     for arm in ARMS[job](study):
         for setting in settings:
             questions = study.questions(setting)
-            reader = simulated(study.loaded, arm, questions.cache, questions.length)
+            stored = next(end for end in sorted(STORED, reverse=True) if arm.name.endswith(end))
+            cache = replace(questions.cache, format=STORED[stored])
+            reader = simulated(study.loaded, arm, cache, questions.length)
             tasks = ask(reader, questions)
             losses = read_texts(study, reader, questions.cache.first_quantized)
             line = {"setting": setting, "arm": arm.name, "bits": reader.bits, "tasks": tasks}

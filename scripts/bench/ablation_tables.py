@@ -43,6 +43,25 @@ STEPS = {
         "oscar centered+fb", "oscar centered+fb, cuts {0.0f, 0.0f, 0.0f, 0.0f}",
     ),
     "clip ratios .96/.92, nearest": ("oscar", "oscar, clip 1/1"),
+    "half-way whitening": ("hadamard whitened 0.5+fb", "hadamard whitened 0+fb"),
+    "half-way whitening of the default": ("r_h_pbr whitened 0.5+fb", "oscar centered+fb"),
+    "whitening .75 beside .5": ("hadamard whitened 0.75+fb", "hadamard whitened 0.5+fb"),
+    "eigenbasis beside Hadamard, whitened": (
+        "r_h_pbr whitened 0.5+fb", "hadamard whitened 0.5+fb",
+    ),
+    "third bits in place of an offset": (
+        "hadamard whitened 0.5+fb, fine", "hadamard whitened 0.5+fb",
+    ),
+    "third bits, not whitened": ("hadamard whitened 0+fb, fine", "hadamard whitened 0+fb"),
+    "third bits, whitened .75": (
+        "hadamard whitened 0.75+fb, fine", "hadamard whitened 0.75+fb",
+    ),
+    "a scale alone (2.125 bits) beside scale and offset (2.5)": (
+        "hadamard whitened 0.5+fb, one scale", "hadamard whitened 0.5+fb",
+    ),
+    "whitened, 2.125 bits, beside the default, 2.5": (
+        "hadamard whitened 0.5+fb, one scale", "oscar centered+fb",
+    ),
     "the real cache beside its simulation": ("RotatedCache", "oscar centered+fb"),
 }  # fmt: skip
 """Step -> the arm with it and the arm without. Error feedback writes unless it says nearest."""

@@ -82,13 +82,14 @@ def multiply_back(factor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("pooling", ["head", "layer"])
 def test_a_factor_is_that_of_captured_rows(made, captured, pooling, side):
-    """The mean square of `e @ R^T @ c^T`, for the unit errors e and the queries or outputs c of
-    each KV head."""
+    """The mean square of `e @ T^-1 @ c^T`, for the unit errors e and the queries or outputs c of
+    each KV head; T is the whitening times the rotation."""
     recipe = RECIPE.model_copy(update={"pooling": pooling})
     rotations = fit(sums(made.statistics), recipe, made.geometry)
     for layer, sides in rotations.items():
         weighting = captured[layer][side][1].double().unflatten(0, (2, -1)).flatten(1, 2)
-        read = weighting @ sides[side].matrix.double()
+        turned = sides[side].whitening.double() @ sides[side].matrix.double()
+        read = weighting @ torch.linalg.inv(turned).mT
         metric = read.mT @ read / read.shape[1]
         scaled = metric / metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
         expected = scaled + DAMPING * torch.eye(16)
@@ -103,6 +104,7 @@ def test_an_artifact_with_factors_round_trips_and_verifies(made):
     tensors = made.rotation_tensors()
     assert tensors["layers.1.key.feedback"].dtype == torch.float32
     assert tensors["layers.1.value.feedback"].shape == (2, 16, 16)
+    assert tensors["layers.1.key.whitening"].shape == (2, 16, 16)
     assert made.rotations.has_feedback
     again = fit(sums(made.statistics), made.recipe, made.geometry)
     for layer, side, rotation in again.each():
@@ -169,6 +171,16 @@ def test_a_changed_factor_is_reported(made, change, words):
     assert len(problems) == 1
     assert problems[0].startswith(words)
     assert problems[0].endswith("layer 1")
+
+
+def test_a_changed_whitening_is_reported(made):
+    def damage(layer, side, rotation):
+        return replace(rotation, whitening=rotation.whitening * 1.01)
+
+    problems = check(made.rotations.replace(damage), made.statistics, made.content).problems
+    assert {problem.partition(":")[0] for problem in problems} == {
+        "key whitening not that of the statistics", "value whitening not that of the statistics",
+    }  # fmt: skip
 
 
 def test_a_factor_of_another_rotation_is_reported(made):

@@ -75,12 +75,14 @@ def test_json_is_one_object_with_these_keys(inside, made, expected, tmp_path):
     assert all(report[key] > 0 for key in keys.split())
     assert (report["stop"], report["format"]) == ("length", "sglang")
     assert report["rotations"] == str(made)
+    assert without_stages(shown.stderr) == []
+    words[words.index(made)] = "none"
+    report = json.loads(inside(*words, "--compare").stdout)
     parted = report["parted_at"]
     assert parted is not None, "the prompt leaves the small windows, so that the cache is read"
     start = parted["character"]
     assert report["text"][:start] == report["exact_text"][:start]
     assert report["text"][start] != report["exact_text"][start]
-    assert without_stages(shown.stderr) == []
 
 
 def test_the_exact_model_is_shown_after_the_text(inside, made):
@@ -94,9 +96,9 @@ def test_the_exact_model_is_shown_after_the_text(inside, made):
     )
     assert shown.stderr.endswith("; no rotation\nNext: rotationzoo calibrate demo\n")
     assert "stays exact" not in shown.stderr
-    shown = inside(*words, "--rotations", made, "--max-new-tokens", "8")
+    shown = inside(*words, "--rotations", made, "--max-new-tokens", "2")
     assert "Note: the prompt stays exact, so 1,024 tokens of code come before it" in shown.stderr
-    assert shown.stdout.endswith("\nThe exact model writes the same 8 tokens.\n")
+    assert shown.stdout.endswith("\nThe exact model writes the same 2 tokens.\n")
 
 
 def test_a_terminal_gets_no_control_characters(terminal):

@@ -38,7 +38,7 @@ def packed_side(dim, format, share=1):
         stored = quantized(part, groups, format, share)
         block = layout.empty(2)
         sections = layout.view(block)
-        sections.codes[:] = int2.pack(stored.codes, format.packing)
+        sections.codes[:] = int2.pack(stored.codes, format)
         sections.scale[:], sections.offset[:] = stored.scale, stored.offset
         blocks.append(block)
         # Everything in float32, by the formulas of the formats.

@@ -57,7 +57,7 @@ def compile_for_cpu(name, variant, device):
         fine = rows.abs().amax() <= int2.LARGEST
         refused[...] |= ~fine
         stored = definition(rows if fine else torch.zeros_like(rows), kind, variant.group, format)
-        codes[:] = int2.pack(stored.codes, format.packing)
+        codes[:] = int2.pack(stored.codes, format)
         metadata[:] = torch.stack([stored.scale, stored.offset], -1)
 
     return kernel
@@ -82,7 +82,7 @@ def test_codes_are_those_of_the_definition(batch, format, kind, device, monkeypa
     for tokens in (1, 5):
         rows = torch.randn(batch, HEADS, tokens, DIM, generator=torch.manual_seed(tokens))
         stored, expected = encode(rows.to(device)), definition(rows, kind, 16, format)
-        assert torch.equal(stored.codes.cpu(), int2.pack(expected.codes, format.packing))
+        assert torch.equal(stored.codes.cpu(), int2.pack(expected.codes, format))
         assert torch.equal(stored.scale.cpu(), expected.scale)
         assert torch.equal(stored.offset.cpu(), expected.offset)
     encode.check()

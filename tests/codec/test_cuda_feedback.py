@@ -68,7 +68,7 @@ def assert_equal(packed: cuda.Packed, expected: int2.Quantized, format: int2.For
     codes, scale, offset = (
         tensor.cpu() for tensor in (expected.codes, expected.scale, expected.offset)
     )
-    assert torch.equal(packed.codes.cpu(), int2.pack(codes, format.packing))
+    assert torch.equal(packed.codes.cpu(), int2.pack(codes, format))
     metadata = torch.stack([scale, offset], dim=-1)
     assert torch.equal(packed.metadata.cpu().view(torch.uint8), metadata.view(torch.uint8))
 

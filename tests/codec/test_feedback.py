@@ -7,8 +7,9 @@ import torch
 from support.codec import restore, restore_with_feedback
 
 from rotationzoo.codec import feedback, int2
-from rotationzoo.codec.formats import BITS
-from rotationzoo.linalg.error_feedback import factorize, remaining_share
+from rotationzoo.codec.formats import BITS, FINE
+from rotationzoo.linalg.error_feedback import factorize, remaining_share, whitening
+from rotationzoo.linalg.hadamard import hadamard
 
 
 def concentrated_metric(heads: int, dim: int) -> torch.Tensor:
@@ -115,3 +116,80 @@ def test_codes_of_any_bits_gain_by_feedback(bits):
     nearest = restore(rows, 1.0, None, format)
     # Measured .32, .49, .57 and .58.
     assert weighted_error(rows, restored, metric) < 0.7 * weighted_error(rows, nearest, metric)
+
+
+# ---- whitening, and the format with third bits
+
+
+def varying_rows(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[1, H, 512, D]` whose spectrum falls like 1 / n in random directions, and the second
+    moment `[H, D, D]` that they are drawn from."""
+    heads, dim = metric.shape[:2]
+    moment = concentrated_metric(heads, dim).flip(0)
+    root = torch.linalg.cholesky(moment)
+    return (rows_of(1, heads, 512, dim).double() @ root.mT).float(), moment
+
+
+def test_whitening_goes_half_the_way_to_white_rows():
+    moment = concentrated_metric(2, 16)
+    white = whitening(moment).double()
+    spectrum, after = torch.linalg.eigvalsh(moment), torch.linalg.eigvalsh(white @ moment @ white)
+    assert torch.allclose(white, white.mT, atol=1e-6)
+    # The damping adds .01 of the mean eigenvalue, which is 3 to 5 times the smallest's share.
+    damped = spectrum + 0.01 * spectrum.mean(-1, keepdim=True)
+    expected = spectrum / damped.sqrt()
+    ratio = after.sort(-1).values / expected.sort(-1).values
+    assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-5)
+    assert torch.allclose(white.det().log(), torch.zeros(2).double(), atol=1e-5)
+    assert whitening(torch.zeros(1, 8, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["sglang", "fine"])
+def test_rows_that_vary_more_in_some_directions_are_stored_better_whitened(name):
+    metric, format = concentrated_metric(2, 64), int2.SIMULATED[name]
+    rows, moment = varying_rows(metric)
+    turn = hadamard(64).double()
+    errors = []
+    for white in (torch.eye(64).expand(2, -1, -1).double(), whitening(moment).double()):
+        forward, inverse = white @ turn, torch.linalg.inv(white @ turn)
+        factor = factorize(inverse @ metric @ inverse.mT)
+        stored = restore_with_feedback(
+            (rows.double() @ forward).float(), factor, None, format
+        ).double()
+        errors.append(weighted_error(rows, stored @ inverse, metric))
+    assert errors[1] < 0.75 * errors[0]  # measured .65 and .64
+
+
+def test_a_scale_and_third_bits_take_the_bytes_of_a_scale_and_an_offset():
+    for dim in (64, 128, 256):
+        bits = [int2.bits_per_element(dim, format=each) for each in (int2.SGLANG, FINE)]
+        assert bits[0] == bits[1]
+        assert FINE.row_bytes(dim) + 2 == int2.SGLANG.row_bytes(dim) + 8
+    with pytest.raises(int2.RotationZooError, match="have no 48 of three bits"):
+        int2.quantize(rows_of(1, 32), format=FINE)
+
+
+def test_third_bits_halve_the_step_of_the_last_channels():
+    fine = replace(FINE, fine_channels=8)
+    row = torch.linspace(-1, 1, 16)[None]
+    stored = int2.quantize(row, format=fine)
+    assert stored.offset.shape == (1, 0)
+    assert stored.scale.item() == 0.5
+    levels = int2.dequantize(stored, fine)[0]
+    assert torch.equal(levels[:8], ((row[0, :8] / 0.5).floor() + 0.5) * 0.5)
+    assert torch.equal(levels[8:15], ((row[0, 8:15] / 0.25).floor() + 0.5) * 0.25)
+    assert levels[15].item() == 0.875  # the largest is at the end of the range
+    packed = int2.pack(stored.codes, fine)
+    assert packed.shape == (1, 5)
+    assert torch.equal(int2.unpack(packed, fine), stored.codes)
+
+
+def test_third_bits_are_worth_more_than_an_offset():
+    metric, rows = concentrated_metric(2, 128), rows_of(1, 2, 256, 128)
+    factor = factorize(metric)
+    errors = []
+    for format in (int2.SGLANG, FINE, replace(FINE, fine_channels=0)):
+        restored = restore_with_feedback(rows, factor, None, format)
+        errors.append(weighted_error(rows, restored, metric))
+    assert errors[1] < 0.7 * errors[0]  # measured .61
+    assert errors[2] < errors[0]  # measured .90: an offset buys nothing

@@ -17,6 +17,7 @@ from rotationzoo.errors import RotationZooError
 
 FORMATS = pytest.mark.parametrize("format", int2.FORMATS.values(), ids=int2.FORMATS)
 PACKINGS = pytest.mark.parametrize("packing", ["strided", "consecutive"])
+STRIDED, CONSECUTIVE = int2.SGLANG, replace(int2.SGLANG, packing="consecutive")
 
 
 def ulp(numbers: torch.Tensor) -> torch.Tensor:
@@ -53,26 +54,27 @@ def test_every_shape_survives_packing_and_unpacking(packing, bits, shape, seed):
     dim = words * {2: 4, 3: 8, 4: 2, 8: 1}[bits]
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(2**bits, (*before, dim), dtype=torch.uint8, generator=generator)
-    packed = int2.pack(codes, packing, bits)
+    format = replace(int2.SGLANG, packing=packing, bits=bits)
+    packed = int2.pack(codes, format)
     assert packed.shape == (*before, dim * bits // 8)
-    assert torch.equal(int2.unpack(packed, packing, bits), codes)
+    assert torch.equal(int2.unpack(packed, format), codes)
 
 
 def test_bytes_hold_the_codes_where_the_engines_look_for_them():
     codes = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0], dtype=torch.uint8)
-    assert int2.pack(codes, "strided").tolist() == [0b01_11_10_00, 0b00_10_11_01]
-    assert int2.pack(codes, "consecutive").tolist() == [0b11_10_01_00, 0b00_01_10_11]
+    assert int2.pack(codes, STRIDED).tolist() == [0b01_11_10_00, 0b00_10_11_01]
+    assert int2.pack(codes, CONSECUTIVE).tolist() == [0b11_10_01_00, 0b00_01_10_11]
 
 
 def test_bytes_hold_codes_of_other_bits():
     codes = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8)
     # 111 110 101 100 011 010 001 000, from the highest bits of the third byte to the lowest.
     three = [0b10_001_000, 0b1_100_011_0, 0b111_110_10]
-    assert int2.pack(codes, "consecutive", 3).tolist() == three
-    assert int2.pack(codes, "strided", 3).tolist() == three
-    assert int2.pack(codes, "strided", 4).tolist() == [0x40, 0x51, 0x62, 0x73]
-    assert int2.pack(codes, "consecutive", 4).tolist() == [0x10, 0x32, 0x54, 0x76]
-    assert int2.pack(codes, "strided", 8).tolist() == codes.tolist()
+    assert int2.pack(codes, replace(CONSECUTIVE, bits=3)).tolist() == three
+    assert int2.pack(codes, replace(STRIDED, bits=3)).tolist() == three
+    assert int2.pack(codes, replace(STRIDED, bits=4)).tolist() == [0x40, 0x51, 0x62, 0x73]
+    assert int2.pack(codes, replace(CONSECUTIVE, bits=4)).tolist() == [0x10, 0x32, 0x54, 0x76]
+    assert int2.pack(codes, replace(STRIDED, bits=8)).tolist() == codes.tolist()
 
 
 @FORMATS
@@ -263,8 +265,8 @@ def test_the_worked_row_of_the_documentation():
     assert clip_threshold(x, 0.8).item() == pytest.approx(1.2)
     assert (quantized.scale.item(), quantized.offset.item()) == pytest.approx((0.8, 1.5))
     assert quantized.codes.tolist() == [3, 1, 2, 0, 3, 2, 1, 2]
-    assert int2.pack(quantized.codes, "strided").tolist() == [0x7B, 0xA1]
-    assert int2.pack(quantized.codes, "consecutive").tolist() == [0x27, 0x9B]
+    assert int2.pack(quantized.codes, STRIDED).tolist() == [0x7B, 0xA1]
+    assert int2.pack(quantized.codes, CONSECUTIVE).tolist() == [0x27, 0x9B]
     assert int2.dequantize(quantized).tolist() == pytest.approx(
         [1.2, -0.4, 0.4, -1.2, 1.2, 0.4, -0.4, 0.4]
     )

@@ -10,8 +10,9 @@ from support.float64 import CLOSE, to_float64
 from transformers import DynamicCache
 
 from rotationzoo.calibration.fit import fit
-from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.formats import FORMATS, SIMULATED
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.cache import RotatedCache
@@ -144,6 +145,27 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused():
     model = architectures.build("deepseek_v32", torch.float64)
     with pytest.raises(UnsupportedModel, match="keeps a DynamicIndexedLayer, which this cache"):
         cache_for(model, Arm("none", {}), CacheLayout())
+
+
+@pytest.mark.parametrize("format", ["sglang", "fine"])
+def test_whitened_rows_are_read_as_the_simulation_says(format):
+    model, (step, windows) = architectures.build("llama", torch.float64), LAYOUTS["chunks"]
+    generator = torch.Generator().manual_seed(3)
+
+    def whiten(_, side, rotation):
+        shape = len(rotation.clip), rotation.dim, rotation.dim
+        moment = torch.randn(*shape, generator=generator).double()
+        white = whitening(moment @ moment.mT)
+        return replace(rotation, whitening=white, feedback=factorize(moment.mT @ moment))
+
+    arm = Arm("whitened", random_rotations(model).replace(whiten), rounding="feedback")
+    stored = replace(SIMULATED[format], fine_channels=8 if format == "fine" else 0)
+    windows = replace(windows, format=stored)
+    simulated = simulate(model, arm, windows)
+    read = read_in_calls(model, cache_for(model, arm, windows), step)
+    assert distance(read, simulated) <= CLOSE
+    alone = Arm("alone", arm.rotations)
+    assert distance(simulate(model, alone, windows), simulated) > 0.01
 
 
 def test_codes_of_other_bits_are_refused():

@@ -245,7 +245,7 @@ def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
     else:
         stored = int2.quantize(rows.mT, 1.0, layout.tokens_per_scale, format)
         codes, scale, offset = stored.codes.mT, stored.scale.mT, stored.offset.mT
-    return int2.Quantized(int2.pack(codes, format.packing), scale, offset)
+    return int2.Quantized(int2.pack(codes, format), scale, offset)
 
 
 def reference(inputs: Inputs) -> torch.Tensor:

@@ -161,7 +161,7 @@ def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False)
             stored = int2.quantize(wanted, clip, group, form).codes
             assert_codes(codes, stored.numpy())
             same = (codes == stored.numpy()).all(-1)
-            assert (packed == int2.pack(stored, form.packing).numpy())[same].all()
+            assert (packed == int2.pack(stored, form).numpy())[same].all()
 
 
 def assert_codes(found: np.ndarray, expected: np.ndarray) -> None:

@@ -58,6 +58,7 @@ def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
             eigenvalues,
             mean=zeros if side in recipe.centered else None,
             feedback=identity.repeat(made.heads, 1, 1) if recipe.feedback else None,
+            whitening=identity.repeat(made.heads, 1, 1) if recipe.whiten else None,
         )
 
     text = {"source": "bundled", "tokens": 2048, "rows": 4, "fingerprint": "1" * 64}

@@ -186,5 +186,6 @@ def cell_bytes(settings: CacheSettings, head_size: int) -> int:
             f"the model has heads of {head_size}, and the rotations are for {rotation.dim}"
         )
     groups = head_size // (settings.arm.group_size or head_size)
-    metadata = 2 * groups * settings.layout.format.metadata_bits // 8
-    return 2 * (head_size // 4 + metadata)
+    format = settings.layout.format
+    metadata = format.metadata_numbers * groups * format.metadata_bits // 8
+    return 2 * (format.row_bytes(head_size) + metadata)
