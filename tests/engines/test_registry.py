@@ -6,7 +6,6 @@ import pytest
 from engines_table import PAGE, current_tables, tables
 from support import engine_readers
 from support.engine_artifacts import WRITTEN, base_for, exported
-from support.places import ROOT
 
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.codec.formats import FORMATS
