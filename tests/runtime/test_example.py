@@ -68,10 +68,10 @@ def test_the_demo_is_answered_with_its_rotations_and_with_no_others(asked, tmp_p
         ),
         "none": None,
     }
-    # Kernels and threads move these by less than .01. Measured: 3.00 and 2.11.
+    # Kernels and threads move these by less than .01. Measured: 3.00 and 2.42.
     assert margin(asked, DynamicCache(config=asked.model.config)) > 1
     assert margin(asked, RotatedCache(made, asked.model)) > 1
     caches = {name: RotatedCache(each, asked.model) for name, each in others.items()}
     margins = {name: margin(asked, cache) for name, cache in caches.items()}
-    # Measured: -6.21, -3.47 and -17.98.
+    # Measured: -6.21, -7.89 and -17.98.
     assert max(margins.values()) < -1, margins
