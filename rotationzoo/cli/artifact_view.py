@@ -53,7 +53,7 @@ def suggest_evaluation(
     the engine that the user named."""
     words = [model, "--revision", revision] if revision else [model]
     served = ["--for", engine] if engine and ENGINES[engine].format else []
-    out.suggest("evaluate", *words, str(artifact.folder), *served)
+    out.suggest("evaluate", *words, str(artifact.folder), *served, "--save")
 
 
 def suggest_step(out: Output, artifact: Artifact) -> None:

@@ -248,4 +248,4 @@ def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
     elif report["rotations"] is None:
         out.suggest("calibrate", model)
     else:
-        out.suggest("evaluate", model, report["rotations"])
+        out.suggest("evaluate", model, report["rotations"], "--save")

@@ -64,7 +64,7 @@ def report_command(
     if not evaluated:
         suggest_step(out, opened)
     elif not save:
-        out.suggest("report", str(artifact), "--save")
+        out.suggest("export", str(artifact), "--for", "vllm")
     else:
         out.suggest("push", str(artifact), "OWNER/REPO")
 

@@ -79,7 +79,7 @@ def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
     words = ["calibrate", "demo", "--tokens", "2048", "--output", "out"]
     first = inside(*words)
     last_note = first.stderr.splitlines()[-1]
-    assert last_note == "Next: rotationzoo evaluate demo out"
+    assert last_note == "Next: rotationzoo evaluate demo out --save"
     assert "demo, recipe oscar: 4 layers, effective rank of keys" in first.stdout
     assert "2,048 tokens in" in first.stdout
     assert "K dim" not in first.stdout

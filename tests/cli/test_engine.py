@@ -135,7 +135,7 @@ def test_the_next_command_is_for_the_same_engine_and_after_an_export_starts_it(i
     made = inside("calibrate", tiny, *SMALL, "--for", "vllm-oscar", "-o", "made")
     assert made.returncode == 0, made.stderr
     assert "For vllm-oscar: recipe oscar-v1" in made.stderr
-    assert made.stderr.endswith(f"Next: rotationzoo evaluate {tiny} made --for vllm-oscar\n")
+    assert made.stderr.endswith(f"Next: rotationzoo evaluate {tiny} made --for vllm-oscar --save\n")
     result = inside("export", "made", "--for", "vllm-oscar", "-o", "out")
     assert result.stderr.endswith("\nNext: start the engine with\n"), result.stderr
     assert result.stdout.endswith("--kv-cache-dtype oscar_int2\n"), "the last line starts it"

@@ -48,7 +48,7 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     assert shown.stdout == expected + "\n"
     summary, following = without_stages(shown.stderr)
     assert SUMMARY.fullmatch(summary)
-    assert following == f"Next: rotationzoo evaluate demo {made}"
+    assert following == f"Next: rotationzoo evaluate demo {made} --save"
 
 
 @pytest.mark.parametrize("named", [True, False])

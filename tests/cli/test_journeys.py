@@ -68,7 +68,7 @@ def test_a_command_ends_with_the_next_one(inside, made, tiny, words, following):
 
 def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
     made = inside("calibrate", tiny, *SMALL, "--recipe", "hadamard", "-o", "my rotations")
-    assert last_line(made) == f"Next: rotationzoo evaluate {tiny} 'my rotations'"
+    assert last_line(made) == f"Next: rotationzoo evaluate {tiny} 'my rotations' --save"
     options = ["--tokens", 1024, "--length", 512, "--tasks", "none"]
     options += ["--windows", "0/16", "--queries", 0]
     measured = inside("evaluate", tiny, "my rotations", *options, "--save")
