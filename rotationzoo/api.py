@@ -15,6 +15,7 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.engines.registry import DEFAULT, find_engine
 from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -108,7 +109,9 @@ class EvaluationOptions(Text, Rows, total=False):
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
     baselines: tuple[str, ...]
-    """The baselines to compare with; all by default."""
+    """The baselines to compare with; by default `identity`, `hadamard`, `random` and `kivi`."""
+    rivals: Sequence[str]
+    """Other engines' caches to compare with, too, such as `fp8` and `int4_per_token_head`."""
     progress: Progress
 
 
@@ -246,6 +249,8 @@ def evaluation_job(
             asked[field] = tuple(settings.pop(option))
     if "questions" in settings:
         asked["questions"] = settings.pop("questions")
+    if rivals := settings.pop("rivals", ()):
+        settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     save_to = folders if save else []
     settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": record_probes}
     return Evaluation(model, folders, **settings)

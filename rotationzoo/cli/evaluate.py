@@ -37,6 +37,9 @@ def evaluate_command(
         str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
     ] = None,
     format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
+    rivals: Annotated[
+        str | None, typer.Option(help="Other engines' caches, too: fp8,int4_per_token_head.")
+    ] = None,
     pooled: Annotated[
         bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
     ] = None,
@@ -100,6 +103,7 @@ def evaluate_command(
         "questions": parse_questions(questions),
         "windows": options.parse_windows(windows) or None,
         "layers": parse_layers(layers),
+        "rivals": rivals.split(",") if rivals else None,
         "sides": _quantized_sides(keys_only, values_only),
     }
     settings = options.chosen(locals() | parsed, EvaluationOptions)

@@ -15,12 +15,16 @@ from rotationzoo.model.geometry import Geometry
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
 from rotationzoo.simulation.kivi import KiviArm
 
 DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
+"""Those that every evaluation measures."""
+RIVALS = tuple(ENGINE_CACHES)
+"""Other engines' caches, which are measured where somebody asks for them."""
 _VARIANTS = "", "+feedback", "+pooled"
 """The ends of the names of an artifact's arms."""
 
@@ -56,7 +60,7 @@ def build_arms(
     factors; then one with one rotation per layer for each that has more; then one per baseline. All
     names differ.
 
-    - `baselines`: those to compare with, in the order of `BASELINES`.
+    - `baselines`: those to compare with, in the order of `BASELINES` and `RIVALS`.
     - `pooled`: whether to add the arms with one rotation per layer.
     - `uncentered`: the sides that artifacts' arms store with their mean.
     """
@@ -74,7 +78,8 @@ def build_arms(
             rotations = reduced_rotations(artifact, True, uncentered)
             one_a_layer.append(_vary(each, "+pooled", rotations))
     others = []
-    for baseline in build_baselines(shared_recipe(artifacts), geometry):
+    rivals = [EngineArm(name) for name in RIVALS]
+    for baseline in (*build_baselines(shared_recipe(artifacts), geometry), *rivals):
         if baseline.name in baselines:
             others.append(TestedArm(baseline, AboutArm(name=baseline.name, kind="baseline")))
     return [*plain, *with_feedback, *one_a_layer, *others]
@@ -126,7 +131,7 @@ def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
     published.
     """
     # The names of arms with error feedback, or with one rotation per layer, are taken, too.
-    used = {name + ending for name in (*BASELINES, *taken) for ending in _VARIANTS}
+    used = {name + ending for name in (*BASELINES, *RIVALS, *taken) for ending in _VARIANTS}
     name = artifact.folder.resolve().name
     if any(name + ending in used for ending in _VARIANTS):
         name = f"{name} {artifact.identity[:8]}"

@@ -14,6 +14,7 @@ from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import (
     BASELINES,
+    RIVALS,
     build_arms,
     check_pooled,
     judged_arms,
@@ -46,6 +47,7 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
+from rotationzoo.words import nearest
 
 Recorder = Callable[[PreTrainedModel, PreTrainedTokenizerBase, Artifact, Source], list[Probe]]
 """`runtime.vllm.probe.record_probes`, which stands above this package: callers hand it in."""
@@ -82,7 +84,7 @@ class Evaluation(RunSettings):
     """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
     calibrated."""
     baselines: tuple[str, ...] = BASELINES
-    """The baselines to compare with, names in `BASELINES`."""
+    """The baselines to compare with, names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
     """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
     writes it."""
@@ -214,6 +216,13 @@ def _check_settings(job: Evaluation) -> None:
     if job.format not in int2.SIMULATED:
         formats = ", ".join(int2.SIMULATED)
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
+    known = (*BASELINES, *RIVALS)
+    for name in job.baselines:
+        if name not in known:
+            raise UsageError(
+                f"there is no rival {name!r}{nearest(name, known)}",
+                hint=f"give some of {', '.join(RIVALS)}",
+            )
     if job.prefill_layout and job.prefill_chunk is None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"

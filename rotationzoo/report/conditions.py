@@ -21,6 +21,10 @@ _ABOUT_KIVI = (
     "kivi is no rotation: whatever the format, 32 tokens of a key channel share a float16 scale, "
     "and 32 channels of a value (arXiv 2402.02750)"
 )
+_ABOUT_RIVALS = (
+    "caches of other engines, simulated; they get the exact windows of the other arms, although "
+    "their engines keep no token exact"
+)
 ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included"
 
 
@@ -30,6 +34,9 @@ def describe_arms(arms: Iterable[AboutArm]) -> list[str]:
     about = []
     if any(arm.name == "kivi" and arm.kind == "baseline" for arm in shown):
         about.append(_ABOUT_KIVI)
+    ours = {"identity", "hadamard", "random", "kivi"}
+    if rivals := [arm.name for arm in shown if arm.kind == "baseline" and arm.name not in ours]:
+        about.append(f"{', '.join(rivals)}: {_ABOUT_RIVALS}")
     if any(arm.rounding == "feedback" for arm in shown):
         about.append(_ABOUT_FEEDBACK)
     if any(arm.pooled for arm in shown):

@@ -11,9 +11,9 @@ Arms, all on by default; those whose packages are missing are reported and left 
 * `kivi-32`, `kivi-64`: keys per channel over so many tokens, values per token over so many
   channels; and both with the first artifact's rotations;
 * transformers' own caches (`transformers_caches`): `hqq-2`, `quanto-4` and others, really read;
-* other engines' caches (`engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and others,
-  simulated in all layers. They keep no token exact, and nothing of them is calibrated. vLLM itself
-  leaves the first two and the last two layers of a dense model out of TurboQuant.
+* other engines' caches (`simulation.engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and
+  others, simulated in all layers. They keep no token exact, and nothing of them is calibrated. vLLM
+  itself leaves the first two and the last two layers of a dense model out of TurboQuant.
 
 The first two kinds keep sink and recent tokens exact, and transformers' caches as many tokens at
 the end.
@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
-from engine_caches import ENGINE_CACHES, EngineArm
 from loading import DEVICE, Loaded, load
 from transformers_caches import CACHES
 
@@ -55,6 +54,7 @@ from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.documents import HELD_OUT
@@ -155,8 +155,8 @@ def list_readers(
         readers[arm.name] = partial(simulated, loaded, arm, cache, length)
     readers |= {name: partial(through, loaded, name, cache, length) for name in CACHES}
     none = CacheLayout(sink=0, recent=0)
-    for name, engine_cache in ENGINE_CACHES.items():
-        arm = EngineArm(name, engine_cache)
+    for name in ENGINE_CACHES:
+        arm = EngineArm(name)
         readers[name] = partial(simulated, loaded, arm, none, length)
     return readers
 

@@ -84,6 +84,23 @@ def test_the_report(artifacts):
     assert evaluate(narrow)["arms"] == first["arms"], "the same job, the same figures"
 
 
+def test_rivals_are_measured_where_somebody_asks_for_them(inside):
+    few = ["--tokens", 512, "--length", 512, "--tasks", "none", "--queries", 0]
+    shown = inside("evaluate", "demo", *few, "--rivals", "fp8,int4_per_token_head", "--details")
+    assert "fp8, int4_per_token_head: caches of other engines, simulated" in shown.stdout
+    report = json.loads(inside("evaluate", "demo", *few, "--rivals", "fp8,q4_0", "--json").stdout)
+    arms = report["arms"]
+    assert list(arms) == [*BASELINES, "q4_0", "fp8"]
+    # 512 tokens, of which 64 and 256 are exact.
+    share = (512 - 64 - 256) / 512
+    for name, bits in (("q4_0", 4.5), ("fp8", 8)):
+        assert arms[name]["bits_at_length"] == pytest.approx(share * bits + (1 - share) * 16)
+        assert abs(arms[name]["perplexity_increase"]) < arms["identity"]["perplexity_increase"]
+    refused = inside("evaluate", "demo", *few, "--rivals", "fp9")
+    assert refused.returncode == 2
+    assert "there is no rival 'fp9' (did you mean 'fp8'?)" in refused.stderr
+
+
 def test_perplexity_is_that_of_the_model():
     text = Data(tokens=512, length=512)
     report = evaluate(Evaluation("demo", [], text, queries=0, tasks=NO_TASKS, device="cpu"))

@@ -14,13 +14,15 @@ head. Sources:
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
 
 from rotationzoo.codec import int2
 from rotationzoo.linalg.hadamard import hadamard
+from rotationzoo.rotations import Rotations
+from rotationzoo.simulation.arm import Arm
 
 _FP8_LARGEST = 448.0
 _BLOCK = 32  # channels of a llama.cpp block
@@ -187,21 +189,19 @@ ENGINE_CACHES = {
 
 
 @dataclass(frozen=True)
-class EngineArm:
-    """An arm that stores keys and values as one of these caches does, under a name.
+class EngineArm(Arm):
+    """An arm that stores keys and values as one of these caches does, which is its name.
 
-    These engines keep no token exact, not even the one that they decode: simulate them with
-    `Cache(sink=0, recent=0)`. Other windows show what exact tokens would give. The 2-bit format of
-    the other arms does not matter.
+    These engines keep no token exact, not even the one that they decode. An evaluation gives them
+    the windows of the other arms, in their favor. The format of the others does not matter.
     """
 
-    name: str
-    cache: EngineCache
+    rotations: Rotations = field(default_factory=lambda: Rotations({}))
 
     @property
-    def token_group(self) -> int:
-        """Tokens that are quantized together: each token has scales of its own."""
-        return 1
+    def cache(self) -> EngineCache:
+        """The cache of this name."""
+        return ENGINE_CACHES[self.name]
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values as they are."""

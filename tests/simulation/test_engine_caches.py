@@ -5,7 +5,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from engine_caches import (
+
+from rotationzoo.simulation.engine_caches import (
     ENGINE_CACHES,
     gaussian_centroids,
     read_int4_per_token_head,
