@@ -29,6 +29,7 @@ from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.storage.files import disk_errors, sha256
 from rotationzoo.storage.folders import temporary_sibling
+from rotationzoo.words import nearest
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
@@ -270,7 +271,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
                 f"{folder} holds files for an engine, which export wrote, and is no artifact",
                 hint="name the artifact that they were exported from",
             )
-        reason = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
+        reason = f"it has no {MANIFEST}"
+        if not folder.exists():
+            beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
+            reason = f"there is no such folder{nearest(folder.name, beside)}"
         raise RotationZooError(
             f"{folder} is no artifact: {reason}", hint="make one with: rotationzoo calibrate MODEL"
         )

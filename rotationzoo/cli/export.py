@@ -108,10 +108,6 @@ def export_command(
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
-    chosen = pooled or uncentered or clip or windows or absorbed or output
-    if to == "vllm" and chosen:
-        out.note("Note: the files of vLLM's pull request are for vllm-oscar")
-        to = "vllm-oscar"
     request = Request(
         engine=str(to),
         output=follow_link(output),

@@ -9,7 +9,7 @@ from rotationzoo.engines.export import Exported, as_json, launch_line
 def show_export(out: Output, exported: Exported) -> None:
     """Print the command that starts the engine, with notes on what the export left out."""
     for words in exported.reduced:
-        out.note(f"Reduced: {words}")
+        out.note(f"Lost: {words}")
     out.notes(exported.launch.notes)
 
     def human() -> None:

@@ -247,5 +247,7 @@ def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
         out.suggest("generate", model, "--prompt", "def ", "--compare")
     elif report["rotations"] is None:
         out.suggest("calibrate", model)
+    elif (Path(report["rotations"]) / "evaluation.json").exists():
+        out.suggest("report", report["rotations"])
     else:
         out.suggest("evaluate", model, report["rotations"], "--save")

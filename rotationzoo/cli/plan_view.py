@@ -54,7 +54,10 @@ def _show_sizes(capacity: Capacity, data: dict[str, Any], format: str) -> None:
     if data["sliding_layers"]:
         layers += f" ({data['sliding_layers']} with a sliding window)"
     kind = f"{layers} with a cache" if data["layers"] else "a latent cache"
-    say(f"{data['model']}: {kind}, {data['parameters'] / 1e9:.1f} billion parameters")
+    parameters = f"{data['parameters'] / 1e9:.1f} billion"
+    if data["parameters"] < 1e9:
+        parameters = f"{data['parameters'] / 1e6:.1f} million"
+    say(f"{data['model']}: {kind}, {parameters} parameters")
     say(f"Weights: {published} as published, {four_bit} in 4 bits")
     rows = []
     for cache, size in data["kv_bytes_per_request"].items():

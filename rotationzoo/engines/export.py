@@ -173,10 +173,13 @@ def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
     if request != Request(request.engine):
         raise UsageError(
             f"{request.engine} reads the artifact as it is, and nothing is written for it",
-            hint=f"leave out all options but --for {request.engine}",
+            hint=f"leave out all options but --for {request.engine}, or give another engine",
         )
     words = ["rotationzoo", command, *model_words(artifact), "--rotations", str(artifact.folder)]
-    launch = Launch([shlex.join(words)], {}, ["the engine reads the artifact itself"])
+    notes = ["the engine reads the artifact itself"]
+    if command == "serve":
+        notes += ["vLLM must be installed; on a GPU, it was tried without its compiled parts alone"]
+    launch = Launch([shlex.join(words)], {}, notes)
     return Exported(request.engine, artifact.folder, {}, launch, [])
 
 

@@ -70,7 +70,7 @@ def describe_choice(
             codes = "error feedback"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
     picked = f"{rotations}, {codes}, format {engine.format}"
-    words = f"For {name}: {picked}. Reduced: {'; '.join(lost) or 'nothing'}"
+    words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)
     return f"{words}. Chosen instead: {instead}" if instead else words
 

@@ -80,7 +80,7 @@ def decide(
             f"{arm} keeps {percent(kept)} of the exact model's answers "
             f"({' to '.join(map(percent, interval))}, with {counted(len(right), 'question')} in "
             f"{counted(len(sizes), 'prompt')}).",
-            _compare_words(mine.double().mean().item(), rivals),
+            _compare_words(_share(mine), _share(right), rivals),
             _advise(action, more, kept, interval[1]),
         ],
     )
@@ -193,7 +193,12 @@ def _choose(rivals: Sequence[Rival]) -> Action:
     return "use" if shown else "ask"
 
 
-def _compare_words(share: float, rivals: Sequence[Rival]) -> str:
+def _share(correct: torch.Tensor) -> float:
+    return correct.double().mean().item()
+
+
+def _compare_words(share: float, exact: float, rivals: Sequence[Rival]) -> str:
+    """The `share` of all questions that the arm answers, and the `exact` model's."""
     parts = []
     for outlook, phrase in _PHRASES.items():
         names = []
@@ -204,7 +209,8 @@ def _compare_words(share: float, rivals: Sequence[Rival]) -> str:
             joint = " or " if outlook == "open" else " and "
             parts.append(f"{phrase} {joint.join(names)}")
     compared = "; ".join(parts) or f"not compared with {' or '.join(RIVALS.values())}"
-    return f"In the same bytes, it answers {percent(share)} of the questions: {compared}."
+    shares = f"{percent(share)} of the questions, and the exact model {percent(exact)}"
+    return f"It answers {shares}; in the same bytes, it is {compared}."
 
 
 def _advise(action: Action, more: int, kept: float, at_most: float) -> str:

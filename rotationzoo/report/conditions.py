@@ -10,8 +10,8 @@ from rotationzoo.words import counted, numbers, sentence
 
 _ABOUT_FEEDBACK = (
     "+feedback: the same rotations and the same bytes, but whoever writes the cache chooses the "
-    "codes of a row together, by the artifact's factors: RotatedCache does, while engines write "
-    "the nearest codes today"
+    "codes of a row together, by the artifact's factors: RotatedCache and serve do, and other "
+    "engines write the nearest codes"
 )
 _ABOUT_POOLED = (
     "+pooled: one rotation per layer, fitted from the statistics pooled over KV heads, as "

@@ -242,7 +242,7 @@ def test_restart_replaces_no_file_that_is_no_part_of_an_artifact(inside, folder)
 
 @pytest.mark.hostile("path")
 def test_an_export_keeps_what_it_did_not_write(inside, folder):
-    words = ("export", folder, "--to", "vllm", "--pooled", "--windows", "0/0", "-o", "out")
+    words = ("export", folder, "--to", "vllm-oscar", "--pooled", "--windows", "0/0", "-o", "out")
     assert inside(*words).returncode == 0
     out = inside.folder / "out"
     (out / "notes").mkdir()

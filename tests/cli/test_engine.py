@@ -117,7 +117,7 @@ def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     result = inside("evaluate", model, artifact.folder, "--for", "mlx", *WORDS, "--json")
     assert result.returncode == 0, result.stderr
     line = (
-        "For mlx: a rotation per KV head, nearest codes, format mlx. Reduced: keys that keep "
+        "For mlx: a rotation per KV head, nearest codes, format mlx. Lost: keys that keep "
         "their mean; nearest codes instead of error feedback"
     )
     assert line in result.stderr
@@ -148,11 +148,8 @@ def test_a_codec_that_is_not_simulated_is_refused(inside, made):
     assert "codebook of its own" in only_error(inside(*words), 2)
 
 
-def test_the_earlier_name_of_the_files_of_the_pull_request(inside, made):
-    """`--to vllm` with options of an export writes them, and says their name."""
-    result = inside("export", made, "--to", "vllm", "--pooled", "--windows", "0/0", "-o", "out")
-    assert result.returncode == 0, result.stderr
-    assert "for vllm-oscar" in result.stderr
-    assert "--kv-cache-dtype oscar_int2" in result.stdout
+def test_nothing_is_written_for_an_engine_that_reads_the_artifact(inside, made):
+    refused = only_error(inside("export", made, "--for", "vllm", "-o", "out"), 2)
+    assert "vllm reads the artifact as it is" in refused
     result = inside("export", made, "--to", "vllm")
     assert result.stdout == f"rotationzoo serve demo --rotations {made}\n"

@@ -52,7 +52,7 @@ rotationzoo push rotations/Qwen3-8B-oscar rotationzoo/zoo --to both
 rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
 rotationzoo calibrate my-model -o ARTIFACT
 rotationzoo calibrate Qwen/Qwen3-4B-Thinking-2507 -o thinking
-rotationzoo export thinking --to vllm --pooled --windows 0/0 -o vllm
+rotationzoo export thinking --to vllm-oscar --pooled --windows 0/0 -o vllm
 mv vllm/*.pt .
 rm -r thinking vllm
 ln -s my-model MODEL
