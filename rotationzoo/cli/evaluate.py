@@ -91,8 +91,6 @@ def evaluate_command(
             hint="name an artifact folder after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
-    if not artifacts:
-        out.note("Note: no artifact is named after the model, so only baselines are measured")
     from rotationzoo.api import EvaluationOptions, evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
     from rotationzoo.evaluation.job import evaluate

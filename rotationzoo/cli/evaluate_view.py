@@ -40,6 +40,7 @@ def suggest_next(
     - `seed`: of the questions that were asked. New ones need another.
     """
     if not artifacts:
+        out.note("Note: no artifact was named after the model, so these are baselines alone")
         out.suggest("calibrate", *model)
         return
     more = decisions[0].more_questions
