@@ -59,7 +59,7 @@ def test_it_shows_pictures(notebook):
         for output in cell.get("outputs", [])
         if output.output_type == "display_data"
     ]
-    assert len(pictures) == 3
+    assert len(pictures) == 1
     assert all(picture.startswith("<svg") for picture in pictures)
 
 

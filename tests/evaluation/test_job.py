@@ -21,6 +21,7 @@ from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import job as job_module
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import loading
@@ -99,6 +100,21 @@ def test_rivals_are_measured_where_somebody_asks_for_them(inside):
     refused = inside("evaluate", "demo", *few, "--rivals", "fp9")
     assert refused.returncode == 2
     assert "there is no rival 'fp9' (did you mean 'fp8'?)" in refused.stderr
+
+
+def test_an_interrupt_in_a_later_round_keeps_the_rounds_before(artifacts, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answering, "_ask_more", interrupt)
+    tasks = TaskSettings(("needles",), (1024,))
+    text = Data(tokens=512, length=512)
+    job = Evaluation("demo", artifacts[:1], text, tasks, queries=0, baselines=("identity",))
+    report = evaluate(job)
+    assert report["tasks"]["questions"] == 16
+    assert "interrupted: 16 questions of each task count" in report["notes"]
+    (decision,) = report["verdict"]["decisions"]
+    assert decision["action"] == "ask", "two prompts show nothing"
 
 
 def test_perplexity_is_that_of_the_model():

@@ -157,7 +157,8 @@ def test_the_next_command(capsys):
     def following(model: list[str], artifacts: list[Path], action="use", more=None) -> str:
         decided = [Decision(arm="mine", action=action, more_questions=more, level=0.05, words=[])]
         suggest_next(Output(), decided, model, artifacts, saved=False, seed=3)
-        return capsys.readouterr().err.removeprefix("Next: rotationzoo ").rstrip()
+        last = capsys.readouterr().err.splitlines()[-1]
+        return last.removeprefix("Next: rotationzoo ")
 
     artifacts = [Path("rotations/my demo")]
     demo = following(["demo"], artifacts)

@@ -135,7 +135,8 @@ def answer_tasks(
 ) -> TaskAnswers:
     """Ask the exact model, and every arm with every cache what the exact model can do, until the
     answers are settled or all questions are asked. Without their statements, the questions of the
-    first round are asked alone: they tell what the model can do.
+    first round are asked alone: they tell what the model can do. An interrupt (Ctrl-C) in a later
+    round ends the questions, and the answers are those of the rounds before it, with a note.
 
     Raises `RotationZooError` for prompts that do not fit the device's memory.
     """
@@ -151,7 +152,11 @@ def answer_tasks(
     for questions in later:
         if not answers.asked or is_settled(answers):
             break
-        answers = _ask_more(asking, trial, answers, questions)
+        try:
+            answers = _ask_more(asking, trial, answers, questions)
+        except KeyboardInterrupt:
+            plan.notes.append(f"interrupted: {answers.questions} questions of each task count")
+            break
     return answers
 
 
@@ -163,10 +168,11 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     for each in answers.asked:
         series = whole[each.series.task, each.series.length]
         added.append(series.part(answers.questions, questions))
-    replies = asking.ask(
-        "answering with the exact cache", [Request(series.prompts) for series in added]
-    )
-    arms = _ask_arms(asking, trial, added)
+    looks = answers.plan.settings.looks
+    ending = f", round {looks.index(questions) + 1} of at most {len(looks)}"
+    requests = [Request(series.prompts) for series in added]
+    replies = asking.ask(f"answering with the exact cache{ending}", requests)
+    arms = _ask_arms(asking, trial, added, ending)
     for key, before in answers.arms.items():
         arms[key] = [join_answers(pair) for pair in zip(before, arms[key], strict=True)]
     exact, of_round = [], zip(added, replies, strict=True)
@@ -181,14 +187,14 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
 
 
 def _ask_arms(
-    asking: Asking, trial: Trial, series: Sequence[Series]
+    asking: Asking, trial: Trial, series: Sequence[Series], ending: str = ""
 ) -> dict[tuple[CacheLayout, str], list[Answers]]:
     """The answers of every arm with every cache to each of the series."""
     prompts = [each.prompts for each in series]
     asked = list(product(trial.caches, trial.arms, prompts))
     requests = [_request(asking.model, trial, *each) for each in asked]
     # A stage of its own, because a 2-bit cache is slower than the exact one.
-    replies = asking.ask("answering", requests)
+    replies = asking.ask(f"answering{ending}", requests)
     pairs = product(trial.caches, trial.arms)
     arms: dict[tuple[CacheLayout, str], list[Answers]] = {
         (cache, arm.name): [] for cache, arm in pairs
