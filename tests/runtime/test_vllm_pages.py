@@ -250,11 +250,17 @@ def test_padding_writes_to_nobodys_page():
 
 def test_a_process_holds_its_heads():
     settings = settings_of()
+    white = torch.eye(settings.arm.rotations[0].key.dim).repeat(2, 1, 1)
+    whitened = settings.arm.rotations.replace(
+        lambda _, side, rotation: replace(rotation, whitening=white)
+    )
+    settings = replace(settings, arm=replace(settings.arm, rotations=whitened))
     chosen = select_heads(settings, slice(1, 2)).arm.rotations[0].key
     whole = settings.arm.rotations[0].key
     assert torch.equal(chosen.mean, whole.mean[1:])
     assert torch.equal(chosen.feedback, whole.feedback[1:])
     assert torch.equal(chosen.matrix, whole.matrix[1:])
+    assert torch.equal(chosen.whitening, whole.whitening[1:])
     assert len(chosen.clip) == 1
 
 

@@ -162,7 +162,7 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     """The settings of a process that holds these KV heads of each layer."""
 
     def select(_: int, __: str, rotation: Rotation) -> Rotation:
-        names = ("matrix", "clip", "eigenvalues", "mean", "feedback")
+        names = ("matrix", "clip", "eigenvalues", "mean", "feedback", "whitening")
         tensors = {name: getattr(rotation, name) for name in names}
         # All KV heads may share one matrix.
         chosen = {
