@@ -69,4 +69,4 @@ def test_the_model_writes_the_hidden_statement(notebook):
     (hidden,) = re.findall(r"the hidden statement +'(.*)'", text)
     assert written == hidden
     (times,) = re.findall(r"the cache is ([\d.]+) times smaller", text)
-    assert float(times) > 2.5  # 3.1 was measured
+    assert float(times) > 1.9  # 2.1: exact tokens are in float32 here
