@@ -37,6 +37,7 @@ def evaluate_command(
         str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
     ] = None,
     format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
+    bits: options.Budget = None,
     rivals: Annotated[
         str | None, typer.Option(help="Other engines' caches, too: fp8,int4_per_token_head.")
     ] = None,

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Measured, Probe, Text
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.budget import average_fine_channels
 from rotationzoo.codec import int2
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import (
     BASELINES,
@@ -18,6 +20,7 @@ from rotationzoo.evaluation.arms import (
     build_arms,
     check_pooled,
     judged_arms,
+    reduced_rotations,
     shared_recipe,
 )
 from rotationzoo.evaluation.compatibility import (
@@ -64,8 +67,11 @@ class Evaluation(RunSettings):
     """The recall tasks that the model is asked."""
     windows: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
-    format: str = "sglang"
-    """The cache format: a name in `int2.SIMULATED`."""
+    format: str | None = None
+    """The cache format: a name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of
+    bits."""
+    bits: float | None = None
+    """Another budget of bits than the artifacts'."""
     anyway: bool = False
     """Whether artifacts that were made for other weights are measured, too."""
     layers: set[int] | None = None
@@ -126,6 +132,9 @@ def evaluate(
         artifact.check_writable()
     if job.pooled:
         check_pooled(artifacts)
+    if job.format is None:
+        has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+        job = replace(job, format=BUDGETED if has_budget else "sglang")
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
@@ -159,7 +168,8 @@ def evaluate(
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        tested = build_arms(artifacts, geometry, job.baselines, job.pooled, job.uncentered)
+        variants = job.pooled, job.uncentered, job.bits
+        tested = build_arms(artifacts, geometry, job.baselines, *variants)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         judged = judged_arms(tested, job.rounding, job.pooled)
 
@@ -213,7 +223,7 @@ def evaluate(
 
 
 def _check_settings(job: Evaluation) -> None:
-    if job.format not in int2.SIMULATED:
+    if job.format not in (None, *int2.SIMULATED):
         formats = ", ".join(int2.SIMULATED)
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
     known = (*BASELINES, *RIVALS)
@@ -246,7 +256,12 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
     """One cache per pair of windows."""
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
+    assert job.format is not None
     format = int2.SIMULATED[job.format]
+    if format.offset == "none" and artifacts and artifacts[0].rotations.has_budget:
+        # The baselines take as many bytes as the first artifact.
+        spent = reduced_rotations(artifacts[0], False, (), job.bits)
+        format = replace(format, fine_channels=average_fine_channels(spent))
     layout = job.prefill_layout or "server"
     return [
         CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows
