@@ -10,6 +10,7 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.bit_budget import Place, choose_bits
+from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 
@@ -21,27 +22,16 @@ def spend_bits(rotations: Rotations, recipe: Recipe) -> Rotations:
     """The rotations with the bits of each layer and side that the recipe's budget buys, by their
     sensitivities; unchanged for a recipe without a budget. No model is needed.
 
-    Raises `RotationZooError` for rotations without sensitivities, and for a budget below the bits
-    of codes of 2 bits and their scales.
+    Raises `RotationZooError` for rotations without sensitivities, and as `check_budget` does.
     """
     if not recipe.has_budget:
         return rotations
-    budgets = [(SIDES, recipe.bits)]
-    if recipe.bits is None:
-        budgets = [(("key",), recipe.key_bits), (("value",), recipe.value_bits)]
     chosen: dict[tuple[int, str], int] = {}
-    for sides, bits in budgets:
-        assert bits is not None
+    for sides, bits in _budgets(recipe):
         spots = [(layer, side) for layer, side, _ in rotations.each() if side in sides]
         places = [_place(rotations[layer][side]) for layer, side in spots]
-        least = _least_bits(places, recipe)
-        if bits < least:
-            raise RotationZooError(
-                f"a budget of {bits:g} bits is less than the {least:g} of codes of 2 bits with "
-                "their scales",
-                hint=f"--bits {least:g} or more",
-            )
-        chosen |= zip(spots, choose_bits(places, bits - least), strict=True)
+        extra = _extra_bits(places, bits, recipe)
+        chosen |= zip(spots, choose_bits(places, extra), strict=True)
 
     def give_bits(layer: int, side: str, rotation: Rotation) -> Rotation:
         return replace(rotation, fine_channels=torch.tensor(chosen[layer, side]))
@@ -69,13 +59,34 @@ def _place(rotation: Rotation) -> Place:
     return Place(float(rotation.sensitivity), len(rotation.clip), rotation.dim)
 
 
-def _least_bits(places: Sequence[Place], recipe: Recipe) -> float:
-    """Bits an element with codes of 2 bits."""
-    total = 0.0
+def check_budget(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise `RotationZooError` for a budget below the bits of codes of 2 bits and their scales."""
+    for sides, bits in _budgets(recipe):
+        places = []
+        for layer in cached_layers(geometry):
+            places += [Place(0, layer.kv_heads, layer.dims[side]) for side in sides]
+        _extra_bits(places, bits, recipe)
+
+
+def _budgets(recipe: Recipe) -> list[tuple[Sequence[str], float]]:
+    """The budgets of a recipe: the sides that share one, and its bits an element."""
+    budgets = [(SIDES, recipe.bits), (["key"], recipe.key_bits), (["value"], recipe.value_bits)]
+    return [(sides, bits) for sides, bits in budgets if bits is not None]
+
+
+def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
+    """Bits an element that a budget leaves beyond codes of 2 bits and their scales."""
+    taken = 0.0
     for place in places:
-        bits = int2.bits_per_element(place.dim, recipe.group_size, COARSE)
-        total += place.elements * bits
-    return total / sum(place.elements for place in places)
+        taken += place.elements * int2.bits_per_element(place.dim, recipe.group_size, COARSE)
+    least = taken / sum(place.elements for place in places)
+    if bits < least:
+        raise RotationZooError(
+            f"a budget of {bits:g} bits is less than codes of 2 bits take with their scales, "
+            f"{least:g}",
+            hint=f"--bits {least:g} or more",
+        )
+    return bits - least
 
 
 def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[Problem]:
