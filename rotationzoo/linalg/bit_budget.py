@@ -13,6 +13,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 STEP = 16
 """Channels that get a bit together: kernels read two bytes of such bits at a time."""
+MOST = 2
+"""Bits more that a channel may get."""
 PER_BIT = 0.25
 """What is left of a loss after one more bit a channel: the loss is quadratic in the errors, and
 these halve."""
@@ -35,8 +37,8 @@ class Place:
 
     @property
     def choices(self) -> np.ndarray:
-        """The numbers of bits that a row may have more: up to two for each channel."""
-        return np.arange(0, 2 * self.dim + 1, STEP)
+        """The numbers of bits that a row may have more."""
+        return np.arange(0, MOST * self.dim + 1, STEP)
 
     @property
     def losses(self) -> np.ndarray:
@@ -46,7 +48,7 @@ class Place:
 
 def choose_bits(places: Sequence[Place], extra: float) -> list[int]:
     """How many bits more each row of a place gets, where `extra` bits more an element are spent on
-    average, or as many as two for each."""
+    average, or as many as they may get."""
     count = sum(len(place.choices) for place in places)
     losses = np.concatenate([place.losses for place in places])
     bits = np.concatenate([place.heads * place.choices for place in places])
