@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 STEP = 16
-"""Channels that get a bit together: kernels read two bytes of such bits at a time."""
+"""Channels of 64 that get a bit together: each number of them is a kernel of its own."""
 MOST = 2
 """Bits more that a channel may get."""
 PER_BIT = 0.25
@@ -38,7 +38,8 @@ class Place:
     @property
     def choices(self) -> np.ndarray:
         """The numbers of bits that a row may have more."""
-        return np.arange(0, MOST * self.dim + 1, STEP)
+        step = STEP * max(1, self.dim // 64)
+        return np.arange(0, MOST * self.dim + 1, step)
 
     @property
     def losses(self) -> np.ndarray:
