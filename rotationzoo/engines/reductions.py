@@ -84,8 +84,9 @@ def choose_measures(
     """The settings of an evaluation that measures what an engine serves of artifacts; `settings`
     are the user's own. Raises `UsageError` for an engine whose codec is not simulated."""
     engine, artifacts = find_engine(name), list(artifacts)
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     chosen: dict[str, Any] = {
-        "format": choose_format(name, any(each.rotations.has_budget for each in artifacts)),
+        "format": choose_format(name, has_budget),
         "uncentered": engine.uncentered,
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
         "notes": [describe_choice(name, artifacts, settings)],
