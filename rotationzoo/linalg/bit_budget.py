@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 STEP = 16
 """Channels of 64 that get a bit together: each number of them is a kernel of its own."""
@@ -50,6 +49,9 @@ class Place:
 def choose_bits(places: Sequence[Place], extra: float) -> list[int]:
     """How many bits more each row of a place gets, where `extra` bits more an element are spent on
     average, or as many as they may get."""
+    # Most commands that read rotations spend nothing, and need not wait for scipy.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     count = sum(len(place.choices) for place in places)
     losses = np.concatenate([place.losses for place in places])
     bits = np.concatenate([place.heads * place.choices for place in places])
