@@ -153,9 +153,15 @@ def check_pooled(artifacts: Sequence[Artifact]) -> None:
         _check_statistics(artifact)
 
 
-def _check_statistics(artifact: Artifact) -> None:
+def has_statistics(artifact: Artifact) -> bool:
+    """Whether an artifact has what one rotation per layer is fitted from."""
     recipe = artifact.recipe
-    if recipe.composition == GIVEN or (recipe.needs_statistics and artifact.statistics is None):
+    given = recipe.composition == GIVEN
+    return not given and (artifact.statistics is not None or not recipe.needs_statistics)
+
+
+def _check_statistics(artifact: Artifact) -> None:
+    if not has_statistics(artifact):
         raise RotationZooError(
             f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
             "layer from",
