@@ -155,9 +155,8 @@ def check_pooled(artifacts: Sequence[Artifact]) -> None:
 
 def has_statistics(artifact: Artifact) -> bool:
     """Whether an artifact has what one rotation per layer is fitted from."""
-    recipe = artifact.recipe
-    given = recipe.composition == GIVEN
-    return not given and (artifact.statistics is not None or not recipe.needs_statistics)
+    complete = artifact.statistics is not None or not artifact.recipe.needs_statistics
+    return complete and artifact.recipe.composition != GIVEN
 
 
 def _check_statistics(artifact: Artifact) -> None:

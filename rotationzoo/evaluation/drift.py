@@ -62,10 +62,10 @@ def _summarize(steps: torch.Tensor) -> ArmDrift:
     weights, by_step, start = steps.new_ones(len(steps)), [], 0
     for part in steps.chunk(4, dim=1):
         (share, error), (kl, kl_error) = (weighted_mean(each, weights) for each in part.mean(1).T)
-        measures = {"agreement": share, "kl": kl, "from": start, "to": start + part.shape[1]}
-        errors = {"agreement": error, "kl": kl_error}
-        by_step.append(StepMeasures(**measures, standard_error=errors))
-        start += part.shape[1]
+        errors, stop = {"agreement": error, "kl": kl_error}, start + part.shape[1]
+        step = StepMeasures(from_=start, to=stop, agreement=share, kl=kl, standard_error=errors)
+        by_step.append(step)
+        start = stop
     # The arm's own greedy text goes on as the exact model's until it has another token.
     same = steps[:, :, 0].cumprod(1).sum(1).int()
     return ArmDrift(by_step=by_step, same_tokens=same.tolist())
