@@ -123,6 +123,8 @@ class EvaluationOptions(Text, Rows, total=False):
     prefill_layout: Literal["server", "window"]
     real_cache: bool
     """Read tasks through a cache that stores 2 bits, and not a simulation of it."""
+    drift: int
+    """Let the exact model generate so many tokens, which a cache that stores 2 bits reads, too."""
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
     baselines: tuple[str, ...]

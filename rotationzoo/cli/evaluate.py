@@ -58,6 +58,7 @@ def evaluate_command(
     real_cache: Annotated[
         bool, typer.Option("--real-cache", help="Answer through a cache that really stores 2 bits.")
     ] = False,
+    drift: Annotated[int | None, typer.Option(min=1, help="Drift over N new tokens.")] = None,
     queries: Annotated[
         int | None, typer.Option(min=0, help="Queries per text for the attention KL (32).")
     ] = None,

@@ -156,9 +156,14 @@ def check_pooled(artifacts: Sequence[Artifact]) -> None:
         _check_statistics(artifact)
 
 
+def has_statistics(artifact: Artifact) -> bool:
+    """Whether an artifact has what one rotation per layer is fitted from."""
+    complete = artifact.statistics is not None or not artifact.recipe.needs_statistics
+    return complete and artifact.recipe.composition != GIVEN
+
+
 def _check_statistics(artifact: Artifact) -> None:
-    recipe = artifact.recipe
-    if recipe.composition == GIVEN or (recipe.needs_statistics and artifact.statistics is None):
+    if not has_statistics(artifact):
         raise RotationZooError(
             f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
             "layer from",

@@ -19,6 +19,7 @@ from rotationzoo.evaluation.arms import (
     RIVALS,
     build_arms,
     check_pooled,
+    has_statistics,
     judged_arms,
     reduced_rotations,
     shared_recipe,
@@ -35,6 +36,7 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
+from rotationzoo.evaluation.drift import measure_drift
 from rotationzoo.evaluation.forward import Through, Trial, run_models
 from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, answer_tasks
@@ -84,6 +86,8 @@ class Evaluation(RunSettings):
     """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
     real_cache: bool = False
     """Whether recall tasks are read through a real cache, not a simulation."""
+    drift: int = 0
+    """How many tokens the exact model generates for a real cache. It adds arms of `pooled`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
     rope_scaling: str | None = None
@@ -124,7 +128,7 @@ def evaluate(
     before any weights are fetched.
     """
     _check_settings(job)
-    assert through is not None or not job.real_cache, "a real cache needs its reader"
+    assert through or not (job.real_cache or job.drift), "a real cache needs its reader"
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     saved = [artifact for artifact in artifacts if artifact.folder in job.save_to]
@@ -135,6 +139,7 @@ def evaluate(
     if job.format is None:
         has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
         job = replace(job, format=BUDGETED if has_budget else "sglang")
+    pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
@@ -154,6 +159,7 @@ def evaluate(
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     check_length(job.data, start)
+    check_positions(start + 1 + job.drift, config, job.drift)
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
@@ -168,7 +174,7 @@ def evaluate(
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        variants = job.pooled, job.uncentered, job.bits
+        variants = pooled, job.uncentered, job.bits
         tested = build_arms(artifacts, geometry, job.baselines, *variants)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         judged = judged_arms(tested, job.rounding, job.pooled)
@@ -181,7 +187,10 @@ def evaluate(
         reader = through if job.real_cache else None
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
         with loading.forward_errors(job.model, job.batch, job.data.length):
-            measured = run_models(model, text.batches(job.batch), trial, progress)
+            batches, drift = text.batches(job.batch), None
+            measured = run_models(model, batches, trial, progress)
+            if through and job.drift:
+                drift = measure_drift(model, batches, trial, through, job.drift, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
         answers = answer_tasks(asking, plan, trial, is_settled)
         notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
@@ -214,6 +223,7 @@ def evaluate(
         prefill_chunk=job.prefill_chunk,
         prefill_layout=layout,
         real_cache=job.real_cache,
+        drift=drift,
         notes=notes,
         rope_scaling=scaling_of(config),
     )
@@ -237,10 +247,10 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    if job.real_cache and (job.layers is not None or len(job.sides) < 2):
+    if (job.real_cache or job.drift) and (job.layers is not None or len(job.sides) < 2):
         raise UsageError(
             "a real cache stores keys and values of all layers",
-            hint="leave out --real-cache, or --layers, --keys-only and --values-only",
+            hint="leave out --real-cache and --drift, or --layers, --keys-only and --values-only",
         )
     job.tasks.check()
     _ = job.memory_limits  # for its errors
