@@ -12,6 +12,11 @@ from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
 
+_RIVALS = (
+    "Other engines' caches, too: fp8, nvfp4, q8_0, q4_0, "
+    "kvarn-k2v2, exl3-2, lmdeploy-42, mlx-2 and others."
+)
+
 
 def evaluate_command(
     model: options.ModelName,
@@ -38,9 +43,7 @@ def evaluate_command(
     ] = None,
     format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
     bits: options.Budget = None,
-    rivals: Annotated[
-        str | None, typer.Option(help="Other engines' caches, too: fp8,int4_per_token_head.")
-    ] = None,
+    rivals: Annotated[str | None, typer.Option(help=_RIVALS)] = None,
     pooled: Annotated[
         bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
     ] = None,

@@ -143,6 +143,13 @@ def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
     return name
 
 
+def check_rivals(baselines: Collection[str], geometry: Geometry) -> None:
+    """Raise `UsageError` for a rival among the baselines that cannot store this model's heads."""
+    for name in RIVALS:
+        if name in baselines:
+            EngineArm(name).check(geometry)
+
+
 def check_pooled(artifacts: Sequence[Artifact]) -> None:
     """Raise `UsageError` if no artifact has a rotation per KV head, and `RotationZooError` for one
     that has, without the statistics to fit from."""

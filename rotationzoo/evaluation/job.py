@@ -19,6 +19,7 @@ from rotationzoo.evaluation.arms import (
     RIVALS,
     build_arms,
     check_pooled,
+    check_rivals,
     has_statistics,
     judged_arms,
     reduced_rotations,
@@ -260,6 +261,7 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
     if job.layers is not None:
         check_layers(job.model, job.layers, geometry)
     check_artifacts(job.model, artifacts, geometry)
+    check_rivals(job.baselines, geometry)
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:

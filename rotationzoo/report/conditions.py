@@ -23,7 +23,7 @@ _ABOUT_KIVI = (
 )
 _ABOUT_RIVALS = (
     "caches of other engines, simulated; they get the exact windows of the other arms, although "
-    "their engines keep no token exact"
+    "most of their engines keep no token exact"
 )
 ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included"
 

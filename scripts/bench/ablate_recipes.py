@@ -8,10 +8,10 @@ evaluation.jsonl. Statistics are collected once for every model. Every arm has t
 questions and texts, so that all differences are paired; `ablation_tables` makes tables of them.
 Models run in bfloat16, as they are served.
 
-An arm is a closed form, whose recipe is `CLOSED`, or a cache of transformers. `+fb` after its name:
-keys and values are written by error feedback; `+keys`: keys alone. Settings are prompts of 2,048
-tokens, the same prefilled in chunks of 512 as OSCAR's server writes them, and prompts of 8,192
-tokens.
+An arm is a closed form, whose recipe is `CLOSED`, another engine's cache (the job `rivals`), or a
+cache of transformers. `+fb` after its name: keys and values are written by error feedback; `+keys`:
+keys alone. Settings are prompts of 2,048 tokens, the same prefilled in chunks of 512 as OSCAR's
+server writes them, and prompts of 8,192 tokens.
 
 `--jobs` processes share each GPU. OUTPUT/PROCESS.jsonl gets a line for each arm and setting.
 """
@@ -54,6 +54,7 @@ from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
@@ -353,11 +354,17 @@ def kivi_arms(study: Study) -> Iterator[Arm]:
     yield KiviArm("kivi-64", plain, tokens=64, channels=64)
 
 
+def rival_arms(study: Study) -> Iterator[Arm]:
+    """Other engines' caches, which need no statistics, with the exact windows of all arms."""
+    yield from map(EngineArm, ENGINE_CACHES)
+
+
 ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     **{name: functools.partial(closed_arms, name) for name in CLOSED},
     **{name: functools.partial(stored_arms, name) for name in WHITENED},
     **{name: functools.partial(budget_arms, name) for name in BUDGETS},
     "kivi": kivi_arms,
+    "rivals": rival_arms,
     "sides": side_arms,
     "constants": constant_arms,
     **{name: functools.partial(clip_arms, name) for name in CLIPS},
