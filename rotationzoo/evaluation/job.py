@@ -137,9 +137,7 @@ def evaluate(
         artifact.check_writable()
     if job.pooled:
         check_pooled(artifacts)
-    if job.format is None:
-        has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-        job = replace(job, format=BUDGETED if has_budget else "sglang")
+    job = _settle_format(job, artifacts)
     pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
@@ -262,6 +260,12 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
         check_layers(job.model, job.layers, geometry)
     check_artifacts(job.model, artifacts, geometry)
     check_rivals(job.baselines, geometry)
+
+
+def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
+    """The job with the format that it leaves to the artifacts."""
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    return replace(job, format=job.format or (BUDGETED if has_budget else "sglang"))
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
