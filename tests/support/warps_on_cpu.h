@@ -132,6 +132,7 @@ static unsigned __reduce_max_sync(unsigned, unsigned x) {
   });
 }
 static bool __any_sync(unsigned mask, bool x) { return __reduce_max_sync(mask, x); }
+static bool __all_sync(unsigned mask, bool x) { return !__any_sync(mask, !x); }
 
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const unsigned long long bytes = low | (unsigned long long)high << 32;
