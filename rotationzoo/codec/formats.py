@@ -49,7 +49,7 @@ class Format:
     fine_channels: int = 0
     """How many of a row's last channels, a multiple of 8, have codes of one bit more and half the
     step: error feedback leaves its largest errors there. Their lowest bits follow the packed codes,
-    eight a byte. Formats with an offset have none."""
+    eight a byte. Formats with an offset have none, and kernels take multiples of 16."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -95,10 +95,10 @@ FINE = Format(
     fine_channels=48,
 )
 """As many bytes as `SGLANG` where a row is one group: a float16 scale and 48 third bits take the
-place of a float32 scale and a float32 offset. Caches of our own have it."""
+place of a float32 scale and a float32 offset. Caches of our own have it, and the plugin for vLLM."""
 
 FORMATS = {"sglang": SGLANG, "vllm": VLLM, "mlx": MLX}
-"""The formats that the CUDA kernels write."""
+"""The formats of engines."""
 
 SIMULATED = FORMATS | {"sglang-bisected": replace(SGLANG, bisected=True), "fine": FINE}
 """The formats that a model can be evaluated with. SGLang sorts a row during prefill, but bisects

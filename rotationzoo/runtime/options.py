@@ -34,7 +34,7 @@ class CacheOptions(TypedDict, total=False):
     """Store an artifact as this engine does, such as `mlx`, where other options do not say
     otherwise. The default, `transformers`, loses nothing of it."""
     format: str
-    """`sglang` (the default), `vllm`, `mlx` or `kivi`."""
+    """`sglang` (the default), `vllm`, `mlx`, `fine` or `kivi`."""
     sink: int
     recent: int
     """How many first and last tokens stay exact. They default to the recipe's."""
