@@ -11,7 +11,7 @@ from decode_caches import LAYOUTS, Shape, Storage, exact_caches, packed_caches
 
 from rotationzoo.codec.attention import attend
 
-SHAPE = Shape(batch=2, context=200, heads=4, kv_heads=2, dim=32)
+SHAPE = Shape(batch=2, context=200, heads=4, kv_heads=2, dim=64)
 STORAGE = Storage("sglang", page=64, sink=8, recent=64)
 
 
@@ -23,7 +23,7 @@ def test_random_caches_can_be_read(format):
         assert torch.equal(side.addresses(), addresses)
         restored = side.restore()
         assert restored.std() == pytest.approx(1.7, abs=0.2)  # codes of 0 to 3, scales near 1.5
-    query = torch.randn(2, 4, 1, 32)
+    query = torch.randn(2, 4, 1, 64)
     ((_, read),) = packed_variants(attend, SHAPE)
     output = read(query, caches[1])
     assert torch.equal(read(query[:1], first_request(caches[1])), output[:1])
@@ -34,11 +34,12 @@ def test_bytes_are_those_of_the_published_table():
     assert shapes[1].bytes == 102_400 * 4096
     assert Storage("sglang").token_bytes(8, 128) == 640
     assert Storage("vllm").token_bytes(8, 128) == 576
+    assert Storage("fine").token_bytes(8, 128) == 640
     assert Storage("sglang").bytes(shapes[1]) == 102_080 * 640 + 320 * 4096
 
 
 def test_every_order_of_a_cache_in_memory_gives_its_own_attention():
-    memory, query = exact_caches(SHAPE, 1, "cpu")[0], torch.randn(2, 4, 1, 32).bfloat16()
+    memory, query = exact_caches(SHAPE, 1, "cpu")[0], torch.randn(2, 4, 1, 64).bfloat16()
     for arm in list_exact_arms(SHAPE, None, ()):
         if arm.name == "sdpa flash":
             both = [arm.view(side, SHAPE) for side in memory]

@@ -23,7 +23,8 @@ def serve_command(
         list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
     ] = None,
     format: Annotated[
-        Literal["sglang", "vllm"], typer.Option(help="How scales and offsets are stored.")
+        Literal["sglang", "vllm", "fine"],
+        typer.Option(help="How scales, offsets and third bits are stored."),
     ] = "vllm",
     rounding: Rounding = None,
     sink: Sink = None,

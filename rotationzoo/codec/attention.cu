@@ -9,6 +9,7 @@
 //     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
 //   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 4^field * 2^-24. Tensor cores multiply subnormals
 //     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
+//   * Third bits, a plane of their own, are half a step of the code. They are products of their own, unpacked by an AND as well.
 // Where 32 tokens, a tile, share a scale of each channel, as in KIVI's keys, scales multiply the query instead:
 //     q . k = (q * scale) . codes + q . offset
 // so that every tile has a query of its own, in a unit of its own.
@@ -20,8 +21,9 @@
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
 // KEY_TOKENS (tokens that share scales: 1; or 32, where a channel of keys has a scale of its own and KEY_GROUP is KEY_DIM), PAGE
 // (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0 float32,
-// 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM (offset as in `formats`),
-// STRIDED (packing).
+// 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset as in
+// `formats`), KEY_FINE and VALUE_FINE (so many last channels have third bits: multiples of 16, 0 unless SYMMETRIC; groups are
+// multiples of 16, too), STRIDED (packing).
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 typedef unsigned long long Address;
@@ -32,7 +34,10 @@ constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
 constexpr int KEY_WORDS = KEY_DIM / 16, VALUE_WORDS = VALUE_DIM / 16;  // of 16 codes, a row
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
-constexpr int PREPARED = KEY_CHUNKS * 64;  // numbers of a prepared column
+// Of 64 channels with third bits.
+constexpr int KEY_PLANES = (KEY_FINE + 63) / 64, VALUE_PLANES = (VALUE_FINE + 63) / 64;
+constexpr int FIRST_KEY_FINE = KEY_DIM - KEY_FINE, FIRST_VALUE_FINE = VALUE_DIM - VALUE_FINE;
+constexpr int PREPARED = (KEY_CHUNKS + KEY_PLANES) * 64;  // numbers of a prepared column
 constexpr int COLUMN = PREPARED * (KEY_TOKENS == 1 ? 2 : 4);  // its bytes: an upper and a lower one a number, or float32
 constexpr unsigned ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504088896341f, LOWEST = -1e30f;
@@ -55,9 +60,12 @@ constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of cod
 // Of a token's scales; where tokens share them, of its part of them.
 constexpr int KEY_NUMBERS = (KEY_TOKENS == 1 ? KEY_GROUPS : KEY_DIM) * sizeof(Metadata) / KEY_TOKENS;
 constexpr int VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);
-constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW, KEY_OFFSET = KEY_SCALE + TILE * KEY_NUMBERS;
-constexpr int VALUE_SCALE = KEY_OFFSET + TILE * KEY_NUMBERS, VALUE_OFFSET = VALUE_SCALE + TILE * VALUE_NUMBERS;
-constexpr int STAGE = VALUE_OFFSET + TILE * VALUE_NUMBERS;
+constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW;
+constexpr int KINDS = SYMMETRIC ? 1 : 2;  // of numbers: scales, and offsets if there are any
+constexpr int VALUE_SCALE = KEY_SCALE + KINDS * TILE * KEY_NUMBERS;
+constexpr int KEY_THIRD_ROW = KEY_FINE / 8, VALUE_THIRD_ROW = VALUE_FINE / 8;
+constexpr int KEY_THIRD = VALUE_SCALE + KINDS * TILE * VALUE_NUMBERS, VALUE_THIRD = KEY_THIRD + TILE * KEY_THIRD_ROW;
+constexpr int STAGE = VALUE_THIRD + TILE * VALUE_THIRD_ROW;
 // A row that does not fill its chunk is read a little beyond its end, where a query of zeros or no output belongs.
 constexpr int MARGIN = 64;
 constexpr int ROOM = 48 * 1024 - MARGIN;  // what a block gets without asking for more
@@ -67,7 +75,9 @@ constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
-constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? (SETS == 1 ? 4 : 3) : 2;
+constexpr int MOST_BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? (SETS == 1 ? 4 : 3) : 2;
+// Sums of third bits take registers, too.
+constexpr int BLOCKS = VALUE_PLANES && MOST_BLOCKS > 2 ? MOST_BLOCKS - 1 : MOST_BLOCKS;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 // Scales of channels are read in KIVI's format only.
 static_assert(KEY_TOKENS == 1 || (KEY_TOKENS == TILE && KEY_GROUPS == 1 && HALF && MINIMUM && !STRIDED && SETS == 1), "not KIVI");
@@ -193,6 +203,18 @@ __device__ uint4 read_four(unsigned from) {
   return x;
 }
 
+__device__ unsigned read_half(unsigned from) {
+  unsigned x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+
+__device__ unsigned read_byte(unsigned from) {
+  unsigned x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+
 __device__ float read_number(unsigned from, unsigned index) {  // scale or offset
 #if HALF
   float x;
@@ -248,6 +270,20 @@ __host__ __device__ constexpr int key_word(int chunk, int part) {
 
 template <int DIM, int GROUP>
 __host__ __device__ constexpr int group_of(int word, int field) { return channel<DIM>(word, 0, field) / GROUP; }
+
+// The channel of the third bit that takes byte `byte` and the field `field` of what `spread_unit` makes of 16 of them.
+__host__ __device__ constexpr int fine_channel(int unit, int byte, int field) {
+  return FIRST_KEY_FINE + 16 * unit + byte % 2 * 8 + byte / 2 * 4 + field;
+}
+
+// Sixteen third bits, of channels that follow each other, to four bytes of four bits each, at bits 1 to 4.
+__device__ unsigned spread_unit(unsigned bits) { return bits << 1 | bits >> 4 << 17; }
+
+// The group of the values' third bits in a byte.
+__device__ constexpr int fine_group(int byte) { return (FIRST_VALUE_FINE + 8 * byte) / VALUE_GROUP; }
+
+// Half of the largest code is the zero of a format without offsets, in steps of two bits.
+__host__ __device__ constexpr float middle(bool fine) { return fine ? 1.75f : 1.5f; }
 
 // How many of the four words of a chunk have this group in this field; and below, how many of its eight words of values.
 __host__ __device__ constexpr int key_members(int chunk, int field, int group) {
@@ -350,13 +386,16 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
         reinterpret_cast<float*>(to)[i] = i < D ? turned[c][i] * float(scale) * LOG2E : 0.0f;
         continue;
       }
-      const int ch = channel<KEY_DIM>(i / 16, i % 4, i / 4 % 4);
-      const int x = i / 16 < KEY_WORDS ? __float2int_rn(turned[c][ch] / unit) : 0;
+      const int word = i / 16, plane = word - 4 * KEY_CHUNKS;  // units of third bits follow the words
+      const bool third = KEY_FINE && plane >= 0, exists = third ? 16 * plane < KEY_FINE : word < KEY_WORDS;
+      const int ch = third ? fine_channel(plane, i % 4, i / 4 % 4) : channel<KEY_DIM>(word, i % 4, i / 4 % 4);
+      const int x = exists ? __float2int_rn(turned[c][ch] / unit) : 0;
       const int high = (x + 128) >> 8;
       to[i] = high, to[PREPARED + i] = x - 256 * high;
+      const float part = SYMMETRIC ? x * middle(ch >= FIRST_KEY_FINE) : x;
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++)
-        if (i / 16 < KEY_WORDS && ch / KEY_GROUP == g) sums[g] += float(x);
+        if (exists && !third && ch / KEY_GROUP == g) sums[g] += part;
     }
     if (mean)
       for (int i = lane; i < D; i += 32) bias += given[c][i] * mean[head * D + i];
@@ -386,14 +425,14 @@ struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages, less
 // Where a warp is in the pages of its row, and what each lane copies from there.
 struct Cursor {
   static constexpr int KEY_PIECES = TILE * KEY_NUMBERS / 16, VALUE_PIECES = TILE * VALUE_NUMBERS / 16;  // of scales: 16 bytes
-  static constexpr int PIECES = 2 * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
+  static constexpr int PIECES = KINDS * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
 
   const Address *keys, *values;
   Address key_base, value_base;
   int head, heads, lane;
   int pages;  // that there are
   int left;   // tiles in this page
-  Address key, value, numbers[ROUNDS];
+  Address key, value, key_third, value_third, numbers[ROUNDS];
   Address next_key, next_value;  // of the next page: read ahead, because nothing can be copied before they are known
 
   // Go to a tile.
@@ -406,14 +445,18 @@ struct Cursor {
     const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
     key = this_key + row * KEY_ROW + lane * 16;
     value = this_value + row * VALUE_ROW + lane * 16;
+    // Sections follow each other: codes, third bits, scales and offsets.
+    key_third = this_key + rows * KEY_ROW + row * KEY_THIRD_ROW + lane * 16;
+    value_third = this_value + rows * VALUE_ROW + row * VALUE_THIRD_ROW + lane * 16;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
       // Scales of keys and their offsets, which follow all scales of the page, and then those of values.
       const int piece = i * 32 + lane;
-      const bool of_keys = piece < 2 * KEY_PIECES;
-      const int index = of_keys ? piece : piece - 2 * KEY_PIECES, count = of_keys ? KEY_PIECES : VALUE_PIECES;
+      const bool of_keys = piece < KINDS * KEY_PIECES;
+      const int index = of_keys ? piece : piece - KINDS * KEY_PIECES, count = of_keys ? KEY_PIECES : VALUE_PIECES;
       const Count width = of_keys ? KEY_NUMBERS : VALUE_NUMBERS;
-      numbers[i] = (of_keys ? this_key : this_value) + rows * (of_keys ? KEY_ROW : VALUE_ROW) + row * width +
+      const Count codes = of_keys ? KEY_ROW + KEY_THIRD_ROW : VALUE_ROW + VALUE_THIRD_ROW;
+      numbers[i] = (of_keys ? this_key : this_value) + rows * codes + row * width +
                    (index < count ? index * 16 : rows * width + (index - count) * 16);
     }
   }
@@ -425,11 +468,14 @@ struct Cursor {
     copy_rows<KEY_ROW>(stage, key);
     copy_rows<VALUE_ROW>(stage + VALUE, value);
     key += TILE * KEY_ROW, value += TILE * VALUE_ROW;
+    copy_rows<KEY_THIRD_ROW>(stage + KEY_THIRD, key_third);
+    copy_rows<VALUE_THIRD_ROW>(stage + VALUE_THIRD, value_third);
+    key_third += TILE * KEY_THIRD_ROW, value_third += TILE * VALUE_THIRD_ROW;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
       const int piece = i * 32 + lane;
       if (PIECES % 32 == 0 || piece < PIECES) copy_async(stage + KEY_SCALE + piece * 16, numbers[i]);
-      numbers[i] += TILE * (piece < 2 * KEY_PIECES ? KEY_NUMBERS : VALUE_NUMBERS);
+      numbers[i] += TILE * (piece < KINDS * KEY_PIECES ? KEY_NUMBERS : VALUE_NUMBERS);
     }
   }
 
@@ -448,6 +494,7 @@ struct State {
   float sum[SETS];                                  // of weights, this lane's rows
   float offsets[VALUE_GROUPS][SETS];                // what the values' offsets add to the output
   float output[SETS][VALUE_CHUNKS][4][2][4];        // per field and pair of bytes, as products come out
+  float thirds[SETS][VALUE_PLANES + 1][4][4];       // per pair of bits; the last plane is not used
 };
 
 // A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
@@ -456,13 +503,14 @@ __device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + 
 // Where a lane reads in a stage, so that it is not computed for each.
 struct Place {
   int lane, row, part, token;
-  unsigned key, key_number, value, value_number;
+  unsigned key, key_number, key_third, value, value_number, value_third;
 
   __device__ Place() {
     lane = kept(threadIdx.x % 32);
     row = lane / 4, part = lane % 4, token = token_of(row);
     key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
     key_number = kept(KEY_SCALE + token * KEY_NUMBERS), value_number = kept(VALUE_SCALE + token * VALUE_NUMBERS);
+    key_third = KEY_THIRD + token * KEY_THIRD_ROW + 2 * part, value_third = VALUE_THIRD + part * VALUE_THIRD_ROW + row;
   }
 };
 
@@ -482,6 +530,7 @@ __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from) {
 
 struct Query {  // what a lane needs of it
   unsigned words[SETS][KEY_CHUNKS][4];  // for products: column lane / 4 of a set, of which even ones are upper bytes
+  unsigned thirds[SETS][KEY_PLANES + 1][4];
   float sums[KEY_GROUPS][SETS], unit, cap;
   float biases[SETS];  // of scores before they are capped
   // Where tokens share scales, the words, the sum and the unit are those of a tile, and follow from the query as it is. The two
@@ -562,18 +611,37 @@ __device__ void compare(
                      keys[1][next] & mask, b0, b1);
         }
       }
+    // Added to the products of codes: the bit 2f - 1 counts half of a code in field f.
+    #pragma unroll
+    for (int plane = 0; plane < KEY_PLANES; plane++) {
+      unsigned bits[2];
+      #pragma unroll
+      for (int r = 0; r < 2; r++)
+        bits[r] = spread_unit(read_half(stage + place.key_third + (16 * half + 8 * r) * KEY_THIRD_ROW + 8 * plane));
+      const bool counts = fine_channel(4 * plane + place.part, 0, 0) / KEY_GROUP == group;
+      #pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        unsigned b[4];
+        #pragma unroll
+        for (int field = 0; field < 4; field++) b[field] = counts || KEY_GROUPS == 1 ? query.thirds[set][plane][field] : 0;
+        multiply(products[set][1], bits[0] & 0x02020202, bits[1] & 0x02020202, b[0]);
+        multiply(products[set][2], bits[0] << 1 & 0x08080808, bits[1] << 1 & 0x08080808, bits[0] & 0x08080808,
+                 bits[1] & 0x08080808, b[1], b[2]);
+        multiply(products[set][3], bits[0] << 1 & 0x20202020, bits[1] << 1 & 0x20202020, b[3]);
+      }
+    }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       float scale = query.unit, offset = 1.0f;
       if constexpr (KEY_TOKENS == 1) {
         const unsigned at = stage + place.key_number + (16 * half + 8 * r) * KEY_NUMBERS;
-        scale = read_number(at, group), offset = read_number(at + TILE * KEY_NUMBERS, group);
+        scale = read_number(at, group), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         scale *= query.unit;
       }
       #pragma unroll
       for (int set = 0; set < SETS; set++) {
-        // 64 times the product, whose upper and lower bytes are neighbours. At most 2^7 * 3 * 64 * 256 * 2^8, which fits.
+        // 64 times the product, whose upper and lower bytes are neighbours. At most 2^7 * 3.5 * 64 * 256 * 2^8, which fits.
         int product = 0;
         #pragma unroll
         for (int field = 0; field < 4; field++) {
@@ -628,6 +696,12 @@ __device__ void raise(State& state, const Scores& scores, Scores& weights, const
         for (int pair = 0; pair < 2; pair++)
           #pragma unroll
           for (int i = 0; i < 4; i++) state.output[set][chunk][field][pair][i] *= factor;
+    #pragma unroll
+    for (int plane = 0; plane < VALUE_PLANES; plane++)
+      #pragma unroll
+      for (int pair = 0; pair < 4; pair++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) state.thirds[set][plane][pair][i] *= factor;
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
@@ -694,6 +768,27 @@ __device__ void accumulate(
         }
       }
   }
+  // A byte has the third bits of eight channels, each of which is a float16 as well.
+  #pragma unroll
+  for (int plane = 0; plane < VALUE_PLANES; plane++) {
+    unsigned bytes[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      bytes[i] = read_byte(stage + place.value_third + (16 * half + 4 * i) * VALUE_THIRD_ROW + 8 * plane);
+    #pragma unroll
+    for (int group = 0; group < VALUE_GROUPS; group++) {
+      const bool counts = VALUE_GROUPS == 1 || fine_group(8 * plane + place.row) == group;
+      const unsigned low = counts ? bytes[0] | bytes[1] << 16 : 0, high = counts ? bytes[2] | bytes[3] << 16 : 0;
+      #pragma unroll
+      for (int bit = 0; bit < 8; bit += 2) {
+        const unsigned even = 0x00010001u << bit, odd = 0x00020002u << bit;
+        #pragma unroll
+        for (int set = 0; set < SETS; set++)
+          multiply(state.thirds[set][plane][bit / 2], low & even, low & odd, high & even, high & odd, pairs[group][set][0],
+                   pairs[group][set][1]);
+      }
+    }
+  }
 }
 
 // Add a tile of which the first `valid` tokens count, without the first `skipped` ones.
@@ -710,7 +805,7 @@ __device__ void process(
       #pragma unroll
       for (int r = 0; r < 2; r++) {
         const unsigned at = stage + place.value_number + (16 * half + 8 * r) * VALUE_NUMBERS;
-        float scale = read_number(at, group), offset = read_number(at + TILE * VALUE_NUMBERS, group);
+        float scale = read_number(at, group), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * VALUE_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
       }

@@ -55,6 +55,12 @@ __device__ void attend_packed(
         words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
       }
     #pragma unroll
+    for (int plane = 0; plane < KEY_PLANES; plane++) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bytes + 16 * (4 * (KEY_CHUNKS + plane) + part));
+      unsigned(&words)[4] = query.thirds[set][plane];
+      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    }
+    #pragma unroll
     for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
     query.biases[set] = headers[column + 4 * set + part].bias;
   }
@@ -113,8 +119,19 @@ __device__ void attend_packed(
             if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][set];
           const float power = 16777216.0f / (1 << 2 * field);
           const float(&sums)[4] = state.output[set][chunk][field][byte / 2];
-          to[channel<VALUE_DIM>(word, byte, field)] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
+          const int at = channel<VALUE_DIM>(word, byte, field);
+          if (SYMMETRIC) offset *= middle(at >= FIRST_VALUE_FINE);
+          to[at] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
         }
+    __syncwarp();  // other lanes have the third bits of a channel
+    #pragma unroll
+    for (int plane = 0; plane < VALUE_PLANES; plane++)
+      #pragma unroll
+      for (int bit = 0; bit < 8; bit++) {
+        const int at = FIRST_VALUE_FINE + 64 * plane + 8 * row + bit;
+        const float(&sums)[4] = state.thirds[set][plane][bit / 2];
+        if (at < VALUE_DIM) to[at] += 8388608.0f / (1 << bit) * (sums[bit % 2 * 2] + sums[bit % 2 * 2 + 1]);
+      }
     if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];
   }
   __syncthreads();

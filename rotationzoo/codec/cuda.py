@@ -105,8 +105,9 @@ def _value(argument: Argument) -> int | float:
 
 @dataclass(frozen=True)
 class Packed:
-    """Stored rows: `codes` are bytes `[H, N, D / 4]`; `metadata` `[H, N, D / group, 2]` holds scale
-    and offset in the format's type."""
+    """Stored rows: `codes` are bytes `[H, N, format.row_bytes(D)]`, as `int2.pack` returns them;
+    `metadata` `[H, N, D / group, format.metadata_numbers]` holds scale and offset in the format's
+    type."""
 
     codes: torch.Tensor
     metadata: torch.Tensor
@@ -134,8 +135,10 @@ class Variant:
         shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
-        if format.bits != 2 or format.offset == "none":
-            raise RotationZooError("the CUDA kernel has codes of 2 bits with an offset")
+        if format.bits != 2 or format.fine_channels % 16:
+            raise RotationZooError(
+                "the CUDA kernel has codes of 2 bits, and third bits of a multiple of 16 channels"
+            )
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(
@@ -155,6 +158,8 @@ class Variant:
             # Error feedback always makes up for the errors of what a reader gets.
             "COMPUTED": format.rounded_with == "computed" and not self.feedback,
             "MINIMUM": format.offset == "minimum",
+            "SYMMETRIC": format.offset == "none",
+            "FINE": format.fine_channels,
             "STRIDED": format.packing == "strided",
         }
         return [(name, str(int(value))) for name, value in values.items()]
@@ -187,9 +192,9 @@ class Variant:
 def empty_packed(rows: torch.Tensor, group: int, format: Format) -> Packed:
     """Room for what a kernel stores of rows `[H, N, D]`."""
     heads, count, dim = rows.shape
-    codes = rows.new_empty(heads, count, dim // 4, dtype=torch.uint8)
-    metadata_type = METADATA_TYPES[format.metadata]
-    metadata = rows.new_empty(heads, count, dim // group, 2, dtype=metadata_type)
+    codes = rows.new_empty(heads, count, format.row_bytes(dim), dtype=torch.uint8)
+    shape = heads, count, dim // group, format.metadata_numbers
+    metadata = rows.new_empty(shape, dtype=METADATA_TYPES[format.metadata])
     return Packed(codes, metadata, format)
 
 
@@ -214,7 +219,8 @@ def dequantize(
     """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`. A given `rotation` is
     undone by multiplying with its transpose."""
     heads, count, bytes_of_a_row = packed.codes.shape
-    dim, groups, device = 4 * bytes_of_a_row, packed.metadata.shape[2], packed.codes.device
+    dim = 4 * (bytes_of_a_row - packed.format.fine_channels // 8)
+    groups, device = packed.metadata.shape[2], packed.codes.device
     rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
     matrix = None if rotation is None else rotation.float().mT.contiguous()
     variant = Variant(dim, dim // groups, dtype, packed.format, rotates=matrix is not None)

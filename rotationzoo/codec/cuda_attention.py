@@ -2,7 +2,7 @@
 kernels of `attention.cu` and `attention_parts.cu` read, in tiles of how many tokens, and how their
 work is cut up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -42,9 +42,10 @@ class AttentionVariant:
         tiles of each."""
         bytes_of_a_tile = 0
         for layout in (self.key, self.value):
-            numbers = 2 * layout.groups * _TILE // layout.tokens_per_scale
-            metadata = numbers * layout.format.metadata_bits // 8
-            bytes_of_a_tile += _TILE * layout.dim // 4 + metadata
+            format = layout.format
+            numbers = format.metadata_numbers * layout.groups * _TILE // layout.tokens_per_scale
+            metadata = numbers * format.metadata_bits // 8
+            bytes_of_a_tile += _TILE * format.row_bytes(layout.dim) + metadata
         return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
 
     @property
@@ -62,9 +63,10 @@ class AttentionVariant:
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of a query that `prepare` writes: two of each channel, or float32 where `attend`
-        rounds them for every tile. `COLUMN` in the source."""
-        return -(-self.key.dim // 64) * 64 * (2 if self.key.tokens_per_scale == 1 else 4)
+        """Bytes of a query that `prepare` writes: two of each channel and of each third bit, or
+        float32 where `attend` rounds them for every tile. `COLUMN` in the source."""
+        planes = -(-self.key.dim // 64) + -(-self.key.format.fine_channels // 64)
+        return planes * 64 * (2 if self.key.tokens_per_scale == 1 else 4)
 
     @property
     def source(self) -> str:
@@ -87,6 +89,9 @@ class AttentionVariant:
             "SOFT_CAP": self.soft_cap,
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
+            "SYMMETRIC": format.offset == "none",
+            "KEY_FINE": format.fine_channels,
+            "VALUE_FINE": self.value.format.fine_channels,
             "STRIDED": format.packing == "strided",
         }
         return tuple((name, str(int(value))) for name, value in values.items())
@@ -112,11 +117,11 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
     # Windows are cut into parts one by one, and packed tokens are at least one more.
     window = AttentionVariant(key, value, dtype, soft_cap=False, columns=4).window
     parts = exact_tokens // window + 3
+    alike = replace(key.format, fine_channels=value.format.fine_channels)
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
-        and key.format.offset != "none"
-        and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
+        and (alike, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
         and (_has_channel_scales(key) or _has_row_scales(key))
@@ -129,6 +134,9 @@ def _has_row_scales(layout: PageLayout) -> bool:
     group = layout.dim // layout.groups
     # Codes that share a 32-bit word and a field of its bytes must share a scale.
     run = 4 if layout.format.packing == "strided" else 16
+    fine = layout.format.fine_channels
+    if fine % 16 or (fine and group % 16):
+        return False
     return layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS and group % run == 0
 
 

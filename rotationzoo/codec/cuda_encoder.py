@@ -33,10 +33,12 @@ class Encoder:
     """The kernel for so few rows that it is faster, if there is one."""
 
     def __call__(self, rows: torch.Tensor) -> int2.Quantized:
-        """The packed codes `[B, H, T, D / 4]` of rows `[B, H, T, D]`, with their scales and offsets
-        `[B, H, T, G]`: equal to the definition's, bit by bit."""
+        """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]`, with their scales and
+        offsets `[B, H, T, G]`: equal to the definition's, bit by bit."""
         packed = self.store(rows.transpose(0, 1).flatten(1, 2))
-        parts = packed.codes, *packed.metadata.unbind(-1)
+        # Formats without an offset have one of no numbers.
+        scale, offset = packed.metadata[..., 0], packed.metadata[..., 1:].flatten(-2)
+        parts = packed.codes, scale, offset
         by_row = (part.unflatten(1, (len(rows), -1)).transpose(0, 1) for part in parts)
         return int2.Quantized(*by_row)
 

@@ -11,7 +11,7 @@
 constexpr int RANGES = 4, WIDTH = 16, ROWS = 32;  // rows of a block: one warp, so that few rows still reach all multiprocessors
 constexpr int RESIDENT = 8;  // that a multiprocessor should hold: registers for that many, without spilling any
 // Rows that are too long for shared memory, beside the codes, are read where they are.
-constexpr bool TILED = ROWS * D * (sizeof(Element) + 1) <= 48 << 10;
+constexpr bool TILED = ROWS * (D * (sizeof(Element) + 1) + FINE / 2) <= 48 << 10;
 constexpr int STRIDE = TILED ? ROWS : 1;  // from one channel of a thread's row to the next
 
 __device__ float widen(Element x) {
@@ -42,14 +42,16 @@ __device__ unsigned spread(unsigned codes) {
   return (codes | codes << 6) & 0x03030303;
 }
 
-// Rows `[heads, count, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, count, D/4]` and
-// metadata `[heads, count, D/GROUP, 2]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets `refused`
+// Rows `[heads, count, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, count, ROW]` and
+// metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets `refused`
 // if a row is not finite or exceeds 1e18.
 extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedback(
     const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
     int* refused) {
-  // A column of each is one thread's. Byte r of an entry of `chosen` has the codes of four channels in range r.
+  // A column of each is one thread's. Byte r of an entry of `chosen` has the codes of four channels in range r, and four bits of an
+  // entry of `thirds` have their third bits.
   __shared__ unsigned chosen[D / 4][ROWS];
+  __shared__ unsigned short thirds[FINE ? FINE / 4 : 1][ROWS];
   __shared__ Element tile[TILED ? D : 1][ROWS];
   const int thread = threadIdx.x;
   const long long number = blockIdx.x * (long long)ROWS + thread;
@@ -98,41 +100,48 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
 #pragma unroll 1
     for (int j = 0; j < block; j += 4) {
       const int group = j / GROUP;
-      const unsigned four = chosen[j / 4][thread];
+      const bool fine = is_fine(j);
+      const unsigned four = chosen[j / 4][thread], lowest = fine ? thirds[(j - FIRST_FINE) / 4][thread] : 0;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float error[RANGES], exact = widen(x[STRIDE * (j + i)]);
 #pragma unroll
         for (int r = 0; r < RANGES; r++) {
           unsigned code = four >> (8 * r + 2 * i) & 3;
-          error[r] = __fsub_rn(restore(0x4b000000 | code, scale[group][r], offset[group][r]), exact);
+          if (fine) code = 2 * code | (lowest >> (4 * r + i) & 1);
+          const float step = step_of(scale[group][r], fine), zero = zero_of(offset[group][r], fine);
+          error[r] = __fsub_rn(restore(0x4b000000 | code, step, zero), exact);
         }
         feed_back(moved, error, factor + (j + i) * D + block, 0);
       }
     }
 
     // Now the block's own channels, one after another.
+    const bool fine = is_fine(block);
 #pragma unroll
     for (int j = 0; j < WIDTH; j += 4) {
       const int group = (block + j) / GROUP;
-      unsigned four = 0x19000000;  // makes up for the 0x4b000000 in sixteen shifted code_bits
+      unsigned four = 0x19000000, lowest = 0;  // makes up for the 0x4b000000 in sixteen shifted code_bits
 #pragma unroll
       for (int i = j; i < j + 4; i++) {
         const float* weights = factor + (block + i) * D + block;
         float error[RANGES], exact = widen(x[STRIDE * (block + i)]);
 #pragma unroll
         for (int r = 0; r < RANGES; r++) {
-          const Steps<false> steps{Divisor<false>(scale[group][r]), offset[group][r]};
-          unsigned bits = code_bits(steps(moved[r][i]), 0, 0x40400000);
-          float restored = restore(bits, scale[group][r], offset[group][r]);
+          const float step = step_of(scale[group][r], fine), zero = zero_of(offset[group][r], fine);
+          const Steps<false> steps{Divisor<false>(step), zero};
+          unsigned bits = code_bits(steps(moved[r][i]), 0, ceiling_of(fine));
+          float restored = restore(bits, step, zero);
           float residual = __fsub_rn(restored, moved[r][i]);
           total[r] = __fadd_rn(total[r], __fmul_rn(weights[i], __fmul_rn(residual, residual)));
           error[r] = __fsub_rn(restored, exact);
+          if (fine) lowest |= (bits & 1) << (4 * r + i - j), bits = upper_bits(bits);
           four += bits << (8 * r + 2 * (i - j));
         }
         feed_back(moved, error, weights, i + 1);
       }
       chosen[(block + j) / 4][thread] = four;
+      if (fine) thirds[(block + j - FIRST_FINE) / 4][thread] = lowest;
     }
   }
 
@@ -148,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
 #pragma unroll
       for (int r = 0; r < RANGES; r++)
         if (r == best) {
-          Metadata* pair = metadata + (row * GROUPS + g) * 2;
-          pair[0] = write(scale[g][r]), pair[1] = write(offset[g][r]);
+          Metadata* numbers = metadata + (row * GROUPS + g) * NUMBERS;
+          numbers[0] = write(scale[g][r]);
+          if (!SYMMETRIC) numbers[1] = write(offset[g][r]);
         }
 #pragma unroll 1
     for (int j = 0; j < D / 4; j += 4) {
@@ -159,7 +169,14 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
         unsigned four = chosen[STRIDED ? (k * QUARTER + j) / 4 : j + k][thread] >> 8 * best & 0xff;
         bytes |= STRIDED ? spread(four) << 2 * k : four << 8 * k;
       }
-      copy<4>(codes + row * (D / 4) + j, &bytes);
+      copy_codes<4>(codes + row * ROW + j, &bytes);
+    }
+#pragma unroll 1
+    for (int j = 0; j < FINE; j += 16) {
+      unsigned bytes = 0;
+#pragma unroll
+      for (int k = 0; k < 4; k++) bytes |= (thirds[j / 4 + k][thread] >> 4 * best & 15) << 4 * k;
+      copy<2>(codes + row * ROW + D / 4 + j / 8, &bytes);
     }
   }
   if (!(top <= LARGEST)) *refused = 1;
@@ -229,14 +246,15 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feed
 #pragma unroll
       for (int a = 0; a < AHEAD; a++) {
         const int j = 32 * m + first + a;
-        const float scale = scales[range][j / GROUP], offset = offsets[range][j / GROUP];
-        const Steps<false> steps{Divisor<false>(scale), offset};
+        const bool fine = is_fine(j);
+        const float step = step_of(scales[range][j / GROUP], fine), zero = zero_of(offsets[range][j / GROUP], fine);
+        const Steps<false> steps{Divisor<false>(step), zero};
         const float before = __shfl_sync(0xffffffffu, moved[m], first + a);
-        const unsigned bits = code_bits(steps(before), 0, 0x40400000);
-        const float restored = restore(bits, scale, offset), residual = __fsub_rn(restored, before);
+        const unsigned bits = code_bits(steps(before), 0, ceiling_of(fine));
+        const float restored = restore(bits, step, zero), residual = __fsub_rn(restored, before);
         const float error = __fsub_rn(restored, values[j]);
         total = __fadd_rn(total, __fmul_rn(diagonal[j], __fmul_rn(residual, residual)));
-        if (!lane) chosen[range][j] = bits & 3;
+        if (!lane) chosen[range][j] = bits & 7;
 #pragma unroll
         for (int k = m; k < MINE; k++)
           if (k > m || lane > first + a) moved[k] = __fsub_rn(moved[k], __fmul_rn(error, weights[a][k]));
@@ -254,14 +272,24 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feed
     least = min_nan(least, totals[r]);
   }
   for (int g = threadIdx.x; g < GROUPS; g += FEW_THREADS) {
-    Metadata* pair = metadata + (row * GROUPS + g) * 2;
-    pair[0] = write(scales[best][g]), pair[1] = write(offsets[best][g]);
+    Metadata* numbers = metadata + (row * GROUPS + g) * NUMBERS;
+    numbers[0] = write(scales[best][g]);
+    if (!SYMMETRIC) numbers[1] = write(offsets[best][g]);
   }
   for (int i = threadIdx.x; i < D / 4; i += FEW_THREADS) {
     unsigned byte = 0;
 #pragma unroll
-    for (int k = 0; k < 4; k++) byte |= chosen[best][STRIDED ? k * QUARTER + i : 4 * i + k] << 2 * k;
-    codes[row * (D / 4) + i] = byte;
+    for (int k = 0; k < 4; k++) {
+      const int channel = STRIDED ? k * QUARTER + i : 4 * i + k;
+      byte |= chosen[best][channel] >> is_fine(channel) << 2 * k;
+    }
+    codes[row * ROW + i] = byte;
+  }
+  for (int i = threadIdx.x; i < FINE / 8; i += FEW_THREADS) {
+    unsigned byte = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) byte |= (chosen[best][FIRST_FINE + 8 * i + k] & 1) << k;
+    codes[row * ROW + D / 4 + i] = byte;
   }
   if (!threadIdx.x && !(top <= LARGEST)) *refused = 1;
 }

@@ -50,7 +50,8 @@ class Format:
     """How many of a row's last channels, a multiple of 8, have codes of one bit more and half the
     step: error feedback leaves its largest errors there. With more of them than channels, all have
     that bit, and the rest of the count have a second one. These bits follow the packed codes, first
-    all channels' first, eight a byte. Formats with an offset have none."""
+    all channels' first, eight a byte. Formats with an offset have
+    none, and kernels take multiples of 16 up to the channels."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -102,12 +103,12 @@ FINE = Format(
     fine_channels=48,
 )
 """As many bytes as `SGLANG` where a row is one group: a float16 scale and 48 third bits take the
-place of a float32 scale and a float32 offset. Caches of our own have it."""
+place of a float32 scale and a float32 offset. Caches of our own have it, and the plugin for vLLM."""
 BUDGETED = "fine"
 """The name of the format whose rows may have other bits in every layer."""
 
 FORMATS = {"sglang": SGLANG, "vllm": VLLM, "mlx": MLX}
-"""The formats that the CUDA kernels write."""
+"""The formats of engines."""
 
 SIMULATED = FORMATS | {"sglang-bisected": replace(SGLANG, bisected=True), "fine": FINE}
 """The formats that a model can be evaluated with. SGLang sorts a row during prefill, but bisects

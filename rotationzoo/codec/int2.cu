@@ -10,10 +10,13 @@
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
 // CLIP (0: off), ROTATE, and the format: GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), COMPUTED (rounded with the
-// metadata as computed, not as stored), MINIMUM, STRIDED.
+// metadata as computed, not as stored), MINIMUM, SYMMETRIC (no offset), FINE (so many last channels have third bits: a multiple of
+// 16, and 0 unless SYMMETRIC), STRIDED.
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
+constexpr int NUMBERS = SYMMETRIC ? 1 : 2;  // of a group: its scale, and its offset if it has one
+constexpr int ROW = D / 4 + FINE / 8, FIRST_FINE = D - FINE;  // bytes of a row, and its first channel with a third bit
 // Eight 16-bit channels are the widest access there is. A rotation keeps many sums a row: it takes shorter runs, and several
 // rows for each read of the matrix.
 constexpr int RUN = ROTATE || !TYPE || QUARTER % 8 || GROUP % 8 ? 4 : 8, LANE_ROWS = ROTATE ? 4 : 1;
@@ -106,6 +109,14 @@ __device__ void copy(void* to, const void* from) {
   *static_cast<Access*>(to) = *static_cast<const Access*>(from);
 }
 
+// The same for codes: rows with third bits begin at even addresses.
+template <int BYTES>
+__device__ void copy_codes(void* to, const void* from) {
+  constexpr int STEP = FINE && BYTES > 2 ? 2 : BYTES;
+#pragma unroll
+  for (int i = 0; i < BYTES; i += STEP) copy<STEP>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
+}
+
 __device__ void load(const Element* from, float (&x)[RUN]) {
 #if TYPE == 0
   copy<4 * RUN>(x, from);
@@ -156,7 +167,7 @@ struct Divisor {
   }
 };
 
-// trunc(y) clamped to 0..3, plus 0x4b000000: the bits of 2^23 + the integer. `bottom` and `top` are the limits for y, or tighter
+// trunc(y) clamped to 0..3, or to 0..7 for third bits, plus 0x4b000000: the bits of 2^23 + the integer. `bottom` and `top` are the limits for y, or tighter
 // ones, as integers: floats that are not negative sort alike.
 __device__ unsigned code_bits(float y, int bottom, int top) {
   return __float_as_uint(__fadd_rd(__int_as_float(max(min(__float_as_int(y), top), bottom)), 8388608.0f));
@@ -167,16 +178,27 @@ struct Range {
   float scale, offset, kept_scale, kept_offset;
 
   __device__ Range(float lowest, float highest) {
-    scale = Divisor<false>(3.0f).divide(fmaxf(__fsub_rn(highest, lowest), 1e-8f));
-    if (HALF && !MINIMUM) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
+    if (SYMMETRIC) highest = max_nan(-lowest, highest), lowest = -highest;
+    const float width = fmaxf(__fsub_rn(highest, lowest), 1e-8f);
+    scale = SYMMETRIC ? __fmul_rn(width, 0.25f) : Divisor<false>(3.0f).divide(width);
+    if (HALF && !MINIMUM && !SYMMETRIC) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
     kept_scale = stored_scale(scale);
     if (!COMPUTED) scale = kept_scale;
     // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
-    offset = MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
+    offset = SYMMETRIC ? 1.5f : MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
     kept_offset = stored_offset(offset);
     if (!COMPUTED) offset = kept_offset;
   }
 };
+
+// Channels with third bits have half the step, and levels about the middle of eight codes.
+__device__ constexpr bool is_fine(int channel) { return FINE && channel >= FIRST_FINE; }
+__device__ float step_of(float scale, bool fine) { return fine ? __fmul_rn(scale, 0.5f) : scale; }
+__device__ float zero_of(float offset, bool fine) { return fine ? 3.5f : offset; }
+__device__ int ceiling_of(bool fine) { return fine ? 0x40e00000 : 0x40400000; }  // the largest code
+
+// The code_bits of the two upper bits of a code of three.
+__device__ unsigned upper_bits(unsigned code_bits) { return 0x4b000000 | (code_bits & 7) >> 1; }
 
 // y = x in steps of a group, plus a half; its integer part is the code.
 template <bool NARROW>
@@ -354,6 +376,7 @@ __device__ bool quantize_row(
 #endif
   alignas(8) unsigned words[RUN / 4];
   for (int j = 0; j < RUN / 4; j++) words[j] = 0x19000000;  // makes up for the 0x4b000000 in sixteen shifted code_bits
+  unsigned thirds[4] = {};  // the lowest bits of each run
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
 #if CLIP && GROUP_CLIP
@@ -363,23 +386,44 @@ __device__ bool quantize_row(
 #endif
     float lowest = CLIP ? clip(low[g], limit) : low[g], highest = CLIP ? clip(high[g], limit) : high[g];
     const Range range(lowest, highest);
-    const Steps<NARROW> steps{Divisor<NARROW>(range.scale), range.offset};
-    int bottom = 0, ceiling = 0x40400000;
+#pragma unroll
+    for (int fine = 0; fine <= (FINE > 0); fine++) {
+      const Steps<NARROW> steps{Divisor<NARROW>(step_of(range.scale, fine)), zero_of(range.offset, fine)};
+      int bottom = 0, ceiling = ceiling_of(fine);
 #if CLIP  // steps never falls where x rises, so clamping x is clamping y between the steps of the limits: one clamp for both
-    bottom = max(min(ceiling, __float_as_int(steps(-limit))), 0);
-    ceiling = max(min(ceiling, __float_as_int(steps(limit))), bottom);
+      bottom = max(min(ceiling, __float_as_int(steps(-limit))), 0);
+      ceiling = max(min(ceiling, __float_as_int(steps(limit))), bottom);
 #endif
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-      if (lane.group(k) == g)
+      for (int k = 0; k < 4; k++)
+        if (lane.group(k) == g && is_fine(lane.channel(k)) == fine)
 #pragma unroll
-        for (int i = 0; i < RUN; i++)
-          words[position(k, i) / 32] += code_bits(steps(x[k][i]), bottom, ceiling) << position(k, i) % 32;
-    if (exists && lane.index == 0) metadata[2 * g] = write(range.kept_scale), metadata[2 * g + 1] = write(range.kept_offset);
+          for (int i = 0; i < RUN; i++) {
+            unsigned bits = code_bits(steps(x[k][i]), bottom, ceiling);
+            if (fine) thirds[k] |= (bits & 1) << i, bits = upper_bits(bits);
+            words[position(k, i) / 32] += bits << position(k, i) % 32;
+          }
+    }
+    if (exists && lane.index == 0) {
+      metadata[NUMBERS * g] = write(range.kept_scale);
+      if (!SYMMETRIC) metadata[NUMBERS * g + 1] = write(range.kept_offset);
+    }
+  }
+#pragma unroll
+  for (int first = 0; first < FINE; first += 32) {
+    unsigned word = 0;
+    for (int k = 0; k < 4; k++) {
+      const int bit = lane.channel(k) - FIRST_FINE - first;
+      if (lane.active && bit >= 0 && bit < 32) word |= thirds[k] << bit;
+    }
+    word = reduce<Sum>(word);
+    if (exists && lane.index == 0)
+      for (int bit = 0; bit < 32 && first + bit < FINE; bit += 16, word >>= 16)
+        copy<2>(codes + D / 4 + (first + bit) / 8, &word);
   }
   if (exists && lane.active) {
 #if STRIDED
-    copy<RUN>(codes + RUN * lane.index, words);
+    copy_codes<RUN>(codes + RUN * lane.index, words);
 #else
     for (int k = 0; k < 4; k++)
       copy<RUN / 4>(codes + lane.channel(k) / 4, reinterpret_cast<unsigned char*>(words) + k * RUN / 4);
@@ -418,8 +462,8 @@ __device__ long long first_row() {
   return (blockIdx.x * (long long)WARPS + threadIdx.x / 32) * WARP_ROWS + threadIdx.x % 32 / LANES * LANE_ROWS;
 }
 
-// Rows `[heads, count, D]` -> codes `[heads, count, D/4]` and metadata `[heads, count, D/GROUP, 2]`: scale and offset. Launch with
-// a grid of (count / (4 * WARP_ROWS) rounded up, heads) and 128 threads. `rotation` is `[heads, D, D]` float32; `ranks` and
+// Rows `[heads, count, D]` -> codes `[heads, count, ROW]` and metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a
+// grid of (count / (4 * WARP_ROWS) rounded up, heads) and 128 threads. `rotation` is `[heads, D, D]` float32; `ranks` and
 // `weights` `[heads]` place the clip threshold; `rotated`, if not null, receives the rotated rows in float32. Sets `refused` if
 // a row, after the rotation, is not finite or exceeds 1e18.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
@@ -438,18 +482,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
   __shared__ float tiles[WARPS][WARP_ROWS * D];
   rotate(x, lane, rotation + (long long)head * D * D, tiles[threadIdx.x / 32]);
 #endif
-  bool fine = true;
+  bool valid = true;
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++) {
     long long row = head * count + first + r;
     bool exists = first + r < count;
     if (ROTATE && rotated && exists && lane.active)
       for (int k = 0; k < 4; k++) copy<16>(rotated + row * D + lane.channel(k), x[r][k]);
-    fine &= quantize_row(
-        x[r], lane, exists, CLIP ? ranks[head] : 0, CLIP ? weights[head] : 0.0f, codes + row * (D / 4),
-        metadata + row * 2 * GROUPS);
+    valid &= quantize_row(
+        x[r], lane, exists, CLIP ? ranks[head] : 0, CLIP ? weights[head] : 0.0f, codes + row * ROW,
+        metadata + row * NUMBERS * GROUPS);
   }
-  if (!fine) *refused = 1;
+  if (!valid) *refused = 1;
 }
 
 // The inverse: codes and metadata as above -> rows `[heads, count, D]`; `rotation` is the transposed matrices.
@@ -462,11 +506,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++) {
     long long row = head * count + min(first + r, count - 1);
-    const unsigned char* bytes = codes + row * (D / 4);
+    const unsigned char* bytes = codes + row * ROW;
     alignas(8) unsigned words[RUN / 4] = {};
     if (lane.active) {
 #if STRIDED
-      copy<RUN>(words, bytes + RUN * lane.index);
+      copy_codes<RUN>(words, bytes + RUN * lane.index);
 #else
       for (int k = 0; k < 4; k++)
         copy<RUN / 4>(reinterpret_cast<unsigned char*>(words) + k * RUN / 4, bytes + lane.channel(k) / 4);
@@ -474,11 +518,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      const Metadata* group = metadata + (row * GROUPS + lane.group(k)) * 2;
-      float scale = read(group[0]), offset = read(group[1]);
+      const Metadata* group = metadata + (row * GROUPS + lane.group(k)) * NUMBERS;
+      const bool fine = lane.active && is_fine(lane.channel(k));
+      const int bit = lane.channel(k) - FIRST_FINE;
+      const unsigned thirds = fine ? bytes[D / 4 + bit / 8] >> bit % 8 : 0;
+      const float scale = step_of(read(group[0]), fine), offset = zero_of(SYMMETRIC ? 1.5f : read(group[1]), fine);
 #pragma unroll
       for (int i = 0; i < RUN; i++) {
         unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
+        if (fine) code = 2 * code | (thirds >> i & 1);
         x[r][k][i] = restore(0x4b000000 | code, scale, offset);
       }
     }

@@ -1,6 +1,7 @@
 """Pages of packed rows: codes, scales and offsets of some tokens in one piece of memory."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,14 +11,26 @@ from rotationzoo.codec.formats import Format
 _ALIGNMENT = 16  # bytes: what a GPU loads at once
 
 
+class Sections(NamedTuple):
+    """The parts of packed rows, each by itself, so that a kernel reads aligned words."""
+
+    codes: torch.Tensor
+    """uint8 `[B, H, T, D / 4]`: two bits of each code."""
+    thirds: torch.Tensor
+    """uint8 `[B, H, T, fine channels / 8]`: the third bits of the last channels."""
+    scale: torch.Tensor
+    """`[B, H, T / S, G]`, in the format's type."""
+    offset: torch.Tensor
+    """Like `scale`, or `[B, H, T / S, 0]` in a format without offsets."""
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """How the keys or values of successive tokens lie in a page: one row of a batch, all KV heads.
 
-    Sections follow each other, and each starts at a multiple of 16 bytes: codes uint8
-    `[H, P, row bytes]`, scales `[H, P / S, G]` and, if the format has some, offsets of the same
-    shape, in the format's type. A block uint8 `[B, bytes]` holds a page for each row of a batch, so
-    that the address of a page is all that a kernel needs.
+    `Sections` follow each other, and each starts at a multiple of 16 bytes. Those that a format
+    has not take no bytes. A block uint8 `[B, bytes]` holds a page for each row of a batch, so that
+    the address of a page is all that a kernel needs.
     """
 
     heads: int
@@ -32,9 +45,24 @@ class PageLayout:
     """Successive tokens that share a scale (S); P is a multiple of it."""
 
     @property
+    def code_bytes(self) -> int:
+        """Bytes of the first two bits of a row's codes: `dim / 4` in a format of 2 bits."""
+        return self.format.row_bytes(self.dim) - self.third_bytes
+
+    @property
+    def third_bytes(self) -> int:
+        """Bytes of a row's third bits."""
+        return self.format.fine_channels // 8
+
+    @property
+    def third_start(self) -> int:
+        """The byte at which the third bits begin. The codes begin at 0."""
+        return _aligned(self.heads * self.tokens * self.code_bytes)
+
+    @property
     def scale_start(self) -> int:
-        """The byte at which the scales begin. The codes begin at 0."""
-        return _aligned(self.heads * self.tokens * self.format.row_bytes(self.dim))
+        """The byte at which the scales begin."""
+        return self.third_start + _aligned(self.heads * self.tokens * self.third_bytes)
 
     @property
     def offset_start(self) -> int:
@@ -50,20 +78,26 @@ class PageLayout:
         """A block of zeros, uint8 `[batch, bytes]`."""
         return torch.zeros(batch, self.bytes, dtype=torch.uint8, device=device)
 
-    def view(self, block: torch.Tensor) -> int2.Quantized:
-        """The sections of a block, which share its memory: packed codes `[B, H, P, row bytes]`,
-        scales `[B, H, P / S, G]`, and offsets of this shape, or `[B, H, P / S, 0]`."""
-        row = self.format.row_bytes(self.dim)
-        codes = block[:, : self.heads * self.tokens * row]
-        return int2.Quantized(
-            codes.unflatten(1, (self.heads, self.tokens, row)),
+    def view(self, block: torch.Tensor) -> Sections:
+        """The sections of a block, of P tokens, which share its memory."""
+        return Sections(
+            self._bytes(block, 0, self.code_bytes),
+            self._bytes(block, self.third_start, self.third_bytes),
             self._metadata(block, self.scale_start, self.groups),
             self._metadata(block, self.offset_start, self._offsets),
         )
 
-    def dequantize(self, stored: int2.Quantized) -> torch.Tensor:
-        """Rows `[B, H, T, D]`, float32, of sections with packed codes of any number of tokens."""
-        codes = int2.unpack(stored.codes, self.format)
+    def split(self, stored: int2.Quantized) -> Sections:
+        """The sections of rows with packed codes `[B, H, T, row bytes]`."""
+        codes, thirds = stored.codes.split([self.code_bytes, self.third_bytes], dim=-1)
+        return Sections(codes, thirds, stored.scale, stored.offset)
+
+    def dequantize(self, stored: Sections) -> torch.Tensor:
+        """Rows `[B, H, T, D]`, float32, of sections of any number of tokens."""
+        packed = stored.codes
+        if self.third_bytes:
+            packed = torch.cat([packed, stored.thirds], dim=-1)
+        codes = int2.unpack(packed, self.format)
         if self.tokens_per_scale == 1:
             return int2.dequantize(int2.Quantized(codes, stored.scale, stored.offset), self.format)
         # A channel takes the place of a row, cut into groups of tokens.
@@ -79,6 +113,10 @@ class PageLayout:
         """Bytes of so many numbers of every head and token."""
         rows = self.heads * (self.tokens // self.tokens_per_scale)
         return rows * numbers * self.format.metadata_bits // 8
+
+    def _bytes(self, block: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        section = block[:, start : start + self.heads * self.tokens * width]
+        return section.unflatten(1, (self.heads, self.tokens, width))
 
     def _metadata(self, block: torch.Tensor, start: int, numbers: int) -> torch.Tensor:
         section = block[:, start : start + self._metadata_bytes(numbers)]

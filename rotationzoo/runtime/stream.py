@@ -11,7 +11,7 @@ import torch
 from rotationzoo.codec import attention, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
 
@@ -160,8 +160,8 @@ class Stream:
         write(self.tail_start, exact)
         return read
 
-    def _restore(self, stored: int2.Quantized, side: str) -> torch.Tensor:
-        """Rows with packed codes in the model's frame, float32 `[B, H, T, D]`."""
+    def _restore(self, stored: Sections, side: str) -> torch.Tensor:
+        """Stored rows in the model's frame, float32 `[B, H, T, D]`."""
         rotated = self.blocks[side].layout.dequantize(stored)
         return self.arm.restore(rotated, self.layer, side)
 
@@ -246,13 +246,13 @@ class Blocks:
         """Tokens that were appended or left out so far; the next one gets this number."""
         self.table: dict[int, torch.Tensor] = {}
         """The block of each number: block b holds the tokens from `b * layout.tokens` on."""
-        self._last: tuple[int, tuple[torch.Tensor, ...]] | None = None
+        self._last: tuple[int, Sections] | None = None
         """The number and the sections of the block that is being filled."""
         self._addresses: torch.Tensor | None = None
         self._addressed = 0
 
     def append(self, rows: int2.Quantized) -> None:
-        """Write rows with packed codes `[B, H, T, D / 4]` after those that are stored."""
+        """Write rows with packed codes `[B, H, T, row bytes]` after those that are stored."""
         done, count = 0, rows.codes.shape[2]
         while done < count:
             number, start = divmod(self.length, self.layout.tokens)
@@ -260,8 +260,8 @@ class Blocks:
             if number not in self.table:
                 self.allocate(number, len(rows.codes), rows.codes.device)
             if self._last is None or self._last[0] != number:
-                self._last = number, _sections(self.layout.view(self.table[number]))
-            for target, source in zip(self._last[1], _sections(rows), strict=True):
+                self._last = number, self.layout.view(self.table[number])
+            for target, source in zip(self._last[1], self.layout.split(rows), strict=True):
                 # Tokens for each entry: some share a scale.
                 share = count // source.shape[2]
                 target[:, :, start // share : (start + step) // share] = source[
@@ -279,10 +279,9 @@ class Blocks:
         for number in [n for n in self.table if (n + 1) * tokens <= token]:
             del self.table[number]
 
-    def read(self, start: int, together: int) -> Iterator[tuple[int, int2.Quantized]]:
-        """Yield `(first token, rows with packed codes [B, H, T, D / 4])` for the blocks with a
-        token from `start` on, in order and `together` blocks at a time, without the part of the
-        last one that is not filled.
+    def read(self, start: int, together: int) -> Iterator[tuple[int, Sections]]:
+        """Yield `(first token, sections)` for the blocks with a token from `start` on, in order and
+        `together` blocks at a time, without the part of the last one that is not filled.
 
         Rows of several blocks are a copy, which is far smaller than what they stand for.
         """
@@ -295,11 +294,11 @@ class Blocks:
             blocks = torch.stack([self.table[number] for number in read], dim=1)
             parts = []
             # As one block of many rows: the operations are as many as for a single block.
-            for section in _sections(self.layout.view(blocks.flatten(0, 1))):
+            for section in self.layout.view(blocks.flatten(0, 1)):
                 share = tokens // section.shape[2]
                 by_row = section.unflatten(0, (-1, len(read))).transpose(1, 2).flatten(2, 3)
                 parts.append(by_row[:, :, : filled // share])
-            yield first, int2.Quantized(*parts)
+            yield first, Sections(*parts)
 
     def addresses(self) -> torch.Tensor:
         """The address of every page, int64 `[B, blocks or more]` on their device. No block may have
@@ -330,7 +329,3 @@ class Blocks:
     def __getstate__(self) -> dict[str, Any]:
         """A copy has blocks of its own, elsewhere."""
         return self.__dict__ | {"_last": None, "_addresses": None, "_addressed": 0}
-
-
-def _sections(stored: int2.Quantized) -> tuple[torch.Tensor, ...]:
-    return stored.codes, stored.scale, stored.offset

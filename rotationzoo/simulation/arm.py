@@ -130,7 +130,7 @@ class Arm:
     def pack(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:
-        """The packed codes `[B, H, T, D / 4]` of rows `[B, H, T, D]` of the model, with their
+        """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]` of the model, with their
         scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
         cannot be quantized are reported by `check_packed`."""
         rotated = self.rotate(rows, layer, side)

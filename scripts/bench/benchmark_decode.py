@@ -1,7 +1,7 @@
 """Decode attention of one layer, over 2-bit codes and in bfloat16, side by side on one GPU.
 
     python scripts/bench/benchmark_decode.py [--shapes 1x16384,1x102400,8x102400,32x16384,64x32768]
-        [--formats sglang,vllm] [--heads 32] [--kv-heads 8] [--dim 128] [--sglang FILE]
+        [--formats sglang,vllm,fine] [--heads 32] [--kv-heads 8] [--dim 128] [--sglang FILE]
         [--splits 8,16,32,64,128] [--output FILE]
 
 One new token for each request, bfloat16 queries, all requests equally long. Every kernel gets the
@@ -169,7 +169,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=SHAPES, help="batch x context, with commas between")
-    parser.add_argument("--formats", default="sglang,vllm", help=", ".join(LAYOUTS))
+    parser.add_argument("--formats", default="sglang,vllm,fine", help=", ".join(LAYOUTS))
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128, help="channels of a head")

@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import Scores
-from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
@@ -60,7 +60,7 @@ def settings_of(shape: Shape, format: str) -> CacheSettings:
         return replace(rotation, feedback=above + torch.eye(shape.dim))
 
     rotations = fit(None, PRESETS["random"], geometry).replace(complete)
-    layout = CacheLayout(FORMATS[format], 64, 256, prefill_layout="window")
+    layout = CacheLayout(SIMULATED[format], 64, 256, prefill_layout="window")
     like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device="cuda")
     settings = CacheSettings(Arm("", rotations, rounding="feedback"), layout)
     return settings.for_layer(0, like, like)

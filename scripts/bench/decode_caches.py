@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
-from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.simulation.kivi import FORMAT as KIVI
 
-LAYOUTS = FORMATS | {"kivi": KIVI}
+LAYOUTS = FORMATS | {"fine": FINE, "kivi": KIVI}
 KIVI_TOKENS, KIVI_CHANNELS = 32, 32
 
 
@@ -73,7 +73,9 @@ class Storage:
     def token_bytes(self, heads: int, dim: int) -> float:
         """Bytes of a packed token's keys and values, without what fills the last page."""
         sides = self.layouts(heads, dim)
-        return sum(side.heads * (side.dim / 4 + metadata_bytes(side)) for side in sides)
+        return sum(
+            side.heads * (side.format.row_bytes(dim) + metadata_bytes(side)) for side in sides
+        )
 
     def bytes(self, shape: Shape) -> int:
         """Bytes of packed and exact tokens that a step reads."""
@@ -92,7 +94,8 @@ class PackedCache:
 
 def metadata_bytes(side: PageLayout) -> float:
     """Bytes of a token's scales and offsets in one head."""
-    return 2 * side.groups * side.format.metadata_bits / 8 / side.tokens_per_scale
+    numbers = side.format.metadata_numbers * side.groups / side.tokens_per_scale
+    return numbers * side.format.metadata_bits / 8
 
 
 def packed_caches(

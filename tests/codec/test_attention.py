@@ -1,13 +1,15 @@
 """Attention over packed pages, as `codec.attention` defines it, against torch's own over the rows
 that the pages hold."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores, attend
-from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.simulation.kivi import FORMAT as KIVI
 
@@ -38,8 +40,9 @@ def packed_side(dim, format, share=1):
         stored = quantized(part, groups, format, share)
         block = layout.empty(2)
         sections = layout.view(block)
-        sections.codes[:] = int2.pack(stored.codes, format)
-        sections.scale[:], sections.offset[:] = stored.scale, stored.offset
+        packed = replace(stored, codes=int2.pack(stored.codes, format))
+        for section, part in zip(sections, layout.split(packed), strict=True):
+            section[:] = part
         blocks.append(block)
         # Everything in float32, by the formulas of the formats.
         scale, offset = stored.scale.float(), stored.offset.float()
@@ -137,3 +140,18 @@ def test_a_page_is_where_its_layout_says(share):
     half = torch.frombuffer(bytearray(page), dtype=torch.float16)
     assert half[codes // 2 :][:numbers].tolist() == list(range(numbers))
     assert half[(codes + aligned) // 2 :][:numbers].tolist() == [-n for n in range(numbers)]
+
+
+def test_third_bits_have_a_section_of_their_own():
+    layout = PageLayout(3, 64, 1, 8, FINE)
+    codes, thirds = 3 * 8 * 16, 3 * 8 * 6
+    assert (layout.third_start, layout.scale_start) == (codes, codes + thirds)
+    assert layout.bytes == codes + thirds + 3 * 8 * 2
+    stored = int2.quantize(draw(2, 3, 8, 64), format=FINE)
+    packed = replace(stored, codes=int2.pack(stored.codes, FINE))
+    block = layout.empty(2)
+    for section, part in zip(layout.view(block), layout.split(packed), strict=True):
+        section[:] = part
+    assert torch.equal(block[1, :16], packed.codes[1, 0, 0, :16])
+    assert torch.equal(block[1, codes : codes + 6], packed.codes[1, 0, 0, 16:])
+    assert torch.equal(layout.dequantize(layout.view(block)), int2.dequantize(stored, FINE))

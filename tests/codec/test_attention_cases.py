@@ -31,6 +31,18 @@ def formats() -> Iterator[Case]:
             yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
 
 
+def third_bits() -> Iterator[Case]:
+    """Keys and values with third bits of no, some and all channels, a plane of 64 and more."""
+    for dim in DIMS:
+        case = Case("third bits", "fine", dim, means=True, unread=torch.nan)
+        for fine in ((48, 48), (0, 0), (dim, 0), (16, dim), (dim - 16, 32)):
+            yield replace(case, fine=fine, group=8 if dim == 128 else 4)
+    for group in (32, 64):
+        yield Case("third bits", "fine", fine=(80, 112), group_size=group, new=3)
+    yield Case("third bits", "fine", dim=192, value_dim=128, fine=(96, 48), soft_cap=20.0)
+    yield Case("third bits", "fine", lengths=(LONG + 13,), page=256, head=64, tail=256, group=8)
+
+
 def ratios() -> Iterator[Case]:
     """Query heads of a KV head, and new tokens."""
     for ratio, new in itertools.product(RATIOS, (1, 2, 3, 4)):
@@ -135,7 +147,8 @@ def splits() -> Iterator[Case]:
 
 def graphs() -> Iterator[Case]:
     """A captured call, replayed after the lengths have grown."""
-    for format, size in itertools.product(("sglang", "vllm", "kivi"), (70, 5000, 40_000)):
+    kinds = "sglang", "vllm", "fine", "kivi"
+    for format, size in itertools.product(kinds, (70, 5000, 40_000)):
         lengths = size, 0, size // 3
         yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
 
@@ -147,10 +160,12 @@ def quick() -> Iterator[Case]:
     yield from (replace(case, dim=80, format="mlx"), replace(case, format="kivi", means=True))
     yield from (replace(case, soft_cap=20.0), replace(case, dim=256, lengths=(2000, 700, 1)))
     yield replace(case, pooled=(70, 0, 33))
+    yield replace(case, format="fine", fine=(48, 16))
 
 
 PURPOSES: dict[str, Callable[[], Iterator[Case]]] = {
     "formats": formats,
+    "third bits": third_bits,
     "ratios": ratios,
     "lengths": lengths,
     "slots": slots,

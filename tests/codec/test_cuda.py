@@ -8,15 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.codec import on_gpu, spilled_registers
+from support.codec import assert_stored, on_gpu, spilled_registers
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import edge_rows
 from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.codec import cuda, cuda_encoder, int2
+from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 
-FORMATS = int2.FORMATS
+FORMATS = int2.FORMATS | {"fine": FINE, "one scale": replace(FINE, fine_channels=0)}
 # Every type, format, and way to split a row among lanes at least once, clipped, with and without a
 # rotation.
 COMPILED = [
@@ -24,6 +25,7 @@ COMPILED = [
     (64, 32, torch.float16, "vllm", False), (80, 80, torch.float32, "mlx", True),
     (96, 96, torch.bfloat16, "mlx", False), (192, 64, torch.float16, "sglang", True),
     (256, 128, torch.bfloat16, "vllm", True), (512, 32, torch.float32, "sglang", False),
+    (128, 128, torch.float32, "fine", False), (128, 64, torch.bfloat16, "fine", True),
 ]  # fmt: skip
 
 
@@ -45,8 +47,10 @@ def test_shapes_that_the_kernel_does_not_take_are_refused():
             cuda.Variant(dim, group, dtype, clips=True).macros()
     four = replace(FORMATS["sglang"], bits=4)
     assert not cuda_encoder.supports(cuda.Variant(64, 64, torch.float32, four))
-    with pytest.raises(RotationZooError, match="codes of 2 bits with an offset"):
-        cuda.Variant(64, 64, torch.float32, four).macros()
+    odd = replace(FINE, fine_channels=8)
+    for format in (four, odd):
+        with pytest.raises(RotationZooError, match="third bits of a multiple of 16 channels"):
+            cuda.Variant(64, 64, torch.float32, format).macros()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without cuda.core")
@@ -80,9 +84,7 @@ def test_codes_and_values_are_those_of_the_definition(device, dim, group, dtype,
         packed = cuda_encoder.quantize(rows.to(device), clip, group, FORMATS[format])
         ratio = clip[:, None] if isinstance(clip, torch.Tensor) else clip
         expected = int2.quantize(rows, ratio, group, FORMATS[format])
-        assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, FORMATS[format]))
-        metadata = torch.stack([expected.scale, expected.offset], dim=-1)
-        assert torch.equal(packed.metadata.cpu().view(torch.uint8), metadata.view(torch.uint8))
+        assert_stored(packed, expected, FORMATS[format])
         definition = int2.dequantize(expected, FORMATS[format])
         for dtype_back in cuda.TYPES:
             values = cuda.dequantize(packed, dtype_back).cpu()

@@ -86,6 +86,20 @@ def test_what_is_not_supported():
         cuda_attention.attend(*inputs.arguments())
 
 
+def test_third_bits_are_a_variant():
+    key, value = layouts("fine", 128)
+    value = replace(value, format=replace(value.format, fine_channels=80))
+    assert supports(key, value, FLOAT)
+    chosen = replace(variant("fine", 128), value=value)
+    macros = dict(chosen.macros())
+    assert (macros["SYMMETRIC"], macros["KEY_FINE"], macros["VALUE_FINE"]) == ("1", "48", "80")
+    assert chosen.column_bytes == 2 * (128 + 64)
+    odd = replace(key, format=replace(key.format, fine_channels=8))
+    assert not supports(odd, odd, FLOAT)
+    narrow = replace(key, groups=16)  # of 8 channels
+    assert not supports(narrow, narrow, FLOAT)
+
+
 def test_keys_with_scales_of_channels_are_a_variant():
     macros = dict(variant("kivi", 128).macros())
     assert (macros["KEY_TOKENS"], macros["KEY_GROUP"], macros["VALUE_GROUP"]) == ("32", "128", "32")
@@ -200,7 +214,7 @@ HEADER = TESTS / "support" / "warps_on_cpu.h"
 # Functions in PTX, which the header has in C++. Their definitions become unused names.
 IN_PTX = re.compile(
     r"(__device__ \w+ )(from_halves|from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
-    r"|read_word|read_two|read_four|read_number|end_group|wait_groups)(\()"
+    r"|read_word|read_two|read_four|read_half|read_byte|read_number|end_group|wait_groups)(\()"
 )
 KERNELS = "prepare", "attend", "finish", "finish_many"
 LAUNCH = """
@@ -292,6 +306,9 @@ def _bits(argument: Argument) -> bytes:
         ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
         ("kivi", {"dim": 80, "group": 5, "sinks": True}),
         ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
+        ("fine", {"dim": 128, "group": 7}),
+        ("fine", {"dim": 96, "fine": (16, 96), "soft_cap": 20, "means": True}),
+        ("fine", {"dim": 160, "group_size": 32, "fine": (80, 0), "pooled": (0, 0, 50)}),
     ],
 )
 def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):

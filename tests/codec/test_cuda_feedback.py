@@ -5,11 +5,12 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.codec import on_cpu, on_gpu, spilled_registers
+from support.codec import assert_stored, on_cpu, on_gpu, spilled_registers
 from support.places import TESTS
 
 from rotationzoo.calibration.job import calibrate
@@ -17,17 +18,24 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.comparison import draw_rows, rows_of_each_type
 from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
+from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.recipe import PRESETS, Data
 
-FORMATS = int2.FORMATS
+FORMATS = int2.FORMATS | {
+    "fine": FINE,
+    "fine, 240 channels": replace(FINE, fine_channels=240),
+    "one scale": replace(FINE, fine_channels=0),
+}
 # Every type and format; groups that are the row, that hold blocks of 16 channels, and that split
 # them; rows too long for shared memory.
 COMPILED = [
     (128, 128, torch.bfloat16, "sglang"), (64, 4, torch.float16, "sglang"),
     (80, 20, torch.float32, "vllm"), (96, 32, torch.bfloat16, "mlx"),
-    (320, 64, torch.float32, "mlx"),
+    (320, 64, torch.float32, "mlx"), (128, 128, torch.float32, "fine"),
+    (64, 64, torch.bfloat16, "fine"), (320, 32, torch.float32, "fine, 240 channels"),
+    (80, 80, torch.float16, "one scale"),
 ]  # fmt: skip
 
 
@@ -62,15 +70,6 @@ def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Hostile rows of this type behind edge rows."""
     every = {rows.dtype: rows for rows in rows_of_each_type(hostile_rows(dim))}
     return every[dtype]
-
-
-def assert_equal(packed: cuda.Packed, expected: int2.Quantized, format: int2.Format) -> None:
-    codes, scale, offset = (
-        tensor.cpu() for tensor in (expected.codes, expected.scale, expected.offset)
-    )
-    assert torch.equal(packed.codes.cpu(), int2.pack(codes, format))
-    metadata = torch.stack([scale, offset], dim=-1)
-    assert torch.equal(packed.metadata.cpu().view(torch.uint8), metadata.view(torch.uint8))
 
 
 HEADER = TESTS / "support" / "cuda_on_cpu.h"
@@ -121,7 +120,7 @@ def test_the_source_run_on_a_cpu_is_the_definition(dim, group, dtype, format, tm
     rows, factor = sample(dim, dtype)[:, ::4], factorize(metrics(dim))
     packed, refused = quantize_on_cpu(tmp_path, rows, factor, group, FORMATS[format])
     assert not refused
-    assert_equal(packed, feedback.quantize(rows, factor, group, FORMATS[format]), FORMATS[format])
+    assert_stored(packed, feedback.quantize(rows, factor, group, FORMATS[format]), FORMATS[format])
 
 
 @on_cpu
@@ -168,11 +167,11 @@ def test_codes_are_those_of_the_definition(device, dim, group, dtype, format, fe
     rows, factor = sample(dim, dtype), factorize(metrics(dim))
     packed = cuda_encoder.quantize_with_feedback(rows.to(device), factor, group, FORMATS[format])
     expected = feedback.quantize(rows, factor, group, FORMATS[format])
-    assert_equal(packed, expected, FORMATS[format])
+    assert_stored(packed, expected, FORMATS[format])
     definition = int2.dequantize(expected, FORMATS[format])
     assert torch.equal(cuda.dequantize(packed).cpu(), definition)
     moved = feedback.quantize(rows.to(device), factor.to(device), group, FORMATS[format])
-    assert_equal(packed, moved, FORMATS[format])
+    assert_stored(packed, moved, FORMATS[format])
 
 
 @on_gpu

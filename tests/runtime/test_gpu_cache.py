@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
-from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
 from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime import stream as stream_module
@@ -98,8 +98,9 @@ def test_windows_lie_as_the_kernel_reads_them(monkeypatch):
 def layer_on(device, codec):
     """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
     rotations = with_feedback(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
-    arm = Arm("", rotations, rounding="feedback" if codec == "feedback" else "nearest")
-    windows = CacheLayout(FORMATS.get(codec, FORMATS["sglang"]), sink=4, recent=32)
+    arm = Arm("", rotations, rounding="feedback" if codec in ("feedback", "fine") else "nearest")
+    format = {"feedback": SGLANG, "fine": FINE}.get(codec) or FORMATS[codec]
+    windows = CacheLayout(format, sink=4, recent=32)
     layer = RotatedLayer(CacheSettings(arm, windows), 0, Padding())
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(1, 2, 201, 128, generator=generator).to(device, torch.bfloat16)
@@ -115,7 +116,7 @@ def take_step(layer, token):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "feedback"])
+@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "fine", "feedback"])
 @torch.no_grad()
 def test_a_step_reads_the_same_on_a_gpu(codec, device):
     layer, token, query = layer_on(device, codec)
@@ -130,7 +131,7 @@ def test_a_step_reads_the_same_on_a_gpu(codec, device):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("codec", ["sglang", "feedback"])
+@pytest.mark.parametrize("codec", ["sglang", "fine", "feedback"])
 @torch.no_grad()
 def test_a_decoding_step_waits_for_nothing(codec, device):
     layer, token, query = layer_on(device, codec)

@@ -9,7 +9,8 @@ from support.float64 import to_float64
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.attention import Scores
-from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.formats import FINE, FORMATS
+from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES
@@ -25,6 +26,7 @@ from rotationzoo.simulation.layout import CacheLayout
 
 HEADS, DIM, TOKENS = 2, 16, 8
 GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
+STORED = FORMATS | {"fine": replace(FINE, fine_channels=DIM)}
 # A prompt in chunks, tokens, and a prompt that goes on.
 CALLS = [11, 9, 1, 1, 1, 1, 1, 14, 1, 1]
 CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
@@ -41,7 +43,7 @@ def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=Fals
     rotations = fit(None, PRESETS["random"], GEOMETRY).replace(complete)
     if not kernel:
         rotations = to_float64(rotations)
-    layout = CacheLayout(FORMATS[format], sink, recent, prefill_layout="window")
+    layout = CacheLayout(STORED[format], sink, recent, prefill_layout="window")
     return CacheSettings(Arm("", rotations, rounding=rounding), layout, block=8)
 
 
@@ -145,7 +147,7 @@ def read_in_transformers(settings: CacheSettings, rows, calls=CALLS) -> list[tor
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "feedback"])
-@pytest.mark.parametrize("format", ["sglang", "vllm"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine"])
 def test_every_call_reads_what_the_cache_of_transformers_reads(format, rounding):
     settings, rows, server = settings_of(format, rounding), draw(sum(CALLS)), None
     server = Server(settings)
@@ -296,7 +298,7 @@ def describe(server, step) -> list:
 
 
 @on_gpu
-@pytest.mark.parametrize("format", ["sglang", "vllm"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine"])
 def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device):
     """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
     stay where they are."""
@@ -342,3 +344,8 @@ def to_bfloat16(rows):
 def test_a_cell_takes_what_the_format_says():
     assert cell_bytes(settings_of("vllm"), DIM) == 2 * (4 + 4)
     assert cell_bytes(settings_of("sglang"), DIM) == 2 * (4 + 8)
+    assert cell_bytes(settings_of("fine"), DIM) == 2 * (4 + 2 + 2)
+    settings = settings_of()
+    short = replace(settings, layout=replace(settings.layout, format=FINE))
+    with pytest.raises(RotationZooError, match="rows of 16 channels have no 48 of three bits"):
+        cell_bytes(short, DIM)

@@ -65,6 +65,18 @@ def rows(draw, largest: float = 100.0) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(draw(arrays(np.float32, (count, dim), elements=values))), group
 
 
+def assert_stored(packed: cuda.Packed, expected: int2.Quantized, format: Format) -> None:
+    """Compare what a kernel stored with what the definition stores, bit by bit and part by part."""
+    codes, stored = int2.pack(expected.codes, format).cpu(), packed.codes.cpu()
+    upper = codes.shape[-1] - format.fine_channels // 8
+    assert torch.equal(stored[..., :upper], codes[..., :upper]), "two bits of each code"
+    assert torch.equal(stored[..., upper:], codes[..., upper:]), "third bits"
+    numbers = [expected.scale, expected.offset][: format.metadata_numbers]
+    for number, actual in zip(numbers, packed.metadata.cpu().unbind(-1), strict=True):
+        wanted = number.cpu().contiguous().view(torch.uint8)
+        assert torch.equal(actual.contiguous().view(torch.uint8), wanted), "scale or offset"
+
+
 def largest(rows: torch.Tensor) -> torch.Tensor:
     """The largest magnitude `[..., 1]` of each row."""
     return rows.abs().amax(-1, keepdim=True)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.pages import PageLayout, Sections
 
 DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 
@@ -27,6 +27,9 @@ class Case:
     value_dim: int | None = None
     group_size: int | None = None
     """Channels that share a scale. Keys of `kivi` have one scale a channel."""
+    fine: tuple[int, int] | None = None
+    """How many channels of keys and of values have third bits, in the format `fine`. None: as many
+    as it says."""
     kv_heads: int = 2
     group: int = 4
     """Query heads of each KV head."""
@@ -154,7 +157,9 @@ class Drawing:
 
     def layouts(self) -> tuple[PageLayout, PageLayout]:
         case, format, both = self.case, LAYOUTS[self.case.format], []
-        for dim in (case.dim, self.value_dim):
+        fine = case.fine or (format.fine_channels, format.fine_channels)
+        for dim, channels in zip((case.dim, self.value_dim), fine, strict=True):
+            format = replace(format, fine_channels=channels)
             group = case.group_size or dim
             if case.format == "kivi":
                 group = math.gcd(KIVI_CHANNELS, dim)
@@ -174,15 +179,15 @@ class Drawing:
         if self.case.equal_rows:
             stored.scale.fill_(1.4142)
             stored.offset.fill_(1.5)
+        parts = layout.split(stored)
         count = rows.shape[2] // layout.tokens
         memory = layout.empty(self.batch * count, self.device).unflatten(0, (count, self.batch))
         blocks = list(memory.unbind())
         for page, block in enumerate(blocks):
             sections = layout.view(block)
-            for name, share in (("codes", 1), ("scale", layout.tokens_per_scale)):
-                part = slice(page * layout.tokens // share, (page + 1) * layout.tokens // share)
-                getattr(sections, name)[:] = getattr(stored, name)[:, :, part]
-            sections.offset[:] = stored.offset[:, :, part]
+            for section, rows_of_all in zip(sections, parts, strict=True):
+                each = section.shape[2]  # tokens, or groups of tokens that share a scale
+                section[:] = rows_of_all[:, :, page * each : (page + 1) * each]
             self.spoil(layout, sections, page * layout.tokens)
         packed = PackedSide(blocks, layout, (scales * rotation.mT).contiguous(), mean)
         if self.case.replayed:  # a table on the device, with columns to spare
@@ -192,12 +197,12 @@ class Drawing:
             packed = replace(packed, table=packed.addresses() - base, base=base)
         return packed
 
-    def spoil(self, layout: PageLayout, sections: int2.Quantized, first: int) -> None:
+    def spoil(self, layout: PageLayout, sections: Sections, first: int) -> None:
         """Overwrite what is beyond the length of each row."""
         share = layout.tokens_per_scale
         for row, length in enumerate(self.case.lengths):
             filled = max(0, length - first)
-            sections.codes[row, :, filled:] = 255
+            sections.codes[row, :, filled:] = sections.thirds[row, :, filled:] = 255
             whole = -(-filled // share)
             sections.scale[row, :, whole:] = sections.offset[row, :, whole:] = self.case.unread
             if self.case.pooled:

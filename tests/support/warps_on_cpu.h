@@ -132,6 +132,7 @@ static unsigned __reduce_max_sync(unsigned, unsigned x) {
   });
 }
 static bool __any_sync(unsigned mask, bool x) { return __reduce_max_sync(mask, x); }
+static bool __all_sync(unsigned mask, bool x) { return !__any_sync(mask, !x); }
 
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const unsigned long long bytes = low | (unsigned long long)high << 32;
@@ -204,6 +205,8 @@ static unsigned __cvta_generic_to_shared(char* shared) { return shared_memory = 
 static unsigned read_word(unsigned from) { return in_shared<unsigned>(from); }
 static uint2 read_two(unsigned from) { return in_shared<uint2>(from); }
 static uint4 read_four(unsigned from) { return in_shared<uint4>(from); }
+static unsigned read_half(unsigned from) { return in_shared<unsigned short>(from); }
+static unsigned read_byte(unsigned from) { return in_shared<unsigned char>(from); }
 static float read_number(unsigned from, unsigned index) {
 #if HALF
   return from_half(in_shared<unsigned short>(from + 2 * index));

@@ -15,11 +15,11 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from rotationzoo.codec import attention, cuda_attention, int2
+from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Launcher, Packed, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.steps import Chunk, Reading, Step, Window
@@ -97,12 +97,9 @@ class LayerPages:
                 self._store(step, side, of_side, encoder.store(rotated))
                 continue
             stored = self.arm.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
-            sections = self.layouts[side].view(self.memory[side])
-            for section, value in (
-                (sections.codes, stored.codes),
-                (sections.scale, stored.scale),
-                (sections.offset, stored.offset),
-            ):
+            layout = self.layouts[side]
+            sections = layout.view(self.memory[side])
+            for section, value in zip(sections, layout.split(stored), strict=True):
                 by_token = value[0].transpose(0, 1).to(section.dtype)
                 section[step.pages, :, step.places] = by_token
             self.copies[side][step.slots, :, step.places] = of_side
@@ -113,10 +110,11 @@ class LayerPages:
         rows = rows.to(copies.dtype)
         if rows.stride()[1:] != (layout.dim, 1):
             rows = rows.contiguous()
-        sizes = memory.stride(0), layout.dim // 4, layout.scale_start, layout.offset_start
+        sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
+        starts = layout.third_start, layout.scale_start, layout.offset_start
         arguments = (
             *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
-            *(step.pages, step.places, step.slots, memory, *sizes),
+            *(step.pages, step.places, step.slots, memory, *sizes, *starts),
             *(layout.groups, packed.metadata.element_size()),
             *(copies, layout.dim * copies.element_size()),
         )
@@ -125,7 +123,8 @@ class LayerPages:
 
     @cached_property
     def _store_kernel(self) -> Any:
-        macros = (("TOKENS", str(self.tokens)),)
+        numbers = self.format.metadata_numbers
+        macros = ("TOKENS", str(self.tokens)), ("NUMBERS", str(numbers))
         return build(_STORE.read_text(), macros, self.memory["key"].device).get_kernel("store")
 
     @torch.no_grad()
@@ -209,11 +208,8 @@ class LayerPages:
         offsets = step.reading.offsets[chunk.row, : -(-start // self.tokens)]
         pages = offsets // memory.stride(0)
         sections = self.layouts[side].view(memory[pages])
-        parts = (
-            section.transpose(0, 1).flatten(1, 2)[None, :, :start]
-            for section in (sections.codes, sections.scale, sections.offset)
-        )
-        stored = self.layouts[side].dequantize(int2.Quantized(*parts))
+        parts = (section.transpose(0, 1).flatten(1, 2)[None, :, :start] for section in sections)
+        stored = self.layouts[side].dequantize(Sections(*parts))
         restored = self.arm.restore(stored, self.layer, side)
         position = torch.arange(start, device=restored.device)
         sink, recent = step.reading.starts[chunk.row], step.chunk_starts[chunk.row]

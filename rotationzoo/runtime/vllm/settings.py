@@ -16,6 +16,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.int2 import check_shape
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
@@ -33,7 +34,7 @@ class Options(strict_json.Strict, extra="forbid"):
 
     artifact: str
     """The folder of the artifact."""
-    format: Literal["sglang", "vllm"] = "vllm"
+    format: Literal["sglang", "vllm", "fine"] = "vllm"
     rounding: Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
     sink: int | None = Field(default=None, ge=0)
@@ -178,14 +179,16 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
 
 def cell_bytes(settings: CacheSettings, head_size: int) -> int:
     """The bytes of one token of one KV head: codes, scale and offset of its key and its value.
-    Raises `UnsupportedModel` for another head size than the rotations'."""
+    Raises `UnsupportedModel` for another head size than the rotations', and `RotationZooError` for
+    one that the format cannot store."""
     layer = min(settings.arm.rotations)
     rotation = settings.arm.rotations[layer].key
     if rotation.dim != head_size:
         raise UnsupportedModel(
             f"the model has heads of {head_size}, and the rotations are for {rotation.dim}"
         )
-    groups = head_size // (settings.arm.group_size or head_size)
-    format = settings.layout.format
+    group, format = settings.arm.group_size or head_size, settings.layout.format
+    check_shape(head_size, group, format)
+    groups = head_size // group
     metadata = format.metadata_numbers * groups * format.metadata_bits // 8
     return 2 * (format.row_bytes(head_size) + metadata)
