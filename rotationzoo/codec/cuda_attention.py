@@ -135,7 +135,7 @@ def _has_row_scales(layout: PageLayout) -> bool:
     # Codes that share a 32-bit word and a field of its bytes must share a scale.
     run = 4 if layout.format.packing == "strided" else 16
     fine = layout.format.fine_channels
-    if fine % 16 or (fine and group % 16):
+    if fine not in range(0, layout.dim + 1, 16) or (fine and group % 16):
         return False
     return layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS and group % run == 0
 

@@ -50,8 +50,8 @@ class Format:
     """How many of a row's last channels, a multiple of 8, have codes of one bit more and half the
     step: error feedback leaves its largest errors there. With more of them than channels, all have
     that bit, and the rest of the count have a second one. These bits follow the packed codes, first
-    all channels' first, eight a byte. Formats with an offset have
-    none, and kernels take multiples of 16 up to the channels."""
+    all channels' first, eight a byte. Formats with an offset have none, and
+    kernels take multiples of 16, up to the channels."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -103,7 +103,7 @@ FINE = Format(
     fine_channels=48,
 )
 """As many bytes as `SGLANG` where a row is one group: a float16 scale and 48 third bits take the
-place of a float32 scale and a float32 offset. Caches of our own have it, and the plugin for vLLM."""
+place of a float32 scale and a float32 offset. Our own cache has it, and the plugin for vLLM."""
 BUDGETED = "fine"
 """The name of the format whose rows may have other bits in every layer."""
 
