@@ -99,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
     start_output()
+    # Before torch is loaded: on a busy machine, its threads that spin while they wait take the
+    # processor from those that work, and commands take several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         group: Any = typer.main.get_command(app)
