@@ -1,8 +1,9 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,10 +33,17 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
+from rotationzoo.evaluation.decision import RIVALS as SIMPLEST
 from rotationzoo.evaluation.forward import Through, Trial, run_models
+from rotationzoo.evaluation.pace import Pace, Tell, tell_nobody
 from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
-from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, answer_tasks
-from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
+from rotationzoo.evaluation.tasks.answering import (
+    Asking,
+    TaskAnswers,
+    answer_tasks,
+    describe_rounds,
+)
+from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.loading import RunSettings
@@ -47,7 +55,7 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
-from rotationzoo.words import nearest
+from rotationzoo.words import duration, nearest
 
 Recorder = Callable[[PreTrainedModel, PreTrainedTokenizerBase, Artifact, Source], list[Probe]]
 """`runtime.vllm.probe.record_probes`, which stands above this package: callers hand it in."""
@@ -107,11 +115,15 @@ class Evaluation(RunSettings):
 
 
 def evaluate(
-    job: Evaluation, progress: Progress = silent, through: Through | None = None
+    job: Evaluation,
+    progress: Progress = silent,
+    through: Through | None = None,
+    tell: Tell = tell_nobody,
 ) -> Measured:
     """Evaluate artifacts and baselines, and return everything that was measured.
 
-    `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`.
+    - `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`;
+    - `tell` is given how long the evaluation takes, once that is known.
 
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
@@ -162,6 +174,8 @@ def evaluate(
         tested = build_arms(artifacts, geometry, job.baselines, job.pooled, job.uncentered)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         judged = judged_arms(tested, job.rounding, job.pooled)
+        deciding, pace = (*judged, *SIMPLEST), Pace(tell)
+        tell_length = partial(_tell_length, pace, job, plan, deciding)
 
         def is_settled(answers: TaskAnswers) -> bool:
             # The first pair of windows, whose figures are shown, ends the questions.
@@ -171,9 +185,10 @@ def evaluate(
         reader = through if job.real_cache else None
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
         with loading.forward_errors(job.model, job.batch, job.data.length):
-            measured = run_models(model, text.batches(job.batch), trial, progress)
-        asking = Asking(model, job.model, job.batch * job.data.length, progress)
-        answers = answer_tasks(asking, plan, trial, is_settled)
+            batches = text.batches(job.batch)
+            measured = run_models(model, batches, trial, progress, pace, tell_length)
+        asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
+        answers = answer_tasks(asking, plan, trial, is_settled, deciding)
         notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
         notes += rope_notes(artifacts, scaling)
         probes: dict[Path, list[Probe]] = {}
@@ -210,6 +225,16 @@ def evaluate(
     for artifact in saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
     return report
+
+
+def _tell_length(
+    pace: Pace, job: Evaluation, plan: TaskPlan, deciding: Collection[str], left: int
+) -> None:
+    """Tell how long the texts take, of which so many tokens are `left`, and the questions."""
+    words = [f"texts: about {duration(pace.estimate(left))} more"]
+    if plan.series and not job.real_cache:  # which has a pace of its own
+        words.append(describe_rounds(pace, plan.series, job.tasks.looks, deciding))
+    pace.tell("; ".join(words))
 
 
 def _check_settings(job: Evaluation) -> None:
