@@ -112,7 +112,8 @@ def evaluate_command(
         report = evaluate(job, progress, ThroughCache, out.tell)
     show_evaluation(out, report, details)
     words = [model, "--revision", revision] if revision else [model]
-    suggest_next(out, report.window.verdict.decisions, words, artifacts or [], save, seed or 0)
+    decisions, given = report.window.verdict.decisions, artifacts or []
+    suggest_next(out, decisions, words, given, save, seed or 0, engine)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:

@@ -82,6 +82,7 @@ def choose_measures(
     are the user's own. Raises `UsageError` for an engine whose codec is not simulated."""
     engine, artifacts = find_engine(name), list(artifacts)
     chosen: dict[str, Any] = {
+        "engine": name,
         "format": choose_format(name),
         "uncentered": engine.uncentered,
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),

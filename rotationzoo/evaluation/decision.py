@@ -77,7 +77,7 @@ def decide(
         level=level,
         rivals=rivals,
         words=[
-            f"{arm} keeps {percent(kept)} of the exact model's answers "
+            f"{plain_name(arm)} keeps {percent(kept)} of the exact model's answers "
             f"({' to '.join(map(percent, interval))}, with {counted(len(right), 'question')} in "
             f"{counted(len(sizes), 'prompt')}).",
             _compare_words(_share(mine), _share(right), rivals),
@@ -93,11 +93,16 @@ def _undecided(arm: str, level: float, was_asked: bool) -> Decision:
         reason = "The exact model can do none of the tasks"
         advice = "Ask what it can do: other --tasks, or shorter --lengths."
     words = [
-        f"{reason}, so nothing shows what {arm} keeps.",
+        f"{reason}, so nothing shows what {plain_name(arm)} keeps.",
         f"It is not shown better than {' or '.join(RIVALS.values())}.",
         advice,
     ]
     return Decision(arm=arm, action="nothing" if was_asked else "ask", level=level, words=words)
+
+
+def plain_name(arm: str) -> str:
+    """The name of the artifact whose arm this is."""
+    return arm.removesuffix("+feedback").removesuffix("+pooled")
 
 
 def _add_up(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

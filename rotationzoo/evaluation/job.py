@@ -49,7 +49,7 @@ from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.rope import scaling_of
+from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
@@ -101,6 +101,8 @@ class Evaluation(RunSettings):
     the factors. With `pooled`, it is about one rotation per layer."""
     uncentered: tuple[str, ...] = ()
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
+    engine: str | None = None
+    """The engine that these settings were picked for."""
     notes: list[str] = field(default_factory=list)
     """What the report says of these settings."""
     batch: int = 1
@@ -221,6 +223,8 @@ def evaluate(
         real_cache=job.real_cache,
         notes=notes,
         rope_scaling=scaling_of(config),
+        engine=job.engine,
+        positions=position_count(config),
     )
     for artifact in saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
