@@ -154,16 +154,15 @@ def _cut(arm: Answered, other: Answered) -> dict[str, TaskRecall]:
     """An arm's answers to the questions that the other arm was asked, too."""
     cut = dict(arm)
     for task, recall in arm.items():
-        if recall.questions <= other[task].questions:
+        if len(recall.correct) <= len(other[task].correct):
             continue
         shared, start = list[int](), 0
         for mine, theirs in zip(recall.by_length, other[task].by_length, strict=True):
             shared += range(start, start + min(mine.questions, theirs.questions))
             start += mine.questions
-        changes = {
-            "correct": "".join(recall.correct[place] for place in shared),
-            "log_probabilities": [recall.log_probabilities[place] for place in shared],
-        }
+        correct = "".join(recall.correct[place] for place in shared)
+        logs = [recall.log_probabilities[place] for place in shared]
+        changes = {"correct": correct, "log_probabilities": logs}
         cut[task] = recall.model_copy(update=changes)
     return cut
 

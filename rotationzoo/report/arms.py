@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.evaluation.decision import plain_name
 
 EXACT = "exact model"
 _WORDS = {
@@ -59,6 +60,11 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     return label_arms(evaluation, artifact.identity, compared, left_out)
 
 
+def has_feedback(arm: MeasuredArm) -> bool:
+    """Whether its codes were chosen by error feedback."""
+    return arm.rounding == "feedback"
+
+
 def label_arms(
     evaluation: Measured,
     identity: str,
@@ -72,12 +78,16 @@ def label_arms(
         if arm.kind == "baseline":
             baselines[_WORDS.get(arm.name, arm.name)] = arm
     of_artifact = arms_of(arms, identity)
+    with_feedback = {arm.artifact for arm in (*of_artifact, *compared) if has_feedback(arm)}
     shown: dict[str, MeasuredArm] = {}
     for arm in (*of_artifact, *compared):
-        label, count = arm.name, 1
+        name = plain_name(arm.name) if has_feedback(arm) else arm.name
+        if name == arm.name and arm.artifact in with_feedback and not arm.pooled:
+            name = f"{name}, nearest codes"
+        label, count = name, 1
         while label in (EXACT, *baselines, *shown):
             count += 1
-            label = f"{arm.name} ({count})"
+            label = f"{name} ({count})"
         shown[label] = arm
     decided = {decision.arm for decision in evaluation.window.verdict.decisions}
     chosen = [arm for arm in of_artifact if arm.name in decided]

@@ -7,8 +7,6 @@ from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
 from rotationzoo.artifact.scores import Decision
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import model_words
 from rotationzoo.errors import UsageError
 from rotationzoo.recipe import (
     PRESETS,
@@ -79,11 +77,13 @@ def decided_words(
 
 
 def use_commands(
-    artifact: Artifact, decision: Decision | None, engine: str | None = None
+    manifest: Manifest, decision: Decision | None, engine: str | None = None
 ) -> list[str]:
     """The commands that fit the decision on an artifact in FOLDER; None stands for no decision.
     Where no `engine` was chosen, it is a released vLLM."""
-    name, named = model_words(artifact), engine or "vllm"
+    model, named = manifest.model, engine or "vllm"
+    # Whoever draws a page knows a local model by the name of its folder.
+    name = [model.id if model.config_sha256 else "MODEL"]
     prompt = [] if name == ["demo"] else ["--prompt", "Once upon a time"]
     generate = ["generate", *name, "--rotations", "FOLDER", *prompt]
     served = ["--for", engine] if engine else []
@@ -94,7 +94,10 @@ def use_commands(
     elif words:
         commands = [words]
     elif decision.action == "use":
-        commands = [["export", "FOLDER", "--for", named], generate]
+        start = ["export", "FOLDER", "--for", named]
+        if named == "vllm":  # for which nothing is exported
+            start = ["serve", *name, "--rotations", "FOLDER"]
+        commands = [start, generate]
     else:
         commands = [[*generate, "--compare"]]
     return [shlex.join(["rotationzoo", *words]) for words in commands]

@@ -63,8 +63,8 @@ def make_report(
     Raises `RotationZooError` for a damaged file.
     """
     arms, measured = gather_arms(artifact, others), artifact.measured
-    engine, positions = measured and measured.engine, measured and measured.positions
-    context = context or positions or CONTEXT
+    engine = measured.engine if measured else None
+    context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
     validation = validation_badge(artifact.manifest.metrics.validation)
     badges = [badge for badge in (signature, validation) if badge is not None]
@@ -81,7 +81,7 @@ def make_report(
     return Report(
         model=model_title(artifact.manifest.model),
         badges=[badge for badge in badges if badge.kind != "plain"],
-        verdict=replace(verdict, commands=use_commands(artifact, decision, engine)),
+        verdict=replace(verdict, commands=use_commands(artifact.manifest, decision, engine)),
         folded=[*folded, describe_making(artifact)],
         version=artifact.manifest.versions.rotationzoo,
     )
