@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from scipy.special import betaincinv, ndtri, stdtrit
 
-from rotationzoo.artifact.scores import Action, Decision, ExactTaskRecall, Outlook, Rival
+from rotationzoo.artifact.scores import (
+    Action,
+    Decision,
+    ExactTaskRecall,
+    Outlook,
+    Rival,
+    plain_name,
+)
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
 from rotationzoo.evaluation.verdict import LEVEL, Answered, holm, read_correct, sign_flip
 from rotationzoo.linalg.paired import weighted_mean
@@ -98,11 +105,6 @@ def _undecided(arm: str, level: float, was_asked: bool) -> Decision:
         advice,
     ]
     return Decision(arm=arm, action="nothing" if was_asked else "ask", level=level, words=words)
-
-
-def plain_name(arm: str) -> str:
-    """The name of the artifact whose arm this is."""
-    return arm.removesuffix("+feedback").removesuffix("+pooled")
 
 
 def _add_up(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
-from rotationzoo.artifact.scores import Decision
+from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.evaluation.decision import plain_name
 
 EXACT = "exact model"
 _WORDS = {
@@ -60,11 +59,6 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     return label_arms(evaluation, artifact.identity, compared, left_out)
 
 
-def has_feedback(arm: MeasuredArm) -> bool:
-    """Whether its codes were chosen by error feedback."""
-    return arm.rounding == "feedback"
-
-
 def label_arms(
     evaluation: Measured,
     identity: str,
@@ -78,12 +72,15 @@ def label_arms(
         if arm.kind == "baseline":
             baselines[_WORDS.get(arm.name, arm.name)] = arm
     of_artifact = arms_of(arms, identity)
-    with_feedback = {arm.artifact for arm in (*of_artifact, *compared) if has_feedback(arm)}
+    ours = *of_artifact, *compared
+    with_feedback = {arm.artifact for arm in ours if arm.rounding == "feedback"}
     shown: dict[str, MeasuredArm] = {}
-    for arm in (*of_artifact, *compared):
-        name = plain_name(arm.name) if has_feedback(arm) else arm.name
-        if name == arm.name and arm.artifact in with_feedback and not arm.pooled:
-            name = f"{name}, nearest codes"
+    for arm in ours:
+        name = arm.name
+        if arm.rounding == "feedback":
+            name = plain_name(name)
+        elif arm.artifact in with_feedback and not arm.pooled:
+            name += ", nearest codes"
         label, count = name, 1
         while label in (EXACT, *baselines, *shown):
             count += 1
