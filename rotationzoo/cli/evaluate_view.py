@@ -22,7 +22,8 @@ def show_evaluation(out: Output, report: Measured, details: bool = False) -> Non
     """Print the decision on each artifact, with `details` after all tables. Without artifacts there
     are tables alone."""
     notes = report.notes
-    if report.engine and not details:  # its choices are the first note
+    # What was picked for an engine is the first note: of interest where something is lost.
+    if report.engine and not details and notes[0].endswith("Lost: nothing"):
         notes = [f"measured as {report.engine} serves it", *notes[1:]]
     out.notes(notes)
     names = "\n".join(report.window.arms)
