@@ -29,9 +29,8 @@ UNCHECKED := not test_memory and not spilled and not compiles \
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
-# Threads that wait take no time from each other: on a busy machine, spinning ones made this slower.
 demo: $(VENV)/.ready  ## calibrate the demo model and ask it about its context; needs no network
-	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/rotationzoo demo --restart
+	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo demo --restart
 
 test: $(VENV)/.ready-dev  ## the tests that CI and developers run first, in five minutes on two cores
 	$(BIN)/python -m pytest -n 2 -m "$(QUICK)" $(ARGS)

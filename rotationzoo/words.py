@@ -2,6 +2,7 @@
 names that were probably meant."""
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 
 _LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
@@ -67,6 +68,15 @@ def byte_count(size: float) -> str:
         if size >= count:
             return f"{size / count:.3g} {unit}"
     return f"{size:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """A length of time, rounded up to whole seconds, minutes, or tenths of an hour."""
+    if seconds < 90:
+        return counted(math.ceil(seconds), "second")
+    if seconds < 90 * 60:
+        return counted(math.ceil(seconds / 60), "minute")
+    return f"{math.ceil(seconds / 360) / 10:.1f} hours"
 
 
 def size_words(count: int) -> str:

@@ -255,6 +255,10 @@ class Conditions(Figures):
     prefill_chunk: Count | None
     prefill_layout: str | None
     tasks: Tasks
+    engine: str | None = None
+    """The engine that the user named."""
+    positions: Count | None = None
+    """How many the model was made for."""
 
 
 class WindowSummary(Figures):

@@ -208,6 +208,11 @@ class Drift(Figures):
 # ---- decisions
 
 
+def plain_name(arm: str) -> str:
+    """The name of the artifact whose arm this is."""
+    return arm.removesuffix("+feedback").removesuffix("+pooled")
+
+
 class Rival(Figures):
     """A rotation in the same bytes that needs no data, compared with an artifact's arm. Positive
     differences favor the artifact."""

@@ -32,13 +32,16 @@ class Answer:
     words: str
     weights: str | None = None
     cache: str | None = None
+    context: int | None = None
+    """Where nothing does: how many tokens of each request would fit, in the smallest cache."""
 
 
 def judge_wish(capacity: Capacity, card: Card) -> Answer:
     """The answer to a wish."""
     fitting, wish = _smallest_change(capacity, card), wish_words(capacity)
     if fitting is None:
-        return Answer(f"No: {_shortage(capacity, card)}{_what_fits(capacity, card)}")
+        words = f"No: {_shortage(capacity, card)}{_what_fits(capacity, card)}"
+        return Answer(words, context=_fitting_context(capacity, card))
     weights, cache = fitting
     words = f"Yes: {card.name} holds {wish} with {WEIGHTS_WORDS[weights]} and a cache in {cache}"
     if (smallest := capacity.caches[-1]) != cache:
@@ -74,9 +77,8 @@ def _shortage(capacity: Capacity, card: Card) -> str:
 
 def _what_fits(capacity: Capacity, card: Card) -> str:
     """The nearest wishes that fit: fewer tokens, or more cards of the kind."""
-    cache, wish, words = capacity.caches[-1], capacity.wish, ""
-    free = (card.usable - capacity.weights.four_bit) // wish.requests
-    if tokens := longest_context(capacity.shape, cache, free, wish.storage):
+    cache, words = capacity.caches[-1], ""
+    if tokens := _fitting_context(capacity, card):
         words += f"; --context {tokens} fits with weights in 4 bits and a cache in {cache}"
     for count in range(2, _MOST_CARDS + 1):
         cards = several(card, count)
@@ -85,6 +87,13 @@ def _what_fits(capacity: Capacity, card: Card) -> str:
             fit = f"{WEIGHTS_WORDS[weights]} and a cache in {cache}"
             return f"{words}; {cards.name} hold it with {fit}"
     return words
+
+
+def _fitting_context(capacity: Capacity, card: Card) -> int | None:
+    """The most tokens of each request, in the smallest weights and cache; None if none fit."""
+    free = (card.usable - capacity.weights.four_bit) // capacity.wish.requests
+    cache = capacity.caches[-1]
+    return longest_context(capacity.shape, cache, free, capacity.wish.storage) or None
 
 
 def remarks(capacity: Capacity) -> list[str]:

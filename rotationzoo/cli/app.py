@@ -99,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
     start_output()
+    # Before torch is loaded: on a busy machine, its threads that spin while they wait take the
+    # processor from those that work, and commands take several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         group: Any = typer.main.get_command(app)
@@ -212,12 +215,27 @@ def _usage_error(error: Any) -> UsageError:
     Its message is empty if Typer has already printed the help.
     """
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
+    if option := getattr(error, "option_name", None):
+        message = _describe_unknown(option, error)
     # The message is the only place for the choices that every version of Typer has.
     if wrong := _WRONG_CHOICE.search(message):
         message += nearest(wrong[1], _QUOTED.findall(wrong[2]))
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rotationzoo"
     return UsageError(message, hint=f"see: {path} --help")
+
+
+def _describe_unknown(option: str, error: Any) -> str:
+    """Which option a command does not have, and which commands have it, or which was meant."""
+    command, group = error.ctx.info_name, error.ctx.find_root().command
+    having = []
+    for name, other in getattr(group, "commands", {}).items():
+        if any(option in parameter.opts for parameter in other.params):
+            having.append(name)
+    end = nearest(option, error.possibilities or [])
+    if having:
+        end = f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+    return f"{command} has no option {option}{end}"
 
 
 def _unexpected_error(error: Exception) -> RotationZooError:

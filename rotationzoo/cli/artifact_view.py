@@ -4,7 +4,6 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.engines.registry import ENGINES
-from rotationzoo.report.spectra import LayerSpectra, SideSpectrum, summarize
 from rotationzoo.words import counted
 
 
@@ -15,7 +14,7 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
     run.
     """
     manifest = artifact.manifest
-    layers = summarize(artifact)
+    layers = counted(len(artifact.rotations), "layer")
     calibration, run = manifest.calibration, manifest.run
     tokens = calibration.tokens if calibration else 0
     data = {
@@ -24,7 +23,7 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
         "model": manifest.model.id,
         "revision": manifest.model.revision,
         "recipe": artifact.recipe.name,
-        "layers": len(layers),
+        "layers": len(artifact.rotations),
         "tokens": tokens,
         "seconds": run.seconds,
         "peak_memory_bytes": run.peak_memory_bytes,
@@ -33,11 +32,10 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
     out.notes(manifest.notes)
 
     def human() -> None:
-        name = f"{manifest.model.id}, recipe {artifact.recipe.name}"
-        say(f"{name}: {counted(len(layers), 'layer')}, {_effective_ranks(layers)}")
+        made = f"{manifest.model.id}: rotations of {layers}"
         if with_time and manifest.imported is None:
-            say(f"{counted(tokens, 'token')} in {run.seconds:.1f} s")
-        say(f"Artifact: {artifact.folder}")
+            made += f", from {counted(tokens, 'token')} in {run.seconds:.1f} s"
+        say(made, f"Folder: {artifact.folder}")
 
     out.result(data, str(artifact.folder), human)
 
@@ -73,23 +71,3 @@ def suggest_text(out: Output, artifact: Artifact, model: list[str] | None = None
     words = model or model_words(artifact)
     prompt = [] if words == ["demo"] else ["--prompt", "TEXT"]
     out.suggest("generate", *words, "--rotations", str(artifact.folder), *prompt)
-
-
-def _effective_ranks(layers: list[LayerSpectra]) -> str:
-    """The range over all layers of the effective ranks of keys and of values."""
-    keys = _range("keys", [layer.key for layer in layers])
-    values = _range("values", [layer.value for layer in layers])
-    known = [words for words in (keys, values) if words is not None]
-    if not known:
-        return "nothing known of their statistics"
-    return f"effective rank of {', '.join(known)}"
-
-
-def _range(name: str, sides: list[SideSpectrum]) -> str | None:
-    ranks = [side.effective_rank for side in sides if side.effective_rank is not None]
-    if not ranks:
-        return None
-    largest_dim = max(side.dim for side in sides)
-    lowest, highest = f"{min(ranks):.0f}", f"{max(ranks):.0f}"
-    bounds = lowest if lowest == highest else f"{lowest} to {highest}"
-    return f"{name} {bounds} of {largest_dim}"

@@ -114,10 +114,11 @@ def evaluate_command(
     settings = options.chosen(locals() | parsed, EvaluationOptions)
     job = evaluation_job(model, artifacts or [], save, **settings)
     with show_progress(out) as progress:
-        report = evaluate(job, progress, ThroughCache)
+        report = evaluate(job, progress, ThroughCache, out.tell)
     show_evaluation(out, report, details)
     words = [model, "--revision", revision] if revision else [model]
-    suggest_next(out, report.window.verdict.decisions, words, artifacts or [], save, seed or 0)
+    decisions, given = report.window.verdict.decisions, artifacts or []
+    suggest_next(out, decisions, words, given, save, seed or 0, engine)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:

@@ -22,7 +22,11 @@ from rotationzoo.words import counted
 def show_evaluation(out: Output, report: Measured, details: bool = False) -> None:
     """Print the decision on each artifact, with `details` after all tables. Without artifacts there
     are tables alone."""
-    out.notes(report.notes)
+    notes = report.notes
+    # What was picked for an engine is the first note: of interest where something is lost.
+    if report.engine and not details and notes[0].endswith("Lost: nothing"):
+        notes = [f"measured as {report.engine} serves it", *notes[1:]]
+    out.notes(notes)
     names = "\n".join(report.window.arms)
     out.result(report.report(), names, lambda: _say_evaluation(report, details))
 
@@ -34,26 +38,30 @@ def suggest_next(
     artifacts: list[Path],
     saved: bool,
     seed: int = 0,
+    engine: str | None = None,
 ) -> None:
     """Suggest what the decision on the first of these artifacts calls for.
 
     - `model`: its name and, if the user gave one, the option for its revision;
-    - `seed`: of the questions that were asked. New ones need another.
+    - `seed`: of the questions that were asked. New ones need another;
+    - `engine`: that the user named.
     """
+    served = ["--for", engine] if engine else []
     if not artifacts:
         out.note("Note: no artifact was named after the model, so these are baselines alone")
-        out.suggest("calibrate", *model)
+        out.suggest("calibrate", *model, *served)
         return
     more = decisions[0].more_questions
     if more is not None:
         out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
-    elif words := decided_words(decisions[0], model, str(artifacts[0])):
+    elif words := decided_words(decisions[0], model, str(artifacts[0]), served):
         out.suggest(*words)
     elif saved:
         out.suggest("report", str(artifacts[0]))
     else:
+        named = ["--rotations", str(artifacts[0])]
         prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
-        out.suggest("generate", *model, "--rotations", str(artifacts[0]), "--compare", *prompt)
+        out.suggest("generate", *model, *named, *served, "--compare", *prompt)
 
 
 def _say_evaluation(report: Measured, details: bool) -> None:

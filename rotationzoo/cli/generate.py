@@ -146,7 +146,7 @@ def generate_command(
     show_generation(out, report)
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
-    suggest_next(out, report, model)
+    suggest_next(out, report, model, engine)
 
 
 def _choose_rotations(
@@ -241,16 +241,21 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
+def suggest_next(
+    out: Output, report: dict[str, Any], model: str, engine: str | None = None
+) -> None:
     """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
-    what the rotations cost the model, which is named as the user named it."""
+    what the rotations cost the model; model and engine are named as the user named them."""
+    from rotationzoo.engines.registry import ENGINES
+
+    served = ["--for", engine] if engine and ENGINES[engine].format else []
     if "answer" in report and report["rotations"] is not None:
         out.suggest("generate", model, "--rotations", NO_ROTATION)
     elif "answer" in report:
         out.suggest("generate", model, "--prompt", "def ", "--compare")
     elif report["rotations"] is None:
-        out.suggest("calibrate", model)
+        out.suggest("calibrate", model, *(["--for", engine] if engine else []))
     elif (Path(report["rotations"]) / "evaluation.json").exists():
         out.suggest("report", report["rotations"])
     else:
-        out.suggest("evaluate", model, report["rotations"], "--save")
+        out.suggest("evaluate", model, report["rotations"], *served, "--save")

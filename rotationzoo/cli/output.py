@@ -21,6 +21,7 @@ from rich.console import Console
 from rotationzoo.cli.grid import build_grids
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
+from rotationzoo.words import sentence
 
 if TYPE_CHECKING:
     from rotationzoo.report.tables import Table
@@ -68,6 +69,11 @@ class Output:
     def note(self, text: str, stream: TextIO | None = None) -> None:
         """Print a remark for people, on stderr in every mode. `stream`: a stderr of earlier."""
         _print((text,), stream or sys.stderr)
+
+    def tell(self, text: str) -> None:
+        """Print how a job goes on, on stderr, unless only names are wanted."""
+        if self.mode is not Mode.QUIET:
+            self.note(sentence(text))
 
     def suggest(self, *words: str) -> None:
         """Print the command to run next, quoted for the shell, as the last line for people.

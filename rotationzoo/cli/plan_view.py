@@ -6,6 +6,7 @@ from typing import Any
 from rotationzoo.capacity.cards import USABLE
 from rotationzoo.capacity.job import Capacity, zoo_entries
 from rotationzoo.capacity.report import Answer, capacity_json, judge_wish, remarks
+from rotationzoo.cli.command_line import retyped
 from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.storage.folders import default_output
 from rotationzoo.words import counted, size_words
@@ -43,7 +44,9 @@ def show_capacity(out: Output, capacity: Capacity, format: str) -> None:
     out.result(data, answer.words, show)
     if any(entry["format"] in _PULLED for entry in entries):
         out.suggest("pull", capacity.wish.model)
-    elif commands:
+    elif answer.context:
+        out.suggest(*retyped({"--context": str(answer.context)}))
+    elif answer.cache is not None and commands:
         out.suggest(*shlex.split(commands[0])[1:])
 
 
@@ -140,7 +143,7 @@ def _show_steps(answer: Answer, commands: list[str], model: str) -> None:
     if answer.cache == "fp8":
         say("A cache in fp8 is an option of the engine, such as:")
         show_lines(f"  {shlex.join(['vllm', 'serve', model, '--kv-cache-dtype', 'fp8'])}")
-    if commands:
+    if answer.cache is not None and commands:
         say("A cache in int2:")
         show_lines(*(f"  {command}" for command in commands))
 

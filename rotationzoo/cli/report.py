@@ -30,8 +30,9 @@ def report_command(
         typer.Option("--save", help="Add the page to the artifact, and its chart to the card."),
     ] = False,
     context: Annotated[
-        int, typer.Option(min=1, help="Tokens of the request whose memory is shown.")
-    ] = 131072,
+        int | None,
+        typer.Option(min=1, help="Tokens whose memory is shown (the model's positions)."),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -64,7 +65,9 @@ def report_command(
     if not evaluated:
         suggest_step(out, opened)
     elif not save:
-        out.suggest("export", str(artifact), "--for", "vllm")
+        measured = opened.measured
+        engine = measured and measured.engine
+        out.suggest("export", str(artifact), "--for", engine or "vllm")
     else:
         out.suggest("push", str(artifact), "OWNER/REPO")
 
@@ -75,7 +78,7 @@ def add_report(artifact: "Artifact") -> "Artifact":
 
 
 def _draw_report(
-    artifact: "Artifact", others: Sequence["Artifact"] = (), **options: int
+    artifact: "Artifact", others: Sequence["Artifact"] = (), **options: int | None
 ) -> "Report":
     from rotationzoo.report.page import make_report
 

@@ -220,7 +220,8 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
             window, per_head, pooled = pairs[0]
             costs = f"perplexity {change(pooled.perplexity_increase)} instead of "
             costs += change(per_head.perplexity_increase)
-            if pooled.all_tasks and per_head.all_tasks:
+            asked = pooled.all_tasks and per_head.all_tasks and per_head.all_tasks.questions
+            if pooled.all_tasks and per_head.all_tasks and asked == pooled.all_tasks.questions:
                 costs += f", {pooled.all_tasks.answered} of {pooled.all_tasks.questions} questions "
                 costs += f"answered instead of {per_head.all_tasks.answered}"
             drifts = evaluation.drift.arms if evaluation.drift else {}

@@ -86,6 +86,7 @@ def choose_measures(
     engine, artifacts = find_engine(name), list(artifacts)
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     chosen: dict[str, Any] = {
+        "engine": name,
         "format": choose_format(name, has_budget),
         "uncentered": engine.uncentered,
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from scipy.special import betaincinv, ndtri, stdtrit
 
-from rotationzoo.artifact.scores import Action, Decision, ExactTaskRecall, Outlook, Rival
+from rotationzoo.artifact.scores import (
+    Action,
+    Decision,
+    ExactTaskRecall,
+    Outlook,
+    Rival,
+    plain_name,
+)
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
 from rotationzoo.evaluation.verdict import LEVEL, Answered, holm, read_correct, sign_flip
 from rotationzoo.linalg.paired import weighted_mean
@@ -77,7 +84,7 @@ def decide(
         level=level,
         rivals=rivals,
         words=[
-            f"{arm} keeps {percent(kept)} of the exact model's answers "
+            f"{plain_name(arm)} keeps {percent(kept)} of the exact model's answers "
             f"({' to '.join(map(percent, interval))}, with {counted(len(right), 'question')} in "
             f"{counted(len(sizes), 'prompt')}).",
             _compare_words(_share(mine), _share(right), rivals),
@@ -93,7 +100,7 @@ def _undecided(arm: str, level: float, was_asked: bool) -> Decision:
         reason = "The exact model can do none of the tasks"
         advice = "Ask what it can do: other --tasks, or shorter --lengths."
     words = [
-        f"{reason}, so nothing shows what {arm} keeps.",
+        f"{reason}, so nothing shows what {plain_name(arm)} keeps.",
         f"It is not shown better than {' or '.join(RIVALS.values())}.",
         advice,
     ]

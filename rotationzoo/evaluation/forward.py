@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.metrics import Buckets, Metrics
+from rotationzoo.evaluation.pace import Pace
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
@@ -67,12 +68,18 @@ class Measurements:
 
 @torch.no_grad()
 def run_models(
-    model: PreTrainedModel, batches: list[torch.Tensor], trial: Trial, progress: Progress
+    model: PreTrainedModel,
+    batches: list[torch.Tensor],
+    trial: Trial,
+    progress: Progress,
+    pace: Pace | None = None,
+    after_first: Callable[[int], None] = lambda left: None,
 ) -> Measurements:
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
     of cache and arm.
 
-    A batch that runs out of memory is halved.
+    A batch that runs out of memory is halved. Once the first batch has passed everything, which
+    sets the `pace`, `after_first` is told how many tokens are left.
 
     Raises `RotationZooError` where a single row is too large, and if no row is long enough to read
     anything from a 2-bit cache.
@@ -91,10 +98,11 @@ def run_models(
     exact = Metrics(buckets, trial.layers)
     pairs = list(product(trial.caches, trial.arms))
     arms = {(cache, arm.name): Metrics(buckets, trial.layers) for cache, arm in pairs}
-    runs = list(product([None, *pairs], range(len(batches))))
-    limit, progress = RowLimit(), in_tokens(progress, [batches[run[1]].numel() for run in runs])
+    runs = list(product(range(len(batches)), [None, *pairs]))
+    limit, progress = RowLimit(), in_tokens(progress, [batches[run[0]].numel() for run in runs])
+    pace = pace or Pace()
     progress("evaluating", 0, len(runs))
-    for done, (pair, number) in enumerate(runs):
+    for done, (number, pair) in enumerate(runs):
         ids, metrics = batches[number].to(device), exact
         read = partial(_read_exactly, model, trial.start, metrics)
         if pair is not None:
@@ -105,8 +113,11 @@ def run_models(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
             read = partial(_read_through, simulation, model, modules, trial.start, metrics)
-        limit.run(ids, read, metrics.keep)
+        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()):
+            limit.run(ids, read, metrics.keep)
         progress("evaluating", done + 1, len(runs))
+        if done == len(pairs):
+            after_first(sum(batch.numel() for batch in batches[1:]))
     return Measurements(exact, arms)
 
 

@@ -1,8 +1,9 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,23 +38,30 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
+from rotationzoo.evaluation.decision import RIVALS as SIMPLEST
 from rotationzoo.evaluation.drift import measure_drift
 from rotationzoo.evaluation.forward import Through, Trial, run_models
+from rotationzoo.evaluation.pace import Pace, Tell, tell_nobody
 from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
-from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, answer_tasks
-from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
+from rotationzoo.evaluation.tasks.answering import (
+    Asking,
+    TaskAnswers,
+    answer_tasks,
+    describe_rounds,
+)
+from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.rope import scaling_of
+from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
-from rotationzoo.words import nearest
+from rotationzoo.words import duration, nearest
 
 Recorder = Callable[[PreTrainedModel, PreTrainedTokenizerBase, Artifact, Source], list[Probe]]
 """`runtime.vllm.probe.record_probes`, which stands above this package: callers hand it in."""
@@ -104,6 +112,8 @@ class Evaluation(RunSettings):
     the factors. With `pooled`, it is about one rotation per layer."""
     uncentered: tuple[str, ...] = ()
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
+    engine: str | None = None
+    """The engine that these settings were picked for."""
     notes: list[str] = field(default_factory=list)
     """What the report says of these settings."""
     batch: int = 1
@@ -118,11 +128,15 @@ class Evaluation(RunSettings):
 
 
 def evaluate(
-    job: Evaluation, progress: Progress = silent, through: Through | None = None
+    job: Evaluation,
+    progress: Progress = silent,
+    through: Through | None = None,
+    tell: Tell = tell_nobody,
 ) -> Measured:
     """Evaluate artifacts and baselines, and return everything that was measured.
 
-    `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`.
+    - `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`;
+    - `tell` is given how long the evaluation takes, once that is known.
 
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
@@ -177,6 +191,8 @@ def evaluate(
         tested = build_arms(artifacts, geometry, job.baselines, *variants)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         judged = judged_arms(tested, job.rounding, job.pooled)
+        deciding, pace = (*judged, *SIMPLEST), Pace(tell)
+        tell_length = partial(_tell_length, pace, job, plan, deciding)
 
         def is_settled(answers: TaskAnswers) -> bool:
             # The first pair of windows, whose figures are shown, ends the questions.
@@ -187,11 +203,11 @@ def evaluate(
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             batches, drift = text.batches(job.batch), None
-            measured = run_models(model, batches, trial, progress)
+            measured = run_models(model, batches, trial, progress, pace, tell_length)
             if through and job.drift:
                 drift = measure_drift(model, batches, trial, through, job.drift, progress)
-        asking = Asking(model, job.model, job.batch * job.data.length, progress)
-        answers = answer_tasks(asking, plan, trial, is_settled)
+        asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
+        answers = answer_tasks(asking, plan, trial, is_settled, deciding)
         notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
         notes += rope_notes(artifacts, scaling)
         probes: dict[Path, list[Probe]] = {}
@@ -225,10 +241,22 @@ def evaluate(
         drift=drift,
         notes=notes,
         rope_scaling=scaling_of(config),
+        engine=job.engine,
+        positions=position_count(config),
     )
     for artifact in saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
     return report
+
+
+def _tell_length(
+    pace: Pace, job: Evaluation, plan: TaskPlan, deciding: Collection[str], left: int
+) -> None:
+    """Tell how long the texts take, of which so many tokens are `left`, and the questions."""
+    words = [f"texts: about {duration(pace.estimate(left))} more"]
+    if plan.series and not job.real_cache:  # which has a pace of its own
+        words.append(describe_rounds(pace, plan.series, job.tasks.looks, deciding))
+    pace.tell("; ".join(words))
 
 
 def _check_settings(job: Evaluation) -> None:

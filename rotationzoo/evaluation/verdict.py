@@ -2,7 +2,7 @@
 over the same questions and the same texts, and what error feedback adds."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 
 import torch
 from scipy.special import stdtr
@@ -27,7 +27,10 @@ from rotationzoo.linalg.paired import paired_difference
 # The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
 Answered = Mapping[str, TaskRecall]
-"""The answers of one arm by task. All arms answer the same tasks in the same order."""
+"""The answers of one arm by task. All arms answer the same tasks in the same order, and those that
+decide nothing may be asked only the first questions of each task and length."""
+Sizes = Mapping[str, Sequence[int]]
+"""How many questions each prompt of a task asks."""
 
 
 def judge_window(
@@ -59,9 +62,9 @@ def judge_window(
     )
 
 
-def prompt_sizes(exact: Exact, tasks: Iterable[str]) -> list[int]:
+def prompt_sizes(exact: Exact, tasks: Iterable[str]) -> Sizes:
     """How many questions each prompt of some tasks asks."""
-    return [size for task in tasks for size in exact.tasks[task].prompts]
+    return {task: exact.tasks[task].prompts for task in tasks}
 
 
 def judge_perplexity(
@@ -93,12 +96,11 @@ def judge_perplexity(
 
 
 def judge_answers(
-    arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sequence[int]
+    arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sizes
 ) -> AnswerVerdict:
     """Compare the answers of each of the `judged` arms with every other arm's.
 
-    `prompts` has the number of questions of each prompt, in the order of tasks and prompts. Both
-    tests of all comparisons together are corrected for their number (Holm 1979).
+    Both tests of all comparisons together are corrected for their number (Holm 1979).
     """
     pairs = _pair_up(arms, judged)
     paired = [compare_answers(arms[arm], arms[other], prompts) for arm, other in pairs]
@@ -115,19 +117,23 @@ def judge_answers(
         outcome = _outcome_of(each)
         comparisons.append(AnswerComparison(arm=arm, other=other, outcome=outcome, **dict(each)))
     return AnswerVerdict(
-        questions=sum(prompts), prompts=len(prompts), level=LEVEL, comparisons=comparisons
+        questions=sum(map(sum, prompts.values())),
+        prompts=sum(map(len, prompts.values())),
+        level=LEVEL,
+        comparisons=comparisons,
     )
 
 
-def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -> PairedAnswers:
-    """Two arms' answers to the same questions, with the p values of single tests.
+def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> PairedAnswers:
+    """Two arms' answers to the questions that both were asked, with the p values of single tests.
 
     Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
     by `sign_flip`, and log probabilities by Student's t, where a prompt counts
     for as many questions as it asks.
     """
+    first, second = _cut(first, second), _cut(second, first)
     correct, other_correct = read_correct(first), read_correct(second)
-    sizes = list(prompts)
+    sizes = _cut_sizes(first, prompts)
     gains = (correct.int() - other_correct.int()).split(sizes)
     difference, error = paired_difference(
         _prompt_means(first, sizes), _prompt_means(second, sizes), sizes
@@ -140,16 +146,43 @@ def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -
         answers_p_value=sign_flip(int(gain.sum()) for gain in gains),
         log_probability_difference=difference,
         standard_error=error,
-        log_probability_p_value=_p_value(difference, error, len(prompts)),
+        log_probability_p_value=_p_value(difference, error, len(sizes)),
     )
 
 
+def _cut(arm: Answered, other: Answered) -> dict[str, TaskRecall]:
+    """An arm's answers to the questions that the other arm was asked, too."""
+    cut = dict(arm)
+    for task, recall in arm.items():
+        if len(recall.correct) <= len(other[task].correct):
+            continue
+        shared, start = list[int](), 0
+        for mine, theirs in zip(recall.by_length, other[task].by_length, strict=True):
+            shared += range(start, start + min(mine.questions, theirs.questions))
+            start += mine.questions
+        correct = "".join(recall.correct[place] for place in shared)
+        logs = [recall.log_probabilities[place] for place in shared]
+        changes = {"correct": correct, "log_probabilities": logs}
+        cut[task] = recall.model_copy(update=changes)
+    return cut
+
+
+def _cut_sizes(arm: Answered, prompts: Sizes) -> list[int]:
+    """How many questions each prompt asks of those that an arm was asked. Where it was asked only
+    some of a task, all prompts of this task ask as many."""
+    sizes: list[int] = []
+    for task, recall in arm.items():
+        ends = list(accumulate(prompts[task]))
+        sizes += prompts[task][: ends.index(len(recall.correct)) + 1]
+    return sizes
+
+
 def compare_feedback(
-    arms: Mapping[str, MeasuredArm], tokens: list[int], prompts: Sequence[int]
+    arms: Mapping[str, MeasuredArm], tokens: list[int], prompts: Sizes
 ) -> list[FeedbackComparison]:
     """Compare every arm that has error feedback with the nearest codes of its artifact.
 
-    `tokens` counts the tokens of each text, and `prompts` the questions of each prompt.
+    `tokens` counts the tokens of each text.
     """
     comparisons = []
     for other in arms.values():

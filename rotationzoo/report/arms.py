@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
-from rotationzoo.artifact.scores import Decision
+from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import Artifact
 
 EXACT = "exact model"
@@ -72,12 +72,19 @@ def label_arms(
         if arm.kind == "baseline":
             baselines[_WORDS.get(arm.name, arm.name)] = arm
     of_artifact = arms_of(arms, identity)
+    ours = *of_artifact, *compared
+    with_feedback = {arm.artifact for arm in ours if arm.rounding == "feedback"}
     shown: dict[str, MeasuredArm] = {}
-    for arm in (*of_artifact, *compared):
-        label, count = arm.name, 1
+    for arm in ours:
+        name = arm.name
+        if arm.rounding == "feedback":
+            name = plain_name(name)
+        elif arm.artifact in with_feedback and not arm.pooled:
+            name += ", nearest codes"
+        label, count = name, 1
         while label in (EXACT, *baselines, *shown):
             count += 1
-            label = f"{arm.name} ({count})"
+            label = f"{name} ({count})"
         shown[label] = arm
     decided = {decision.arm for decision in evaluation.window.verdict.decisions}
     chosen = [arm for arm in of_artifact if arm.name in decided]

@@ -57,36 +57,47 @@ def _name(model: Model) -> str:
     return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
-def decided_words(decision: Decision, model: Sequence[str], artifact: str) -> list[str] | None:
+def decided_words(
+    decision: Decision, model: Sequence[str], artifact: str, served: Sequence[str] = ()
+) -> list[str] | None:
     """The words after `rotationzoo` for what a decision calls for before an artifact is used; None
     where it calls for nothing.
 
-    `model`: its name and, where it needs one, the option for its revision.
+    - `model`: its name and, where it needs one, the option for its revision;
+    - `served`: the option for its engine, if one was chosen.
     """
     if decision.action == "hadamard":
-        return ["calibrate", *model, "--recipe", "hadamard"]
+        return ["calibrate", *model, "--recipe", "hadamard", *served]
     if decision.action == "identity":
-        return ["generate", *model, "--rotations", "none"]
+        return ["generate", *model, "--rotations", "none", *served]
     if decision.more_questions is not None:
         asked = ["--questions", str(decision.more_questions), "--seed", "1"]
-        return ["evaluate", *model, artifact, *asked, "--save"]
+        return ["evaluate", *model, artifact, *served, *asked, "--save"]
     return None
 
 
-def use_commands(manifest: Manifest, decision: Decision | None) -> list[str]:
-    """The commands that fit the decision on an artifact in FOLDER; None stands for no decision."""
-    name = _name(manifest.model)
-    prompt = [] if name == "demo" else ["--prompt", "Once upon a time"]
-    generate = ["generate", name, "--rotations", "FOLDER", *prompt]
-    measure = ["evaluate", name, "FOLDER", "--save"]
+def use_commands(
+    manifest: Manifest, decision: Decision | None, engine: str | None = None
+) -> list[str]:
+    """The commands that fit the decision on an artifact in FOLDER; None stands for no decision.
+    Where no `engine` was chosen, it is a released vLLM."""
+    model, named = manifest.model, engine or "vllm"
+    # Whoever draws a page knows a local model by the name of its folder.
+    name = [model.id if model.config_sha256 else "MODEL"]
+    prompt = [] if name == ["demo"] else ["--prompt", "Once upon a time"]
+    generate = ["generate", *name, "--rotations", "FOLDER", *prompt]
+    served = ["--for", engine] if engine else []
+    measure = ["evaluate", *name, "FOLDER", "--for", named, "--save"]
+    words = decision and decided_words(decision, name, "FOLDER", served)
     if decision is None or decision.action == "ask":
-        more = decision and decided_words(decision, [name], "FOLDER")
-        commands = [more or measure, generate]
-    elif words := decided_words(decision, [name], "FOLDER"):
+        commands = [words or measure, generate]
+    elif words:
         commands = [words]
     elif decision.action == "use":
-        serve = ["serve", name, "--rotations", "FOLDER"]
-        commands = [serve, ["export", "FOLDER", "--for", "sglang"], generate]
+        start = ["export", "FOLDER", "--for", named]
+        if named == "vllm":  # for which nothing is exported
+            start = ["serve", *name, "--rotations", "FOLDER"]
+        commands = [start, generate]
     else:
         commands = [[*generate, "--compare"]]
     return [shlex.join(["rotationzoo", *words]) for words in commands]

@@ -3,7 +3,7 @@ the terminal, the card and the pages share."""
 
 from collections.abc import Iterable
 
-from rotationzoo.artifact.measured import AboutArm, Conditions, Measured
+from rotationzoo.artifact.measured import ArmSummary, Conditions, Measured
 from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.size import CONTEXT
 from rotationzoo.words import counted, number, numbers, percent, sentence
@@ -28,10 +28,17 @@ _ABOUT_RIVALS = (
 ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included"
 
 
-def describe_arms(arms: Iterable[AboutArm]) -> list[str]:
-    """Sentences on the arms whose names do not say what they are."""
+def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
+    """Sentences on the arms whose names do not say what they are, or that were asked less."""
     shown = list(arms)
     about = []
+    asked = {arm.name: arm.all_tasks.questions for arm in shown if arm.all_tasks}
+    most = max(asked.values(), default=0)
+    if fewer := [name for name, questions in asked.items() if questions < most]:
+        about.append(
+            f"{', '.join(fewer)}: asked the first {asked[fewer[0]]:,} of {most:,} questions, "
+            "because the decision compares other arms"
+        )
     if any(arm.name == "kivi" and arm.kind == "baseline" for arm in shown):
         about.append(_ABOUT_KIVI)
     ours = {"identity", "hadamard", "random", "kivi"}

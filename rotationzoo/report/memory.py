@@ -86,7 +86,7 @@ def describe_memory(artifact: Artifact, measured: Measured | None, context: int)
     elements = _count_elements(cached_layers(artifact.geometry))
     layout = layout_of(artifact, measured)
     rows = []
-    for tokens in sorted({*_CONTEXTS, context}):
+    for tokens in sorted({*(each for each in _CONTEXTS if each < context), context}):
         bits = bits_per_element(artifact.geometry, layout, tokens)
         size = elements * tokens / 8
         sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]

@@ -51,17 +51,20 @@ def make_report(
     artifact: Artifact,
     others: Sequence[Artifact] = (),
     signature: Badge | None = None,
-    context: int = CONTEXT,
+    context: int | None = None,
 ) -> Report:
     """A report from what is stored in an artifact, with the arms of `others` next to its own where
     they were measured in the same way. No model is read.
 
     - `signature`: what is known of it, which is a matter of the zoo;
-    - `context`: tokens of the request whose memory is shown.
+    - `context`: tokens of the request whose memory is shown; by default the model's positions, if
+      its evaluation knows them.
 
     Raises `RotationZooError` for a damaged file.
     """
     arms, measured = gather_arms(artifact, others), artifact.measured
+    engine = measured.engine if measured else None
+    context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
     validation = validation_badge(artifact.manifest.metrics.validation)
     badges = [badge for badge in (signature, validation) if badge is not None]
@@ -78,7 +81,7 @@ def make_report(
     return Report(
         model=model_title(artifact.manifest.model),
         badges=[badge for badge in badges if badge.kind != "plain"],
-        verdict=replace(verdict, commands=use_commands(artifact.manifest, decision)),
+        verdict=replace(verdict, commands=use_commands(artifact.manifest, decision, engine)),
         folded=[*folded, describe_making(artifact)],
         version=artifact.manifest.versions.rotationzoo,
     )

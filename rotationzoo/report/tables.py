@@ -96,8 +96,12 @@ def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
     starts = [f"from {score.from_:,}" for score in next(iter(recalls.values())).by_distance]
     rows = []
     for name, recall in recalls.items():
-        pairs = zip(recall.by_distance, recalls[EXACT].by_distance, strict=True)
-        rows.append([name, *(_score(score, most) for score, most in pairs)])
+        scores = {score.from_: score for score in recall.by_distance}
+        cells = [name]
+        for most in recalls[EXACT].by_distance:
+            score = scores.get(most.from_)
+            cells.append(UNKNOWN if score is None else _score(score, most))
+        rows.append(cells)
     return Table("recall by distance", ["arm", *starts], rows)
 
 

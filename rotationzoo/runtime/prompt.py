@@ -17,7 +17,7 @@ from rotationzoo.text.rows import read_corpus, start_tokens
 TOKENS = 2048
 LEAD = 1024
 """Tokens put before a prompt that would stay exact."""
-_SEED = 25
+_SEED = 209
 """Of the demo's own prompt. It was chosen because its answer needs the rotations: with none, with
 Hadamard's or with a stranger's, it is wrong (`tests/runtime/test_example.py`)."""
 

@@ -80,7 +80,7 @@ def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
     first = inside(*words)
     last_note = first.stderr.splitlines()[-1]
     assert last_note == "Next: rotationzoo evaluate demo out --save"
-    assert "demo, recipe oscar: 4 layers, effective rank of keys" in first.stdout
+    assert "demo: rotations of 4 layers, from 2,048 tokens" in first.stdout
     assert "2,048 tokens in" in first.stdout
     assert "K dim" not in first.stdout
     assert "K dim" in inside("inspect", "out").stdout
@@ -171,7 +171,7 @@ def test_names_that_look_like_markup_and_work_that_is_done(inside, tiny):
     shutil.copytree(tiny, inside.folder / "[bold]x")
     words = ["calibrate", "./[bold]x", *SMALL, "--output", "out"]
     first = inside(*words)
-    assert "[bold]x, recipe oscar" in first.stdout
+    assert "[bold]x: rotations of 2 layers" in first.stdout
     assert "done already" not in first.stderr
     assert "done already" in inside(*words).stderr
 

@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 from support.reports import recall
 
+from rotationzoo.artifact.scores import LengthScore
 from rotationzoo.evaluation import verdict
 from rotationzoo.evaluation.verdict import sign_flip
 
@@ -22,12 +23,23 @@ def answered(correct: str, shift: float = 0.0, wobble: float = 0.01) -> dict:
     }
 
 
-def compare_answers(*given) -> dict:
-    return verdict.compare_answers(*given).model_dump()
+def by_task(prompts: list[int], tasks: dict) -> dict:
+    """The sizes of prompts, shared out to the tasks whose questions they hold."""
+    sizes, left = {}, iter(prompts)
+    for task, each in tasks.items():
+        sizes[task] = []
+        while sum(sizes[task]) < len(each.correct):
+            sizes[task].append(next(left))
+    return sizes
 
 
-def judge_answers(*given) -> dict:
-    return verdict.judge_answers(*given).model_dump()
+def compare_answers(first: dict, second: dict, prompts: list[int]) -> dict:
+    return verdict.compare_answers(first, second, by_task(prompts, first)).model_dump()
+
+
+def judge_answers(arms: dict, judged: list[str], prompts: list[int]) -> dict:
+    sizes = by_task(prompts, next(iter(arms.values())))
+    return verdict.judge_answers(arms, judged, sizes).model_dump()
 
 
 def test_whole_prompts_are_flipped():
@@ -68,6 +80,21 @@ def test_log_probabilities_are_compared_by_prompts():
     expected = stats.ttest_1samp([-1.5, -3.0, -4.0, -5.0], 0)
     assert even["log_probability_p_value"] == pytest.approx(expected.pvalue)
     assert compare_answers(first, zeros, [8])["log_probability_p_value"] is None
+
+
+def test_of_arms_that_are_asked_less_the_shared_questions_are_compared():
+    """Two lengths, of which the second arm answered the first four of eight questions each."""
+    lengths = {"length": 0, "answered": 0, "log_probability": 0.0}
+    eight, four = ([LengthScore(questions=count, **lengths)] * 2 for count in (8, 4))
+    whole = recall("11110000" * 2, [-1.0] * 16).model_copy(update={"by_length": eight})
+    short = recall("0100" * 2, [-2.0] * 8).model_copy(update={"by_length": four})
+    sizes = {"copy": [2] * 8}
+    paired = verdict.compare_answers({"copy": whole}, {"copy": short}, sizes)
+    assert (paired.answered, paired.other_answered, paired.only_other) == (8, 2, 0)
+    assert paired.log_probability_difference == 1
+    assert paired == verdict.compare_answers(
+        {"copy": recall("1111" * 2, [-1.0] * 8)}, {"copy": short}, {"copy": [2] * 4}
+    )
 
 
 def test_answers_decide_before_log_probabilities():

@@ -35,9 +35,9 @@ def save_stranger(folder) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def asked():
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def asked(request):
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=request.param)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     prompt = write_example(tokenizer, 64, 256, None)
     answer = tokenizer(prompt.answer, add_special_tokens=False).input_ids
@@ -51,7 +51,7 @@ def margin(asked, cache) -> float:
     Below 0, the model writes something else."""
     least, ids = float("inf"), asked.prompt.ids[None]
     for token in asked.answer:
-        logits = asked.model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = asked.model(ids, past_key_values=cache, use_cache=True).logits[0, -1].float()
         others = torch.cat([logits[:token], logits[token + 1 :]])
         least = min(least, float(logits[token] - others.max()))
         ids = torch.tensor([[token]])
@@ -68,10 +68,10 @@ def test_the_demo_is_answered_with_its_rotations_and_with_no_others(asked, tmp_p
         ),
         "none": None,
     }
-    # Kernels and threads move these by less than .01. Measured: 3.00 and 2.42.
+    # A GPU runs bfloat16, where kernels and threads move these by .3. Measured: 3.1 and 2.8.
     assert margin(asked, DynamicCache(config=asked.model.config)) > 1
     assert margin(asked, RotatedCache(made, asked.model)) > 1
     caches = {name: RotatedCache(each, asked.model) for name, each in others.items()}
     margins = {name: margin(asked, cache) for name, cache in caches.items()}
-    # Measured: -6.21, -7.89 and -17.98.
+    # Measured: -8.3, -6.4 and -18.0, or less.
     assert max(margins.values()) < -1, margins

@@ -1,13 +1,14 @@
 """Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import chain, product
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, product
 
 from transformers import PreTrainedModel
 
 from rotationzoo.evaluation.forward import CacheReader, Trial
+from rotationzoo.evaluation.pace import Pace, Reader
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
@@ -16,6 +17,7 @@ from rotationzoo.recall.prompts import Prompt
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.words import duration
 
 # A model can do a task if the statements add at least this share to the questions that it answers,
 # or take at least half from the nats that the right answers lack.
@@ -51,7 +53,7 @@ class TaskAnswers:
     exact: list[ExactAnswers]
     arms: dict[tuple[CacheLayout, str], list[Answers]]
     """Keyed by cache and name of the arm: the answers to each series that the exact model can
-    do."""
+    do. Arms that decide nothing answer only the questions of the first round."""
 
     @property
     def asked(self) -> list[ExactAnswers]:
@@ -81,34 +83,38 @@ class Request:
     prompts: list[Prompt]
     simulation: Simulation | None = None
     reader: CacheReader | None = None
+    timed_as: Reader = None
 
 
+@dataclass(frozen=True)
 class Asking:
-    """Reads answers in batches and reports how many tokens of a stage's prompts are read.
+    """Reads answers in batches and reports how many tokens of a stage's prompts are read."""
 
-    * `name`: what errors call the model;
-    * `tokens`: how many a forward pass may read; a longer prompt has one of its own.
-    """
-
-    def __init__(self, model: PreTrainedModel, name: str, tokens: int, progress: Progress):
-        self.model, self.name, self.tokens, self.progress = model, name, tokens, progress
+    model: PreTrainedModel
+    name: str
+    """What errors call the model."""
+    tokens: int
+    """How many a forward pass may read; a longer prompt has one of its own."""
+    progress: Progress
+    pace: Pace = field(default_factory=Pace)
 
     def ask(self, stage: str, requests: Sequence[Request]) -> list[Answers]:
         """The answers to each request."""
         batches = [self._cut(request.prompts) for request in requests]
-        tokens = [_tokens(rows) for rows in chain.from_iterable(batches)]
-        progress, done = in_tokens(self.progress, tokens), 0
-        progress(stage, 0, len(tokens))
+        passes = [_tokens(rows) for rows in chain.from_iterable(batches)]
+        progress, done = in_tokens(self.progress, passes), 0
+        progress(stage, 0, len(passes))
         answers = []
         for request, of_request in zip(requests, batches, strict=True):
             parts = []
             # One simulation for all batches of a request, because it keeps the masks of every
             # length.
-            with self._reading(request):
+            tokens = _tokens(request.prompts)
+            with self._reading(request), self.pace.timing(request.timed_as, tokens):
                 for rows in of_request:
                     parts.append(read_answers(self.model, rows, len(rows), request.reader))
                     done += 1
-                    progress(stage, done, len(tokens))
+                    progress(stage, done, len(passes))
             answers.append(join_answers(parts))
         return answers
 
@@ -132,11 +138,13 @@ def answer_tasks(
     plan: TaskPlan,
     trial: Trial,
     is_settled: Callable[[TaskAnswers], bool] = lambda answers: True,
+    deciding: Collection[str] = (),
 ) -> TaskAnswers:
     """Ask the exact model, and every arm with every cache what the exact model can do, until the
     answers are settled or all questions are asked. Without their statements, the questions of the
-    first round are asked alone: they tell what the model can do. An interrupt (Ctrl-C) in a later
-    round ends the questions, and the answers are those of the rounds before it, with a note.
+    first round are asked alone: they tell what the model can do. Later rounds ask the arms named in
+    `deciding` alone. An interrupt (Ctrl-C) in a later round ends the questions, and the answers are
+    those of the rounds before it, with a note.
 
     Raises `RotationZooError` for prompts that do not fit the device's memory.
     """
@@ -149,6 +157,7 @@ def answer_tasks(
     exact = [ExactAnswers(*each) for each in zip(series, replies[::2], replies[1::2], strict=True)]
     able = [each.series for each in exact if each.can_do]
     answers = TaskAnswers(plan, first, exact, _ask_arms(asking, trial, able))
+    trial = replace(trial, arms=[arm for arm in trial.arms if arm.name in deciding])
     for questions in later:
         if not answers.asked or is_settled(answers):
             break
@@ -169,12 +178,16 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
         series = whole[each.series.task, each.series.length]
         added.append(series.part(answers.questions, questions))
     looks = answers.plan.settings.looks
-    ending = f", round {looks.index(questions) + 1} of at most {len(looks)}"
+    number = looks.index(questions) + 1
+    ending = f", round {number} of at most {len(looks)}"
+    able = [whole[each.series.task, each.series.length] for each in answers.asked]
+    deciding = [arm.name for arm in trial.arms]
+    asking.pace.tell(describe_rounds(asking.pace, able, looks, deciding, number))
     requests = [Request(series.prompts) for series in added]
     replies = asking.ask(f"answering with the exact cache{ending}", requests)
-    arms = _ask_arms(asking, trial, added, ending)
-    for key, before in answers.arms.items():
-        arms[key] = [join_answers(pair) for pair in zip(before, arms[key], strict=True)]
+    arms = dict(answers.arms)
+    for key, more_answers in _ask_arms(asking, trial, added, ending).items():
+        arms[key] = [join_answers(pair) for pair in zip(arms[key], more_answers, strict=True)]
     exact, of_round = [], zip(added, replies, strict=True)
     for each in answers.exact:
         if each.can_do:
@@ -208,10 +221,32 @@ def _request(
     model: PreTrainedModel, trial: Trial, cache: CacheLayout, arm: Arm, prompts: list[Prompt]
 ) -> Request:
     """The prompts of a series, read from an arm's cache."""
+    place = cache, arm.name
     if trial.through:
-        return Request(prompts, reader=trial.through(model, arm, cache))
+        return Request(prompts, reader=trial.through(model, arm, cache), timed_as=place)
     layers = set(trial.layers)
-    return Request(prompts, Simulation(arm, cache, trial.geometry, layers, trial.sides))
+    simulation = Simulation(arm, cache, trial.geometry, layers, trial.sides)
+    return Request(prompts, simulation, timed_as=place)
+
+
+def describe_rounds(
+    pace: Pace,
+    series: Sequence[Series],
+    looks: Sequence[int],
+    deciding: Collection[str],
+    number: int = 1,
+) -> str:
+    """How long the round of this number takes by the `pace`, and how long all do that may follow.
+    Only the arms named in `deciding` are asked in later rounds than the first."""
+    seconds = []
+    for start, stop in pairwise((0, *looks)):
+        tokens = sum(_tokens(each.part(start, stop).prompts) for each in series)
+        seconds.append(pace.estimate(tokens, deciding if start else None))
+    this, rest = seconds[number - 1], sum(seconds[number:])
+    if len(looks) == 1:
+        return f"the questions take about {duration(this)}"
+    words = f"round {number} of at most {len(looks)}: about {duration(this)}"
+    return f"{words}; all rounds: at most {duration(this + rest)}" if rest else words
 
 
 def _tokens(prompts: Sequence[Prompt]) -> int:

@@ -2,8 +2,8 @@
 are; of the exact model and of every arm, task by task."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 
 import torch
 
@@ -151,13 +151,22 @@ def score_arm(
 ) -> tuple[dict[str, TaskRecall], RecallDetails | None]:
     """The scores of an arm with one cache: of each task, and of all together."""
     asked = [exact.series for exact in answers.asked]
-    replies = list(zip(asked, answers.arms[cache, arm], strict=True))
+    given = answers.arms[cache, arm]
+    # Of arms that decide nothing, only the first questions.
+    replies = [(_answered(*each), each[1]) for each in zip(asked, given, strict=True)]
     tasks: dict[str, TaskRecall] = {}
     for task in dict.fromkeys(series.task for series in asked):
         same = [(series, reply) for series, reply in replies if series.task == task]
         lengths = [_score_length(reply) for reply in same]
         tasks[task] = Scorer.of(same).task_recall(lengths)
     return tasks, _recall_all(replies)
+
+
+def _answered(series: Series, answers: Answers) -> Series:
+    """The first prompts of the series: those that are answered."""
+    ends = list(accumulate(len(prompt.questions) for prompt in series.prompts))
+    last = ends.index(len(answers.correct))
+    return replace(series, prompts=series.prompts[: last + 1])
 
 
 def score_exact(answers: TaskAnswers) -> tuple[dict[str, ExactTaskRecall], RecallDetails | None]:
