@@ -95,7 +95,7 @@ FINE = Format(
     fine_channels=48,
 )
 """As many bytes as `SGLANG` where a row is one group: a float16 scale and 48 third bits take the
-place of a float32 scale and a float32 offset. Caches of our own have it, and the plugin for vLLM."""
+place of a float32 scale and a float32 offset. Caches of our own have it, and vLLM's plugin."""
 
 FORMATS = {"sglang": SGLANG, "vllm": VLLM, "mlx": MLX}
 """The formats of engines."""

@@ -12,16 +12,15 @@ _ALIGNMENT = 16  # bytes: what a GPU loads at once
 
 
 class Sections(NamedTuple):
-    """The parts of packed rows, each by itself, so that a kernel reads aligned words."""
+    """The parts of packed rows, each by itself, so that a kernel reads aligned words: two bits of
+    each code, uint8 `[B, H, T, D / 4]`, the third bits of the last channels, uint8
+    `[B, H, T, fine channels / 8]`, and scales `[B, H, T / S, G]` and offsets of this shape, or
+    `[B, H, T / S, 0]`, in the format's type."""
 
     codes: torch.Tensor
-    """uint8 `[B, H, T, D / 4]`: two bits of each code."""
     thirds: torch.Tensor
-    """uint8 `[B, H, T, fine channels / 8]`: the third bits of the last channels."""
     scale: torch.Tensor
-    """`[B, H, T / S, G]`, in the format's type."""
     offset: torch.Tensor
-    """Like `scale`, or `[B, H, T / S, 0]` in a format without offsets."""
 
 
 @dataclass(frozen=True)
