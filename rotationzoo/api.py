@@ -21,7 +21,16 @@ from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import PRESETS, Recipe, load, override, with_feedback, with_rope_scaling
+from rotationzoo.recipe import (
+    BUDGETS,
+    PRESETS,
+    Recipe,
+    load,
+    override,
+    with_budget,
+    with_feedback,
+    with_rope_scaling,
+)
 from rotationzoo.runtime.generation import Generation, Sampling
 from rotationzoo.runtime.job import generate as run_generation
 from rotationzoo.runtime.options import CacheOptions
@@ -68,6 +77,12 @@ class CalibrationOptions(Text, Rows, total=False):
     feedback: bool
     """Store, or leave out, what a cache needs to choose codes by error feedback. Without
     this option, the recipe decides."""
+    bits: float
+    """A budget: bits an element, with scales, on average over layers and sides. Layers whose
+    rounding costs more get more of them, in caches of the format `fine`."""
+    key_bits: float
+    value_bits: float
+    """Budgets of keys and of values, instead of `bits`."""
     restart: bool
     """Discard an existing checkpoint and replace an existing artifact."""
     progress: Progress
@@ -90,6 +105,8 @@ class EvaluationOptions(Text, Rows, total=False):
     windows: list[tuple[int, int]]
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""
+    bits: float
+    """Another budget of bits an element than the artifacts', which must have one."""
     format: str
     """The engine's 2-bit format, such as `sglang` or `mlx`."""
     pooled: bool
@@ -106,6 +123,8 @@ class EvaluationOptions(Text, Rows, total=False):
     prefill_layout: Literal["server", "window"]
     real_cache: bool
     """Read tasks through a cache that stores 2 bits, and not a simulation of it."""
+    drift: int
+    """Let the exact model generate so many tokens, which a cache that stores 2 bits reads, too."""
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
     baselines: tuple[str, ...]
@@ -190,6 +209,8 @@ def calibration_job(
     chosen = override(loaded, **_take_text(settings))
     if "feedback" in settings:
         chosen = with_feedback(chosen, settings.pop("feedback"))
+    if budget := {name: settings.pop(name) for name in BUDGETS if name in settings}:
+        chosen = with_budget(chosen, **budget)
     if "rope_scaling" in settings:
         chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
     folder = default_output(model, chosen.name) if output is None else Path(output).expanduser()

@@ -41,6 +41,13 @@ class Rotation:
     """The symmetric matrix `[KV heads, D, D]`, float32, after which the channels of a row vary
     alike. None where the recipe does not whiten."""
 
+    sensitivity: torch.Tensor | None = None
+    """Nats a predicted token that the model loses while this side of this layer alone is stored in
+    codes of 2 bits: float64 `[]`. None where the recipe has no budget of bits."""
+    fine_channels: torch.Tensor | None = None
+    """The `Format.fine_channels` of this side's rows in a format without an offset: int64 `[]`.
+    None leaves the format's."""
+
     @property
     def forward(self) -> torch.Tensor:
         """`[H, D, D]`: what rows without their mean are multiplied by where their codes are chosen
@@ -130,6 +137,11 @@ class Rotations(Mapping[int, LayerRotations]):
     def has_feedback(self) -> bool:
         """Whether both sides of every layer have the factor that error feedback needs."""
         return all(rotation.feedback is not None for _, _, rotation in self.each())
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether layers and sides have different bits."""
+        return any(rotation.fine_channels is not None for _, _, rotation in self.each())
 
     @property
     def orthogonality_error(self) -> float:

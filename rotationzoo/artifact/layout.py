@@ -15,6 +15,8 @@ from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 
+OPTIONAL = ("eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels")
+"""Fields of a rotation that may be missing; tensors have their names."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
 
@@ -54,14 +56,9 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
     for layer, side, rotation in rotations.each():
         tensors[matrix_name(layer, side)] = rotation.matrix
         tensors[tensor_name(layer, side, "clip")] = rotation.clip
-        if rotation.eigenvalues is not None:
-            tensors[tensor_name(layer, side, "eigenvalues")] = rotation.eigenvalues
-        if rotation.mean is not None:
-            tensors[tensor_name(layer, side, "mean")] = rotation.mean
-        if rotation.feedback is not None:
-            tensors[tensor_name(layer, side, "feedback")] = rotation.feedback
-        if rotation.whitening is not None:
-            tensors[tensor_name(layer, side, "whitening")] = rotation.whitening
+        for field in OPTIONAL:
+            if (tensor := getattr(rotation, field)) is not None:
+                tensors[tensor_name(layer, side, field)] = tensor
     return tensors
 
 
@@ -79,14 +76,9 @@ def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
 
 
 def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -> Rotation:
-    return Rotation(
-        tensors[matrix_name(layer, side)],
-        tensors[tensor_name(layer, side, "clip")],
-        tensors.get(tensor_name(layer, side, "eigenvalues")),
-        tensors.get(tensor_name(layer, side, "mean")),
-        tensors.get(tensor_name(layer, side, "feedback")),
-        tensors.get(tensor_name(layer, side, "whitening")),
-    )
+    optional = {field: tensors.get(tensor_name(layer, side, field)) for field in OPTIONAL}
+    clip = tensors[tensor_name(layer, side, "clip")]
+    return Rotation(tensors[matrix_name(layer, side)], clip, **optional)
 
 
 def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
@@ -154,6 +146,8 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
             if recipe.feedback and recipe.whiten:
                 fields["whitening"] = torch.float32, (layer.kv_heads, dim, dim)
+            if recipe.has_budget:
+                fields |= {"sensitivity": (torch.float64, ()), "fine_channels": (torch.int64, ())}
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
     return shapes

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from rotationzoo.artifact.scores import (
     AnswerVerdict,
     Decision,
+    Drift,
     Errors,
     ExactTaskRecall,
     Figures,
@@ -323,6 +324,7 @@ class Measured(Conditions):
     rope_scaling: str | None
     exact: Exact
     windows: Annotated[list[Window], Field(min_length=1)]
+    drift: Drift | None = None
     probes: list[Probe] = Field(default_factory=list)
     """What a server with the artifact's rotations answers; empty where none can read them."""
 

@@ -10,12 +10,13 @@ import torch
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
+from rotationzoo.calibration.budget import budget_problems
 from rotationzoo.calibration.fit import factor_problems, fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, geometry_from_json, shifted_layers
-from rotationzoo.recipe import Recipe, from_dict
+from rotationzoo.recipe import BUDGETS, Recipe, from_dict
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 
 # Largest relative error with which a stored rotation may diagonalise its own statistic. 6e-8 was
@@ -57,6 +58,7 @@ class Claim:
             self._clip_problems(rotations),
             self.origin_problems(rotations, statistics),
             factor_problems(rotations, statistics, self.recipe),
+            budget_problems(rotations, self.recipe),
             self._mean_problems(rotations, statistics or {}),
         )
         return sentences(problems) + self.centering_problems(rotations)
@@ -114,7 +116,7 @@ class Claim:
         recomputed."""
         # Leave out what comes from statistics, which is checked elsewhere.
         measured = "center_keys", "center_values", "feedback", "whiten"
-        formula = dict.fromkeys(measured, False)
+        formula = dict.fromkeys(measured, False) | dict.fromkeys(BUDGETS)
         alone = self.recipe.model_copy(update=formula)
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix

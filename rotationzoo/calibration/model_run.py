@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.calibration.budget import spend_bits
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
+from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import attend_as_is, check_transparent
@@ -75,15 +77,20 @@ def run_model(
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
+        if recipe.has_budget:
+            rotations = measure_sensitivities(
+                model, geometry, rotations, text.rows, recipe, progress
+            )
+            rotations = spend_bits(rotations, recipe)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
-    """Load the model's weights. Only its decoder runs."""
+    """Load the model's weights. Only its decoder runs, unless predictions are compared."""
     job = planned.job
     assert planned.config is not None
-    device, dtype = job.torch_device, job.torch_dtype
-    return loading.load(planned.source, planned.config, device, dtype, placement, predicts=False)
+    device, dtype, predicts = job.torch_device, job.torch_dtype, job.recipe.has_budget
+    return loading.load(planned.source, planned.config, device, dtype, placement, predicts)
 
 
 def _first_tokens(model: PreTrainedModel, text: Corpus | None) -> torch.Tensor:

@@ -6,6 +6,7 @@ This stands apart from `plan` because `verify` needs it, and does not wait for t
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rotationzoo.calibration.budget import check_budget
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
@@ -31,6 +32,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
         )
     dims = head_dims(geometry)
     check_group_size(recipe.group_size, dims)
+    check_budget(recipe, geometry)
     # Build the rotations only for the errors that it raises.
     for dim in sorted(dims):
         if recipe.has_eigenbasis:

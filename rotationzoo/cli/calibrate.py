@@ -46,6 +46,11 @@ def calibrate_command(
             help="Store what a cache needs to choose codes by error feedback.",
         ),
     ] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Budget: bits an element; layers that lose more get more.")
+    ] = None,
+    key_bits: Annotated[float | None, typer.Option(help="The same for keys alone.")] = None,
+    value_bits: Annotated[float | None, typer.Option(help="The same for values alone.")] = None,
     subset: options.Subset = None,
     split: options.Split = None,
     column: options.Column = None,

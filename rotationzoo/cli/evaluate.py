@@ -12,6 +12,11 @@ from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
 
+_RIVALS = (
+    "Other engines' caches, too: fp8, nvfp4, q8_0, q4_0, "
+    "kvarn-k2v2, exl3-2, lmdeploy-42, mlx-2 and others."
+)
+
 
 def evaluate_command(
     model: options.ModelName,
@@ -37,9 +42,8 @@ def evaluate_command(
         str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
     ] = None,
     format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
-    rivals: Annotated[
-        str | None, typer.Option(help="Other engines' caches, too: fp8,int4_per_token_head.")
-    ] = None,
+    bits: options.Budget = None,
+    rivals: Annotated[str | None, typer.Option(help=_RIVALS)] = None,
     pooled: Annotated[
         bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
     ] = None,
@@ -57,6 +61,7 @@ def evaluate_command(
     real_cache: Annotated[
         bool, typer.Option("--real-cache", help="Answer through a cache that really stores 2 bits.")
     ] = False,
+    drift: Annotated[int | None, typer.Option(min=1, help="Drift over N new tokens.")] = None,
     queries: Annotated[
         int | None, typer.Option(min=0, help="Queries per text for the attention KL (32).")
     ] = None,

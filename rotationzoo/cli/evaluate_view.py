@@ -11,6 +11,7 @@ from rotationzoo.report.commands import decided_words
 from rotationzoo.report.conditions import (
     ABOUT_BITS,
     describe_arms,
+    describe_drift,
     describe_prefill,
     describe_recall,
 )
@@ -62,6 +63,7 @@ def _say_evaluation(report: Measured, details: bool) -> None:
         if len(report.windows) > 1:
             say(f"With {_title(window)}:")
         say(*window.verdict.words)
+    say(*describe_drift(report))
 
 
 def _say_details(report: Measured) -> None:

@@ -11,6 +11,7 @@ import typer
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     Anyway,
+    Budget,
     CacheFormat,
     Device,
     DeviceMap,
@@ -69,6 +70,7 @@ def generate_command(
         float | None, typer.Option(help="Sample from the most probable tokens up to this share.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
+    bits: Budget = None,
     format: Annotated[CacheFormat | None, typer.Option(help="The 2-bit format")] = None,
     rounding: Rounding = None,
     sink: Sink = None,
@@ -121,6 +123,7 @@ def generate_command(
         top_p=top_p,
         seed=seed,
         format=format,
+        bits=bits,
         rounding=rounding,
         sink=sink,
         recent=recent,

@@ -13,7 +13,7 @@ _GROUPS = {
     "Signatures": "signer issuer require_signature trust_config sign adopt_index",
     "For experts (--for picks most)": "feedback format rounding sink recent windows clip pooled "
     "rivals uncentered layers keys_only values_only prefill_chunk prefill_layout real_cache "
-    "queries engine_hadamard absorb absorbed",
+    "drift queries engine_hadamard absorb absorbed",
 }
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 _VALUES = {int: "N", float: "N", str: "TEXT", Path: "PATH"}

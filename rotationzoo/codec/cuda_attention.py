@@ -136,7 +136,7 @@ def _has_row_scales(layout: PageLayout) -> bool:
     # that are read together.
     run = 4 if layout.format.packing == "strided" and not fine else 16
     few = layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS
-    return few and fine % 16 == group % run == 0
+    return few and group % run == 0 and fine in range(0, layout.dim + 1, 16)
 
 
 def _has_channel_scales(layout: PageLayout) -> bool:

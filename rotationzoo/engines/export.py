@@ -30,7 +30,7 @@ from rotationzoo.storage.folders import (
     recover,
     temporary_sibling,
 )
-from rotationzoo.words import change
+from rotationzoo.words import change, percent
 
 
 class _Record(strict_json.Strict):
@@ -223,6 +223,11 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
             if pooled.all_tasks and per_head.all_tasks:
                 costs += f", {pooled.all_tasks.answered} of {pooled.all_tasks.questions} questions "
                 costs += f"answered instead of {per_head.all_tasks.answered}"
+            drifts = evaluation.drift.arms if evaluation.drift else {}
+            if window is evaluation.window and {pooled.name, per_head.name} <= drifts.keys():
+                ends = [drifts[arm.name].by_step[-1] for arm in (pooled, per_head)]
+                shares = [percent(end.agreement, 1) for end in ends]
+                costs += f", {shares[0]} of late tokens the exact model's instead of {shares[1]}"
             return (
                 f"one rotation per layer cost this artifact: {costs} (evaluation.json, format "
                 f"{evaluation.format}, windows {window.sink}/{window.recent})"

@@ -5,7 +5,7 @@ from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
-from rotationzoo.engines.registry import choose_format, find_engine
+from rotationzoo.engines.registry import DEFAULT, choose_format, find_engine
 from rotationzoo.errors import UsageError
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
@@ -54,6 +54,8 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
         reduced.append(f"windows {chosen} instead of {recipe.sink}/{recipe.recent}")
     if rotations.has_feedback and not engine.feedback:
         reduced.append("nearest codes instead of error feedback")
+    if rotations.has_budget and request.engine != DEFAULT:
+        reduced.append("the same bits for all layers instead of a budget")
     return reduced
 
 
@@ -62,14 +64,15 @@ def describe_choice(
 ) -> str:
     """What an engine makes of artifacts, in one line: what is picked for it, what it loses, and
     which of the user's `settings` come before that."""
-    engine, codes = find_engine(name), "nearest codes"
+    engine, codes, artifacts = find_engine(name), "nearest codes", list(artifacts)
     rotations = "a rotation per KV head" if engine.heads else "one rotation per layer"
     lost: dict[str, None] = {}
     for artifact in artifacts:
         if engine.feedback and artifact.rotations.has_feedback:
             codes = "error feedback"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
-    picked = f"{rotations}, {codes}, format {engine.format}"
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    picked = f"{rotations}, {codes}, format {choose_format(name, has_budget)}"
     words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)
     return f"{words}. Chosen instead: {instead}" if instead else words
@@ -81,8 +84,9 @@ def choose_measures(
     """The settings of an evaluation that measures what an engine serves of artifacts; `settings`
     are the user's own. Raises `UsageError` for an engine whose codec is not simulated."""
     engine, artifacts = find_engine(name), list(artifacts)
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     chosen: dict[str, Any] = {
-        "format": choose_format(name),
+        "format": choose_format(name, has_budget),
         "uncentered": engine.uncentered,
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
         "notes": [describe_choice(name, artifacts, settings)],

@@ -9,6 +9,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.errors import UsageError
 from rotationzoo.words import nearest
 
@@ -94,11 +95,11 @@ def find_engine(name: str) -> Entry:
     return ENGINES[name]
 
 
-def choose_format(engine: str) -> str:
-    """The format in which an engine's cache is simulated. Raises `UsageError` for a codec that only
-    the engine has."""
+def choose_format(engine: str, has_budget: bool = False) -> str:
+    """The format in which an engine's cache is simulated; rotations may have a budget of bits,
+    which only our own cache stores. Raises `UsageError` for a codec that only the engine has."""
     if format := find_engine(engine).format:
-        return format
+        return BUDGETED if has_budget and engine == DEFAULT else format
     raise UsageError(
         f"{engine} rounds to a codebook of its own, which is not simulated here",
         hint="measure on that engine; for another format, leave out --for: --format sglang",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.budget import spend_bits
 from rotationzoo.calibration.fit import fit
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.compositions import GIVEN
@@ -55,6 +56,7 @@ def build_arms(
     baselines: Collection[str] = BASELINES,
     pooled: bool = False,
     uncentered: Collection[str] = (),
+    bits: float | None = None,
 ) -> list[TestedArm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
     factors; then one with one rotation per layer for each that has more; then one per baseline. All
@@ -63,11 +65,12 @@ def build_arms(
     - `baselines`: those to compare with, in the order of `BASELINES` and `RIVALS`.
     - `pooled`: whether to add the arms with one rotation per layer.
     - `uncentered`: the sides that artifacts' arms store with their mean.
+    - `bits`: another budget of bits than the artifacts'.
     """
     plain: list[TestedArm] = []
     for artifact in artifacts:
         name = _unique_name(artifact, [tested.arm.name for tested in plain])
-        rotations = reduced_rotations(artifact, False, uncentered)
+        rotations = reduced_rotations(artifact, False, uncentered, bits)
         arm = Arm(name, rotations, artifact.recipe.group_size)
         about = AboutArm(name=name, kind="artifact", artifact=artifact.identity)
         plain.append(TestedArm(arm, about))
@@ -140,6 +143,13 @@ def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
     return name
 
 
+def check_rivals(baselines: Collection[str], geometry: Geometry) -> None:
+    """Raise `UsageError` for a rival among the baselines that cannot store this model's heads."""
+    for name in RIVALS:
+        if name in baselines:
+            EngineArm(name).check(geometry)
+
+
 def check_pooled(artifacts: Sequence[Artifact]) -> None:
     """Raise `UsageError` if no artifact has a rotation per KV head, and `RotationZooError` for one
     that has, without the statistics to fit from."""
@@ -153,9 +163,14 @@ def check_pooled(artifacts: Sequence[Artifact]) -> None:
         _check_statistics(artifact)
 
 
+def has_statistics(artifact: Artifact) -> bool:
+    """Whether an artifact has what one rotation per layer is fitted from."""
+    complete = artifact.statistics is not None or not artifact.recipe.needs_statistics
+    return complete and artifact.recipe.composition != GIVEN
+
+
 def _check_statistics(artifact: Artifact) -> None:
-    recipe = artifact.recipe
-    if recipe.composition == GIVEN or (recipe.needs_statistics and artifact.statistics is None):
+    if not has_statistics(artifact):
         raise RotationZooError(
             f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
             "layer from",
@@ -188,10 +203,16 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     return fitted.replace(complete)
 
 
-def reduced_rotations(artifact: Artifact, pooled: bool, uncentered: Collection[str]) -> Rotations:
-    """The rotations of an artifact as an engine takes them: one per layer, if `pooled`, and without
-    the means of the sides `uncentered`. Raises as `check_pooled` does."""
+def reduced_rotations(
+    artifact: Artifact, pooled: bool, uncentered: Collection[str], bits: float | None = None
+) -> Rotations:
+    """The rotations of an artifact as an engine takes them: one per layer, if `pooled`, without the
+    means of the sides `uncentered`, and with another budget of `bits`. Raises as `check_pooled` and
+    `spend_bits` do."""
     rotations = artifact.rotations
+    if bits is not None:
+        budget = {"bits": bits, "key_bits": None, "value_bits": None}
+        rotations = spend_bits(rotations, artifact.recipe.model_copy(update=budget))
     if pooled and rotations.per_head:
         rotations = pooled_rotations(artifact)
 

@@ -195,13 +195,15 @@ def judged_text(data: Data) -> Data:
     return data
 
 
-def check_positions(length: int, config: PretrainedConfig) -> None:
-    """Raise `RotationZooError` for texts of more tokens than the model has positions."""
+def check_positions(length: int, config: PretrainedConfig, drift: int = 0) -> None:
+    """Raise `RotationZooError` for texts, of which `drift` tokens are generated, that are longer
+    than the model has positions."""
     positions = position_count(config)
     if positions is not None and length > positions:
+        smaller = "give a smaller --drift" if drift else f"add: --length {positions}"
         raise RotationZooError(
             f"texts of {length} tokens are longer than the {positions} positions of the model",
-            hint=longer_rows_hint(config, length, f"add: --length {positions}"),
+            hint=longer_rows_hint(config, length, smaller),
         )
 
 

@@ -28,9 +28,9 @@ _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per fo
 
 class CacheReader(Protocol):
     """A model that reads its tokens through a real cache. Called with ids `[B, T]`, it returns an
-    output with the last `logits_to_keep` logits."""
+    output with the last `logits_to_keep` logits; the last `decoded` tokens are decoding steps."""
 
-    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **ignored: Any) -> Any: ...
+    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **options: Any) -> Any: ...
 
 
 Through = Callable[[PreTrainedModel, Arm, CacheLayout], CacheReader]

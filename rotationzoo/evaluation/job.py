@@ -10,14 +10,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Measured, Probe, Text
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.budget import average_fine_channels
 from rotationzoo.codec import int2
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import (
     BASELINES,
     RIVALS,
     build_arms,
     check_pooled,
+    check_rivals,
+    has_statistics,
     judged_arms,
+    reduced_rotations,
     shared_recipe,
 )
 from rotationzoo.evaluation.compatibility import (
@@ -32,6 +37,7 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
+from rotationzoo.evaluation.drift import measure_drift
 from rotationzoo.evaluation.forward import Through, Trial, run_models
 from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, answer_tasks
@@ -64,8 +70,11 @@ class Evaluation(RunSettings):
     """The recall tasks that the model is asked."""
     windows: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
-    format: str = "sglang"
-    """The cache format: a name in `int2.SIMULATED`."""
+    format: str | None = None
+    """The cache format: a name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of
+    bits."""
+    bits: float | None = None
+    """Another budget of bits than the artifacts'."""
     anyway: bool = False
     """Whether artifacts that were made for other weights are measured, too."""
     layers: set[int] | None = None
@@ -78,6 +87,8 @@ class Evaluation(RunSettings):
     """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
     real_cache: bool = False
     """Whether recall tasks are read through a real cache, not a simulation."""
+    drift: int = 0
+    """How many tokens the exact model generates for a real cache. It adds arms of `pooled`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
     rope_scaling: str | None = None
@@ -118,7 +129,7 @@ def evaluate(
     before any weights are fetched.
     """
     _check_settings(job)
-    assert through is not None or not job.real_cache, "a real cache needs its reader"
+    assert through or not (job.real_cache or job.drift), "a real cache needs its reader"
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     saved = [artifact for artifact in artifacts if artifact.folder in job.save_to]
@@ -126,6 +137,8 @@ def evaluate(
         artifact.check_writable()
     if job.pooled:
         check_pooled(artifacts)
+    job = _settle_format(job, artifacts)
+    pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
@@ -145,6 +158,7 @@ def evaluate(
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     check_length(job.data, start)
+    check_positions(start + 1 + job.drift, config, job.drift)
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
@@ -159,7 +173,8 @@ def evaluate(
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        tested = build_arms(artifacts, geometry, job.baselines, job.pooled, job.uncentered)
+        variants = pooled, job.uncentered, job.bits
+        tested = build_arms(artifacts, geometry, job.baselines, *variants)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         judged = judged_arms(tested, job.rounding, job.pooled)
 
@@ -171,7 +186,10 @@ def evaluate(
         reader = through if job.real_cache else None
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
         with loading.forward_errors(job.model, job.batch, job.data.length):
-            measured = run_models(model, text.batches(job.batch), trial, progress)
+            batches, drift = text.batches(job.batch), None
+            measured = run_models(model, batches, trial, progress)
+            if through and job.drift:
+                drift = measure_drift(model, batches, trial, through, job.drift, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
         answers = answer_tasks(asking, plan, trial, is_settled)
         notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
@@ -204,6 +222,7 @@ def evaluate(
         prefill_chunk=job.prefill_chunk,
         prefill_layout=layout,
         real_cache=job.real_cache,
+        drift=drift,
         notes=notes,
         rope_scaling=scaling_of(config),
     )
@@ -213,7 +232,7 @@ def evaluate(
 
 
 def _check_settings(job: Evaluation) -> None:
-    if job.format not in int2.SIMULATED:
+    if job.format not in (None, *int2.SIMULATED):
         formats = ", ".join(int2.SIMULATED)
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
     known = (*BASELINES, *RIVALS)
@@ -227,10 +246,10 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    if job.real_cache and (job.layers is not None or len(job.sides) < 2):
+    if (job.real_cache or job.drift) and (job.layers is not None or len(job.sides) < 2):
         raise UsageError(
             "a real cache stores keys and values of all layers",
-            hint="leave out --real-cache, or --layers, --keys-only and --values-only",
+            hint="leave out --real-cache and --drift, or --layers, --keys-only and --values-only",
         )
     job.tasks.check()
     _ = job.memory_limits  # for its errors
@@ -240,13 +259,25 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
     if job.layers is not None:
         check_layers(job.model, job.layers, geometry)
     check_artifacts(job.model, artifacts, geometry)
+    check_rivals(job.baselines, geometry)
+
+
+def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
+    """The job with the format that it leaves to the artifacts."""
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    return replace(job, format=job.format or (BUDGETED if has_budget else "sglang"))
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
     """One cache per pair of windows."""
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
+    assert job.format is not None
     format = int2.SIMULATED[job.format]
+    if format.offset == "none" and artifacts and artifacts[0].rotations.has_budget:
+        # The baselines take as many bytes as the first artifact.
+        spent = reduced_rotations(artifacts[0], False, (), job.bits)
+        format = replace(format, fine_channels=average_fine_channels(spent))
     layout = job.prefill_layout or "server"
     return [
         CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows

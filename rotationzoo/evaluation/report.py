@@ -118,7 +118,10 @@ def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -
         # Judge again: with fewer arms there are fewer comparisons to correct for.
         decisions = window.verdict.decisions
         windows.append(_judge(window.sink, window.recent, kept, report.exact, decisions))
-    evaluation = report.model_copy(update={"windows": windows, "probes": probes})
+    if (drift := report.drift) is not None:
+        of_kept = {name: arm for name, arm in drift.arms.items() if name in windows[0].arms}
+        drift = drift.model_copy(update={"arms": of_kept})
+    evaluation = report.model_copy(update={"windows": windows, "drift": drift, "probes": probes})
     content = strict_json.text(evaluation.model_dump())
     summary = evaluation.summary().model_dump()
     add_files(artifact, {EVALUATION: content}, {"evaluation": summary})

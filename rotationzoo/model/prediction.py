@@ -1,5 +1,5 @@
-"""A model's predictions in blocks of positions, so that the logits of only some hundred positions
-exist at a time."""
+"""A model's predictions: in blocks of positions, so that the logits of only some hundred positions
+exist at a time, and the tokens that it finds most probable, one after another."""
 
 import copy
 from collections.abc import Iterator
@@ -80,6 +80,21 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
     finally:
         hook.remove()
     return HiddenStates(model, ids, outputs[0])
+
+
+def continue_greedily(
+    model: "PreTrainedModel", ids: torch.Tensor, cache: Any, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continue rows of ids `[B, T]` with the most probable tokens, past any end, through a cache,
+    or the model's own if it is None. Returns the tokens `[B, N]` and all logits `[B, N, V]`."""
+    steps: list[torch.Tensor] = []
+    for _ in range(tokens):
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        steps.append(output.logits[:, -1:])
+        ids = steps[-1].argmax(-1).to(ids.device)
+    logits = torch.cat(steps, dim=1)
+    return logits.argmax(-1).to(ids.device), logits
 
 
 @contextmanager

@@ -5,12 +5,14 @@ from rotationzoo.recipe.loading import (
     from_dict,
     load,
     override,
+    with_budget,
     with_feedback,
     with_rope_scaling,
 )
-from rotationzoo.recipe.schema import FILES, Data, Recipe, digest, name_of, without_paths
+from rotationzoo.recipe.schema import BUDGETS, FILES, Data, Recipe, digest, name_of, without_paths
 
 __all__ = [
+    "BUDGETS",
     "FILES",
     "PRESETS",
     "Data",
@@ -20,6 +22,7 @@ __all__ = [
     "load",
     "name_of",
     "override",
+    "with_budget",
     "with_feedback",
     "with_rope_scaling",
     "without_paths",

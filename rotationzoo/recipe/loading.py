@@ -100,6 +100,17 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
     return recipe.model_copy(update={"feedback": feedback, "name": f"{recipe.name}-{suffix}"})
 
 
+def with_budget(recipe: Recipe, **bits: float | None) -> Recipe:
+    """The recipe with a budget of `bits`, or of `key_bits` and `value_bits`, under a name that says
+    so. Raises `UsageError`."""
+    try:
+        changed = from_dict({**recipe.model_dump(), **bits}, "the options")
+    except RotationZooError as error:
+        raise UsageError(str(error), hint="--bits 2.5, or --key-bits 3 --value-bits 2.5") from error
+    suffix = "-".join(f"{number:g}" for number in bits.values() if number is not None)
+    return changed.model_copy(update={"name": f"{recipe.name}-{suffix}-bits"})
+
+
 def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
     """The recipe for a model whose RoPE is scaled, under a name that says so. Raises
     `UsageError`."""
@@ -117,9 +128,11 @@ def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
 def _first_problem(error: ValidationError) -> str:
     """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]
+    reason = problem["msg"].removeprefix("Value error, ").lower()
+    if not problem["loc"]:  # keys that do not go together
+        return reason
     key = shortened(str(problem["loc"][-1]))
     if problem["type"] == "extra_forbidden":
         section: type[Section] = Data if problem["loc"][0] == "data" else Recipe
         return f"unknown key {key!r}{nearest(key, section.model_fields)}"
-    reason = problem["msg"].removeprefix("Value error, ").lower()
     return f"{key} = {shortened(repr(problem['input']))}: {reason}"

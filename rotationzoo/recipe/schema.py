@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.rope_scaling import RopeScaling
@@ -96,6 +96,10 @@ class Data(Section):
         return name_of(self.source)
 
 
+BUDGETS = ("bits", "key_bits", "value_bits")
+"""The keys of a budget of bits."""
+
+
 class Recipe(Section):
     """Every choice that decides which rotation comes out, in one object that is hashed and stored.
     It covers how statistics become rotations, and the cache that the rotations are for."""
@@ -132,6 +136,13 @@ class Recipe(Section):
     """With `feedback`, also store matrices that keys and values are multiplied by before they are
     rotated, so that their channels vary alike. Queries and outputs are then multiplied by other
     matrices than the rotations."""
+    bits: Annotated[float, Field(gt=2, le=5)] | None = None
+    """Bits an element of the quantized rows, with their scales, on average over layers and sides.
+    With `feedback`, layers whose rounding costs more get more of them, in caches that store the
+    format `fine`. None leaves the same bits to all."""
+    key_bits: Annotated[float, Field(gt=2, le=5)] | None = None
+    value_bits: Annotated[float, Field(gt=2, le=5)] | None = None
+    """The same for keys and for values, instead of `bits`."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are
     never quantized."""
@@ -164,6 +175,20 @@ class Recipe(Section):
     @classmethod
     def _known_scaling(cls, value: str | None) -> str | None:
         return None if value is None else str(RopeScaling.parse(value))
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "Recipe":
+        sides = [self.key_bits, self.value_bits]
+        if any(sides) and (self.bits or not all(sides)):
+            raise ValueError("give bits, or key_bits and value_bits")
+        if self.has_budget and not self.feedback:
+            raise ValueError("a budget of bits needs feedback")
+        return self
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether layers and sides have different bits."""
+        return self.bits is not None or self.key_bits is not None
 
     @property
     def hash(self) -> str:

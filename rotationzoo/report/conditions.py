@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from rotationzoo.artifact.measured import AboutArm, Conditions, Measured
 from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.size import CONTEXT
-from rotationzoo.words import counted, numbers, sentence
+from rotationzoo.words import counted, number, numbers, percent, sentence
 
 _ABOUT_FEEDBACK = (
     "+feedback: the same rotations and the same bytes, but whoever writes the cache chooses the "
@@ -23,7 +23,7 @@ _ABOUT_KIVI = (
 )
 _ABOUT_RIVALS = (
     "caches of other engines, simulated; they get the exact windows of the other arms, although "
-    "their engines keep no token exact"
+    "most of their engines keep no token exact"
 )
 ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included"
 
@@ -69,6 +69,19 @@ def describe_recall(measured: Measured) -> list[str]:
         "the right answer, in nats, also next to the shares; distance: tokens from statement to "
         "answer"
     ]
+
+
+def describe_drift(measured: Measured) -> list[str]:
+    """A sentence on the drift of each arm that was decided on; nothing if it was not measured."""
+    sentences, arms = [], measured.drift.arms if measured.drift else {}
+    for arm in (each.arm for each in measured.window.verdict.decisions if each.arm in arms):
+        words = []
+        for part in (arms[arm].by_step[0], arms[arm].by_step[-1]):
+            share = percent(part.agreement, 1, part.standard_error.get("agreement"))
+            cost = number(part.kl, ".4f", part.standard_error.get("kl"))
+            words.append(f"at {share} of tokens {part.from_ + 1:,} to {part.to:,} (KL {cost})")
+        sentences.append(f"{arm} generates the exact model's token {' and '.join(words)}.")
+    return sentences
 
 
 def describe_conditions(measured: Measured) -> str:

@@ -14,7 +14,7 @@ from rotationzoo.artifact.measured import (
     Verdict,
     Window,
 )
-from rotationzoo.artifact.scores import PairedAnswers, Recall, Score
+from rotationzoo.artifact.scores import Drift, PairedAnswers, Recall, Score
 from rotationzoo.words import UNKNOWN, change, nats, number, percent
 
 EXACT = "exact"
@@ -119,8 +119,23 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     if tables:
         tables.append(distance_table(exact, window.arms))
     tables += [cost_table(window.arms), length_table(window.arms)]
+    if measured.drift and window.verdict is measured.window.verdict:  # that of the first windows
+        tables += drift_tables(measured.drift)
     compared = comparison_table(window.verdict)
     return [*tables, compared] if compared.rows else tables
+
+
+def drift_tables(drift: Drift) -> list[Table]:
+    """The drift of every arm by generated tokens."""
+    tables = []
+    for key, title, format in (("agreement", "same next token", ".1%"), ("kl", "KL", ".4f")):
+        columns, rows = [], []
+        for name, arm in drift.arms.items():
+            columns = [f"{part.from_ + 1}-{part.to}" for part in arm.by_step]
+            parts = [(getattr(part, key), part.standard_error.get(key)) for part in arm.by_step]
+            rows.append([name, *(number(mean, format, error) for mean, error in parts)])
+        tables.append(Table(f"drift: {title}", ["arm", *columns], rows))
+    return tables
 
 
 def comparison_table(verdict: Verdict) -> Table:

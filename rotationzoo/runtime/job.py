@@ -80,7 +80,7 @@ def generate(
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
-    options = as_engine(job.cache)
+    options = as_engine(job.cache, bool(artifact and artifact.rotations.has_budget))
     windows = _windows(options, artifact)
     prompt = _encode(job, tokenizer, windows, position_count(config), note)
     prompt.check_positions(job.model, config)

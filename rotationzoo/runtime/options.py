@@ -34,7 +34,9 @@ class CacheOptions(TypedDict, total=False):
     """Store an artifact as this engine does, such as `mlx`, where other options do not say
     otherwise. The default, `transformers`, loses nothing of it."""
     format: str
-    """`sglang` (the default), `vllm`, `mlx`, `fine` or `kivi`."""
+    """`sglang` (the default), `fine` (that of a budget of bits), `vllm`, `mlx` or `kivi`."""
+    bits: float
+    """Another budget of bits an element than the artifact's, which must have one."""
     sink: int
     recent: int
     """How many first and last tokens stay exact. They default to the recipe's."""
@@ -64,13 +66,13 @@ def build_settings(
             raise UsageError("settings of a cache take no options", hint="leave out the options")
         return rotations
     check_options({**options})
-    options = as_engine(options)
+    options = as_engine(options, _has_budget(rotations))
     recipe = Recipe()
     name = "this cache"
     if isinstance(rotations, Artifact):
         recipe, name = rotations.recipe, str(rotations.folder)
         check_fits(rotations, model)
-        rotations = served_rotations(rotations, options["engine"])
+        rotations = served_rotations(rotations, options["engine"], options.get("bits"))
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
     elif not isinstance(rotations, Rotations):
@@ -84,14 +86,19 @@ def build_settings(
     return settings
 
 
-def as_engine(options: CacheOptions) -> CacheOptions:
-    """The options with all that the engine decides. Raises `UsageError` for an engine whose codec
-    is not simulated."""
+def _has_budget(rotations: Given) -> bool:
+    held = rotations.rotations if isinstance(rotations, Artifact) else rotations
+    return isinstance(held, Rotations) and held.has_budget
+
+
+def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
+    """The options with all that the engine decides for rotations that may have a budget of bits.
+    Raises `UsageError` for an engine whose codec is not simulated."""
     name = options.get("engine", DEFAULT)
     engine = find_engine(name)
     chosen: CacheOptions = {
         "engine": name,
-        "format": choose_format(name),
+        "format": choose_format(name, has_budget),
         "prefill_layout": engine.prefill_layout,
     }
     if not engine.feedback:
@@ -101,10 +108,10 @@ def as_engine(options: CacheOptions) -> CacheOptions:
     return chosen | options
 
 
-def served_rotations(artifact: Artifact, engine: str) -> Rotations:
-    """What an engine reads of an artifact's rotations."""
+def served_rotations(artifact: Artifact, engine: str, bits: float | None = None) -> Rotations:
+    """What an engine reads of an artifact's rotations, with another budget of `bits`."""
     entry = find_engine(engine)
-    return reduced_rotations(artifact, not entry.heads, entry.uncentered)
+    return reduced_rotations(artifact, not entry.heads, entry.uncentered, bits)
 
 
 def settle(name: str, recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:

@@ -18,7 +18,8 @@ class ThroughCache:
 
     What a query reads is what it reads in a `Simulation` of the same layout. With a
     `prefill_chunk`, ids are read chunk by chunk. Without one, they are read one by one as soon as
-    anything is quantized, which takes as many calls as there are tokens.
+    anything is quantized, which takes as many calls as there are tokens; and so are the last
+    `decoded` tokens.
     """
 
     def __init__(self, model: PreTrainedModel, arm: Arm, layout: CacheLayout):
@@ -28,14 +29,14 @@ class ThroughCache:
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: torch.Tensor, logits_to_keep: int, **ignored: Any
+        self, input_ids: torch.Tensor, logits_to_keep: int, decoded: int = 0, **ignored: Any
     ) -> SimpleNamespace:
         """The last `logits_to_keep` logits of ids `[B, T]`."""
         cache, logits = RotatedCache(self.settings, self.model), []
         left = input_ids.shape[1]
-        for piece in input_ids.split(self._pieces(left), dim=1):
+        for piece in input_ids.split([*self._pieces(left - decoded), *[1] * decoded], dim=1):
             length = piece.shape[1]
-            if self.layout.prefill_chunk and length == 1:
+            if self.layout.prefill_chunk and length == 1 and not decoded:
                 # A chunk of one token would count as a decoding step. The second one is not read.
                 piece = piece.repeat(1, 2)
             left -= length

@@ -85,7 +85,8 @@ class Arm:
 
     def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` as a reader gets them back, still rotated."""
-        return self.dequantize(self.quantize(rows, layer, side, format), side, format)
+        stored = self.stored_format(layer, side, format)
+        return self.dequantize(self.quantize(rows, layer, side, format), side, stored)
 
     def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
@@ -115,16 +116,16 @@ class Arm:
         for `T / T'` successive tokens. Codes are chosen nowhere else, neither in a simulation nor
         in a cache: an arm that chooses them in another way overrides this method.
         """
-        rotation = self.rotations[layer][side]
+        rotation, stored = self.rotations[layer][side], self.stored_format(layer, side, format)
         if self.rounding == "nearest" or rotation.feedback is None:
-            return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
+            return int2.quantize(rows, rotation.clip[..., None], self.group_size, stored)
         # By its definition, error feedback takes thousands of operations on a GPU.
         if encode := self.encoder(layer, side, format, rows.device):
-            stored = encode(rows)
+            packed = encode(rows)
             encode.check()
-            return replace(stored, codes=int2.unpack(stored.codes, format))
+            return replace(packed, codes=int2.unpack(packed.codes, stored))
         factor = rotation.feedback.to(rows.device)
-        return feedback.quantize(rows, factor, self.group_size, format)
+        return feedback.quantize(rows, factor, self.group_size, stored)
 
     def pack(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
@@ -136,11 +137,16 @@ class Arm:
         if encoder := self.encoder(layer, side, format, rows.device):
             return encoder(rotated)
         quantized = self.quantize(rotated, layer, side, format)
-        return replace(quantized, codes=int2.pack(quantized.codes, self.stored_format(format)))
+        stored = self.stored_format(layer, side, format)
+        return replace(quantized, codes=int2.pack(quantized.codes, stored))
 
-    def stored_format(self, format: int2.Format) -> int2.Format:
-        """The format that rows are stored in, where a cache asks for this one."""
-        return format
+    def stored_format(self, layer: int, side: str, format: int2.Format) -> int2.Format:
+        """The format that rows are stored in, where a cache asks for this one: with the bits that
+        the budget gives this side of this layer, if the format has room for them."""
+        if format.offset != "none" or not self.rotations.has_budget:
+            return format
+        fine = self.rotations[layer][side].fine_channels
+        return format if fine is None else replace(format, fine_channels=int(fine))
 
     def check_packed(
         self, layer: int, side: str, format: int2.Format, device: torch.device
@@ -163,7 +169,8 @@ class Arm:
     ) -> Encoder | None:
         rotation = self.rotations[layer][side]
         group = self.group_size or rotation.dim
-        variant = Variant(rotation.dim, group, torch.float32, format)
+        stored = self.stored_format(layer, side, format)
+        variant = Variant(rotation.dim, group, torch.float32, stored)
         if not cuda_encoder.supports(variant) or not cuda_encoder.kernels_run_on(device):
             return None
         if self.rounding == "feedback" and rotation.feedback is not None:
@@ -174,7 +181,7 @@ class Arm:
         """How a page of so many tokens holds what `quantize` returns."""
         rotation = self.rotations[layer][side]
         groups = rotation.dim // (self.group_size or rotation.dim)
-        stored = self.stored_format(format)
+        stored = self.stored_format(layer, side, format)
         return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:

@@ -44,7 +44,7 @@ class KiviArm(Arm):
 
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
         group = self.tokens if side == "key" else self._value_group(dim)
-        return int2.bits_per_element(group, format=self.stored_format(format))
+        return int2.bits_per_element(group, format=replace(FORMAT, bits=format.bits))
 
     def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` as a reader gets them back. The last `T % tokens` rows, an
@@ -64,13 +64,13 @@ class KiviArm(Arm):
     ) -> int2.Quantized:
         """Choose the codes of complete groups. A key channel has a scale per group of tokens: those
         of keys are `[B, H, T / tokens, D]`."""
-        stored = self.stored_format(format)
+        stored = self.stored_format(layer, side, format)
         if side == "value":
             return int2.quantize(rows, 1.0, self._value_group(rows.shape[-1]), stored)
         # One row per channel, cut into groups of tokens.
         return _swap(int2.quantize(rows.mT, 1.0, self.tokens, stored))
 
-    def stored_format(self, format: int2.Format) -> int2.Format:
+    def stored_format(self, layer: int, side: str, format: int2.Format) -> int2.Format:
         """KIVI's own format, whatever the other arms store, with as many bits."""
         return replace(FORMAT, bits=format.bits)
 

@@ -17,7 +17,7 @@ def bits_per_element(geometry: Geometry, layout: CacheLayout, context: int = CON
     model caches."""
     windows = {"context": context, "sink": layout.sink, "recent": layout.recent}
 
-    def bits(side: str, dim: int) -> float:
+    def bits(_: int, side: str, dim: int) -> float:
         return int2.bits_per_element(dim, layout.group_size, layout.format, **windows)
 
     return _average(geometry, bits)
@@ -32,16 +32,20 @@ def arm_bits(geometry: Geometry, arm: Arm, layout: CacheLayout, length: int = CO
     """
     grouped = replace(layout, token_group=arm.token_group)
     quantized = grouped.quantized_tokens(length) / length
-    stored = _average(geometry, lambda side, dim: arm.stored_bits(side, dim, layout.format))
+
+    def bits(layer: int, side: str, dim: int) -> float:
+        return arm.stored_bits(side, dim, arm.stored_format(layer, side, layout.format))
+
+    stored = _average(geometry, bits)
     return quantized * stored + (1 - quantized) * EXACT_BITS
 
 
-def _average(geometry: Geometry, bits: Callable[[str, int], float]) -> float:
-    """The mean of `bits(side, dim)` over every element that the model caches."""
+def _average(geometry: Geometry, bits: Callable[[int, str, int], float]) -> float:
+    """The mean of `bits(layer, side, dim)` over every element that the model caches."""
     total, elements = 0.0, 0
     for layer in cached_layers(geometry):
         for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             count = layer.kv_heads * dim  # elements per token
-            total += count * bits(side, dim)
+            total += count * bits(layer.index, side, dim)
             elements += count
     return total / elements

@@ -8,10 +8,10 @@ evaluation.jsonl. Statistics are collected once for every model. Every arm has t
 questions and texts, so that all differences are paired; `ablation_tables` makes tables of them.
 Models run in bfloat16, as they are served.
 
-An arm is a closed form, whose recipe is `CLOSED`, or a cache of transformers. `+fb` after its name:
-keys and values are written by error feedback; `+keys`: keys alone. Settings are prompts of 2,048
-tokens, the same prefilled in chunks of 512 as OSCAR's server writes them, and prompts of 8,192
-tokens.
+An arm is a closed form, whose recipe is `CLOSED`, another engine's cache (the job `rivals`), or a
+cache of transformers. `+fb` after its name: keys and values are written by error feedback; `+keys`:
+keys alone. Settings are prompts of 2,048 tokens, the same prefilled in chunks of 512 as OSCAR's
+server writes them, and prompts of 8,192 tokens.
 
 `--jobs` processes share each GPU. OUTPUT/PROCESS.jsonl gets a line for each arm and setting.
 """
@@ -36,22 +36,28 @@ from typing import Any
 import torch
 from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
 
+from rotationzoo.artifact.layout import rotation_tensors, rotations_from
+from rotationzoo.calibration.budget import COARSE, spend_bits
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit
+from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.codec import cuda
 from rotationzoo.codec.formats import FINE, SGLANG
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
-from rotationzoo.linalg import error_feedback
+from rotationzoo.linalg import bit_budget, error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta
 from rotationzoo.model.source import find
+from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Data, Recipe
-from rotationzoo.rotations import Rotation, Rotations
+from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 
 SETTINGS: dict[str, tuple[int, int | None, int]] = {
@@ -88,11 +94,23 @@ by error feedback alone, in every format of `STORED`."""
 STORED = {
     "": SGLANG,
     ", one scale": replace(FINE, fine_channels=0),
+    ", 2.25 bits": replace(FINE, fine_channels=16),
     ", fine": FINE,
+    ", budget": FINE,
     ", 3 bits": replace(FINE, fine_channels=112),
 }
 """What the name of an arm ends with -> its format. At heads of 128 these have 2.5, 2.125, 2.5 and 3
 bits an element; smaller heads have more."""
+BUDGETS = {
+    f"{composition} whitened 0.5, {bits:g} bits{how}": (composition, bits, how)
+    for composition, bits, how in (
+        ("r_h_pbr", 2.25, ""), ("r_h_pbr", 2.5, ""), ("r_h_pbr", 3, ""), ("hadamard", 2.5, ""),
+        ("r_h_pbr", 2.5, " by answers"), ("r_h_pbr", 2.5, " of 3 at most"),
+        ("r_h_pbr", 2.5, " half and half"),
+    )
+}  # fmt: skip
+"""Name -> composition, the bits of a budget, and how they are spent: by predictions of text, or by
+answers, with at most one bit more for a channel, or with as many bits for keys as for values."""
 CLIPS = {
     f"{name}, clip {key:g}/{value:g}": (key, value)
     for name in ("oscar", "oscar-v1")
@@ -179,6 +197,48 @@ class Study:
         recipe = Recipe(**keys)
         return fit(self.statistics(name == "oscar-v1"), recipe, self.geometry)
 
+    @functools.cache  # noqa: B019
+    def sensitive(self, composition: str, by_answers: bool) -> Rotations:
+        """Whitened rotations that know what each layer loses, in predictions of the calibration
+        text or in answers about it. Kept on disk for other processes."""
+        path = self.work / f"{self.name}.{composition}.{by_answers}.pt"
+        if not path.exists():
+            rotations = self.rotations(DEFAULT, composition=composition, whiten=True)
+            rows, recipe = self.corpus.rows, Recipe(feedback=True)
+            measured = (
+                lose_answers(self, rotations)
+                if by_answers
+                else measure_sensitivities(
+                    self.model, self.geometry, rotations, rows, recipe, silent
+                )
+            )
+            torch.save(rotation_tensors(measured), path.with_suffix(f".{os.getpid()}"))
+            path.with_suffix(f".{os.getpid()}").rename(path)
+        return rotations_from(torch.load(path))
+
+
+def lose_answers(study: Study, rotations: Rotations) -> Rotations:
+    """The rotations, whose sensitivities are nats lost of the answers to questions about the
+    calibration text."""
+    length = 1024 if study.small else 2048
+    data = Data(source=str(study.text / "calibration.jsonl"), tokens=32 * length, length=length)
+    text, cache = read_corpus(data, study.tokenizer), CacheLayout(COARSE)
+    plan = plan_tasks(TaskSettings(questions=24), data, text, study.tokenizer, [cache])
+    prompts = [prompt for each in plan.series for prompt in each.prompts]
+    arm = Arm("sensitive", rotations, rounding="feedback")
+
+    def lose(layer: int, side: str, rotation: Rotation) -> Rotation:
+        simulation = Simulation(arm, cache, study.geometry, {layer}, (side,))
+        with torch.no_grad(), simulation.running(study.model):
+            stored = answers_of(study.model, prompts, 32).log_probability
+        loss = (wanted - stored)[right].double().mean().clamp(min=0)
+        return replace(rotation, sensitivity=loss.cpu())
+
+    with torch.no_grad():
+        answers = answers_of(study.model, prompts, 32)
+    right, wanted = answers.correct.bool(), answers.log_probability
+    return rotations.replace(lose)
+
 
 def both(name: str, rotations: Rotations) -> Iterator[Arm]:
     """An arm with nearest codes, and one with error feedback."""
@@ -233,6 +293,23 @@ def stored_arms(name: str, study: Study) -> Iterator[Arm]:
         yield Arm(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
 
 
+def budget_arms(name: str, study: Study) -> Iterator[Arm]:
+    composition, bits, how = BUDGETS[name]
+    budget = {"bits": bits} if "half" not in how else {"key_bits": bits, "value_bits": bits}
+    measured = study.sensitive(composition, "answers" in how)
+    kept, bit_budget.MOST = bit_budget.MOST, 1 if "at most" in how else 2
+    try:
+        rotations = spend_bits(measured, Recipe(feedback=True, **budget))
+    finally:
+        bit_budget.MOST = kept
+    spent = {side: [] for side in SIDES}
+    for _, side, rotation in rotations.each():
+        spent[side].append(rotation.fine_channels.item())
+    print(f"{study.name}, {name}: {spent}", flush=True)
+    yield Arm(f"{name}{FEEDBACK}, budget", rotations, rounding="feedback")
+    yield Arm(f"{name}, nearest, budget", rotations)
+
+
 def clip_arms(name: str, study: Study) -> Iterator[Arm]:
     key, value = CLIPS[name]
     base = name.partition(",")[0]
@@ -277,10 +354,17 @@ def kivi_arms(study: Study) -> Iterator[Arm]:
     yield KiviArm("kivi-64", plain, tokens=64, channels=64)
 
 
+def rival_arms(study: Study) -> Iterator[Arm]:
+    """Other engines' caches, which need no statistics, with the exact windows of all arms."""
+    yield from map(EngineArm, ENGINE_CACHES)
+
+
 ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     **{name: functools.partial(closed_arms, name) for name in CLOSED},
     **{name: functools.partial(stored_arms, name) for name in WHITENED},
+    **{name: functools.partial(budget_arms, name) for name in BUDGETS},
     "kivi": kivi_arms,
+    "rivals": rival_arms,
     "sides": side_arms,
     "constants": constant_arms,
     **{name: functools.partial(clip_arms, name) for name in CLIPS},

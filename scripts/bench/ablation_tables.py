@@ -62,6 +62,30 @@ STEPS = {
     "whitened, 2.125 bits, beside the default, 2.5": (
         "hadamard whitened 0.5+fb, one scale", "oscar centered+fb",
     ),
+    "a budget of 2.5 bits beside 2.5 for all": (
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "r_h_pbr whitened 0.5+fb, fine",
+    ),
+    "a budget of 2.25 bits beside 2.5 for all": (
+        "r_h_pbr whitened 0.5, 2.25 bits+fb, budget", "r_h_pbr whitened 0.5+fb, fine",
+    ),
+    "a budget of 3 bits beside 3 for all": (
+        "r_h_pbr whitened 0.5, 3 bits+fb, budget", "r_h_pbr whitened 0.5+fb, 3 bits",
+    ),
+    "a budget by answers, not predictions": (
+        "r_h_pbr whitened 0.5, 2.5 bits by answers+fb, budget",
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",
+    ),
+    "a budget with at most 3 bits, not 4": (
+        "r_h_pbr whitened 0.5, 2.5 bits of 3 at most+fb, budget",
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",
+    ),
+    "a budget for each side, not both": (
+        "r_h_pbr whitened 0.5, 2.5 bits half and half+fb, budget",
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",
+    ),
+    "eigenbasis beside Hadamard, with budgets": (
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "hadamard whitened 0.5, 2.5 bits+fb, budget",
+    ),
     "the real cache beside its simulation": ("RotatedCache", "oscar centered+fb"),
 }  # fmt: skip
 """Step -> the arm with it and the arm without. Error feedback writes unless it says nearest."""

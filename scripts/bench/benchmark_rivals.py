@@ -12,8 +12,9 @@ Arms, all on by default; those whose packages are missing are reported and left 
   channels; and both with the first artifact's rotations;
 * transformers' own caches (`transformers_caches`): `hqq-2`, `quanto-4` and others, really read;
 * other engines' caches (`simulation.engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and
-  others, simulated in all layers. They keep no token exact, and nothing of them is calibrated. vLLM
-  itself leaves the first two and the last two layers of a dense model out of TurboQuant.
+  others, simulated in all layers. They keep no token exact but those of an incomplete tile of
+  KVarN, and nothing of them is calibrated. vLLM itself leaves the first two and the last two layers
+  of a dense model out of TurboQuant.
 
 The first two kinds keep sink and recent tokens exact, and transformers' caches as many tokens at
 the end.

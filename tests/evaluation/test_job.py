@@ -19,7 +19,7 @@ from rotationzoo.cli.evaluate import parse_layers
 from rotationzoo.cli.options import parse_windows
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import job as job_module
-from rotationzoo.evaluation.arms import BASELINES
+from rotationzoo.evaluation.arms import BASELINES, RIVALS
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
@@ -89,17 +89,21 @@ def test_rivals_are_measured_where_somebody_asks_for_them(inside):
     few = ["--tokens", 512, "--length", 512, "--tasks", "none", "--queries", 0]
     shown = inside("evaluate", "demo", *few, "--rivals", "fp8,int4_per_token_head", "--details")
     assert "fp8, int4_per_token_head: caches of other engines, simulated" in shown.stdout
-    report = json.loads(inside("evaluate", "demo", *few, "--rivals", "fp8,q4_0", "--json").stdout)
+    names = "fp8,q4_0,kvarn-k4v2,nvfp4"
+    report = json.loads(inside("evaluate", "demo", *few, "--rivals", names, "--json").stdout)
     arms = report["arms"]
-    assert list(arms) == [*BASELINES, "q4_0", "fp8"]
-    # 512 tokens, of which 64 and 256 are exact.
+    assert list(arms) == [*BASELINES, "q4_0", "fp8", "kvarn-k4v2", "nvfp4"]
+    # 512 tokens, of which 64 and 256 are exact, and of the others 54 that fill no tile.
+    kvarn = arms["kvarn-k4v2"]["bits_at_length"]
+    assert kvarn == pytest.approx(0.25 * (4.5 + 2.625) / 2 + 0.75 * 16)
     share = (512 - 64 - 256) / 512
-    for name, bits in (("q4_0", 4.5), ("fp8", 8)):
+    for name, bits in (("q4_0", 4.5), ("fp8", 8), ("nvfp4", 4.5)):
         assert arms[name]["bits_at_length"] == pytest.approx(share * bits + (1 - share) * 16)
         assert abs(arms[name]["perplexity_increase"]) < arms["identity"]["perplexity_increase"]
     refused = inside("evaluate", "demo", *few, "--rivals", "fp9")
     assert refused.returncode == 2
     assert "there is no rival 'fp9' (did you mean 'fp8'?)" in refused.stderr
+    assert all(name in refused.stderr for name in RIVALS), "the hint names all"
 
 
 def test_an_interrupt_in_a_later_round_keeps_the_rounds_before(artifacts, monkeypatch):

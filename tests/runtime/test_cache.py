@@ -10,7 +10,7 @@ from support.float64 import CLOSE, to_float64
 from transformers import DynamicCache
 
 from rotationzoo.calibration.fit import fit
-from rotationzoo.codec.formats import FORMATS, SIMULATED
+from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.model.geometry import geometry_of
@@ -147,7 +147,7 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused():
         cache_for(model, Arm("none", {}), CacheLayout())
 
 
-@pytest.mark.parametrize("format", ["sglang", "fine"])
+@pytest.mark.parametrize("format", ["sglang", "fine", "budget"])
 def test_whitened_rows_are_read_as_the_simulation_says(format):
     model, (step, windows) = architectures.build("llama", torch.float64), LAYOUTS["chunks"]
     generator = torch.Generator().manual_seed(3)
@@ -155,11 +155,16 @@ def test_whitened_rows_are_read_as_the_simulation_says(format):
     def whiten(_, side, rotation):
         shape = len(rotation.clip), rotation.dim, rotation.dim
         moment = torch.randn(*shape, generator=generator).double()
-        white = whitening(moment @ moment.mT)
-        return replace(rotation, whitening=white, feedback=factorize(moment.mT @ moment))
+        white, factor = whitening(moment @ moment.mT), factorize(moment.mT @ moment)
+        bits = None
+        if format == "budget":
+            # None, one or two bits more, for all or for some channels.
+            most = torch.arange(0, 2 * rotation.dim + 1, 8)
+            bits = most[torch.randint(len(most), (), generator=generator)]
+        return replace(rotation, whitening=white, feedback=factor, fine_channels=bits)
 
     arm = Arm("whitened", random_rotations(model).replace(whiten), rounding="feedback")
-    stored = replace(SIMULATED[format], fine_channels=8 if format == "fine" else 0)
+    stored = SGLANG if format == "sglang" else replace(FINE, fine_channels=8)
     windows = replace(windows, format=stored)
     simulated = simulate(model, arm, windows)
     read = read_in_calls(model, cache_for(model, arm, windows), step)

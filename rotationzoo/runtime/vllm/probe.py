@@ -9,6 +9,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import other_weights_note
 from rotationzoo.model.loading import forward_errors, input_device
+from rotationzoo.model.prediction import continue_greedily
 from rotationzoo.model.rope import position_count
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import Data
@@ -48,20 +49,15 @@ def record_probes(
 @torch.no_grad()
 def _record(model: PreTrainedModel, prompt: torch.Tensor, settings: CacheSettings) -> Probe:
     """The answer to a prompt `[T]`."""
-    device, cache = input_device(model), RotatedCache(settings, model)
-    row, logits, start = prompt, torch.tensor([]), 0
     # The prompt is one chunk, as in a server: it reads itself exact, and the tokens after it codes.
-    for _ in range(ANSWER):
-        ids, start = row[None, start:].to(device), len(row)
-        output = model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        logits = torch.cat([logits, output.logits[0].float().cpu()])
-        row = torch.cat([row, logits[-1:].argmax(-1)])
-    ids = row[None, :-1].to(device)
+    cache, row = RotatedCache(settings, model), prompt[None].to(input_device(model))
+    tokens, logits = continue_greedily(model, row, cache, ANSWER)
+    ids = torch.cat([row, tokens[:, :-1]], dim=1)
     exact = model(input_ids=ids, use_cache=False, logits_to_keep=ANSWER).logits[0].float().cpu()
-    read, candidates = logits.log_softmax(-1).topk(CANDIDATES)
+    read, candidates = logits[0].float().cpu().log_softmax(-1).topk(CANDIDATES)
     return Probe(
         prompt=prompt.tolist(),
-        tokens=row[len(prompt) :].tolist(),
+        tokens=tokens[0].tolist(),
         candidates=candidates.tolist(),
         log_probabilities=read.tolist(),
         exact=exact.log_softmax(-1).gather(1, candidates).tolist(),

@@ -1,0 +1,71 @@
+"""Measures drift: a model reads through a real 2-bit cache what the exact model generates, and at
+each step both say which token comes next."""
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.artifact.scores import ArmDrift, Drift, StepMeasures
+from rotationzoo.evaluation.arms import BASELINES, RIVALS
+from rotationzoo.evaluation.forward import Through, Trial
+from rotationzoo.linalg.paired import weighted_mean
+from rotationzoo.model.loading import input_device
+from rotationzoo.model.prediction import continue_greedily
+from rotationzoo.model.rope import position_count
+from rotationzoo.progress import Progress
+
+_LEFT_OUT = {*BASELINES, *RIVALS} - {"identity"}
+
+
+@torch.no_grad()
+def measure_drift(
+    model: PreTrainedModel,
+    batches: list[torch.Tensor],
+    trial: Trial,
+    through: Through,
+    tokens: int,
+    progress: Progress,
+) -> Drift:
+    """Let the exact model continue every row of the batches `[B, T]` greedily, past any end, and
+    the artifacts' arms and no rotation read the same tokens, one by one.
+
+    A row is cut where the model would have no position for the last token. The cache is that of the
+    first pair of windows, and reads a row as one chunk, or as its `prefill_chunk` says.
+    """
+    room = (position_count(model.config) or 2**31) - tokens
+    prompts = [ids[:, :room] for ids in batches if ids.shape[1] > trial.start]
+    arms = [arm for arm in trial.arms if arm.name not in _LEFT_OUT]
+    steps: dict[str, list[torch.Tensor]] = {arm.name: [] for arm in arms}
+    cache, runs, done = trial.caches[0], len(prompts) * len(arms), 0
+    for prompt in prompts:
+        progress("generating", done, runs)
+        text = prompt.to(input_device(model))
+        layout = replace(cache, prefill_chunk=cache.prefill_chunk or text.shape[1])
+        written, exact = continue_greedily(model, text, None, tokens)
+        text = torch.cat([text, written[:, :-1]], dim=1)
+        for arm in arms:
+            logits = through(model, arm, layout)(text, tokens, decoded=tokens - 1).logits
+            same = (exact.argmax(-1) == logits.argmax(-1)).float()
+            p, q = (each.float().log_softmax(-1) for each in (exact, logits))
+            kl = (p.exp() * (p - q)).sum(-1)
+            steps[arm.name].append(torch.stack([same, kl], dim=-1).double().cpu())
+            done += 1
+            progress("generating", done, runs)
+    lengths = [len(row) for ids in prompts for row in ids]
+    drifts = {name: _summarize(torch.cat(compared)) for name, compared in steps.items()}
+    return Drift(tokens=tokens, prompt_tokens=lengths, arms=drifts)
+
+
+def _summarize(steps: torch.Tensor) -> ArmDrift:
+    """The figures of all steps, `[P, N, 2]`: whether the token is the same, and the KL."""
+    weights, by_step, start = steps.new_ones(len(steps)), [], 0
+    for part in steps.chunk(4, dim=1):
+        (share, error), (kl, kl_error) = (weighted_mean(each, weights) for each in part.mean(1).T)
+        errors, stop = {"agreement": error, "kl": kl_error}, start + part.shape[1]
+        step = StepMeasures(from_=start, to=stop, agreement=share, kl=kl, standard_error=errors)
+        by_step.append(step)
+        start = stop
+    # The arm's own greedy text goes on as the exact model's until it has another token.
+    same = steps[:, :, 0].cumprod(1).sum(1).int()
+    return ArmDrift(by_step=by_step, same_tokens=same.tolist())

@@ -1,0 +1,144 @@
+"""Recipes with a budget of bits: measured losses, bits for the layers that lose more, and the
+caches and checks that read them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.jobs import SMALL, job
+from support.models import save_tiny
+
+from rotationzoo import api
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.budget import average_fine_channels, spend_bits
+from rotationzoo.calibration.claim import Claim
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.codec.formats import FINE
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.arms import reduced_rotations
+from rotationzoo.model import loading
+from rotationzoo.model.source import find
+from rotationzoo.recipe import PRESETS, from_dict, with_budget
+from rotationzoo.runtime.cache import RotatedCache
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import arm_bits
+
+BITS = 3.5
+RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), bits=BITS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a tiny model whose second layer's attention changes little."""
+    folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] *= 0.01
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(folder, tmp_path_factory) -> Artifact:
+    """An artifact with a budget, which no test may change."""
+    return calibrate(job(folder, tmp_path_factory.mktemp("budget"), RECIPE))
+
+
+def stored_bits(artifact, rotations):
+    """Bits an element of a cache without exact tokens."""
+    arm = Arm("arm", rotations, rounding="feedback")
+    cache = CacheLayout(FINE, sink=0, recent=0)
+    return arm_bits(artifact.geometry, arm, cache, 1000)
+
+
+def test_layers_that_lose_more_get_more_bits(made):
+    first, second = made.rotations[0], made.rotations[1]
+    for side in ("key", "value"):
+        assert first[side].sensitivity > 10 * second[side].sensitivity >= 0
+        assert first[side].fine_channels >= second[side].fine_channels
+    assert first.value.fine_channels > second.value.fine_channels
+
+
+def test_no_more_bits_are_spent_than_the_budget_has(made):
+    least = stored_bits(made, spend_bits(made.rotations, RECIPE.model_copy(update={"bits": 3})))
+    assert least == pytest.approx(3)  # 2 bits and a float16 scale for 16 channels
+    assert least < stored_bits(made, made.rotations) <= BITS
+    assert average_fine_channels(made.rotations) == 8  # of 16 channels, where all get as many
+
+
+def test_another_budget_needs_no_model(made):
+    generous = reduced_rotations(made, False, (), bits=5)
+    assert {int(rotation.fine_channels) for _, _, rotation in generous.each()} == {32}
+    with pytest.raises(RotationZooError, match=r"a budget of 2\.5 bits is less") as error:
+        reduced_rotations(made, False, (), bits=2.5)
+    assert error.value.hint == "--bits 3 or more"
+
+
+def test_sides_may_have_budgets_of_their_own(made):
+    recipe = with_budget(PRESETS["oscar"], key_bits=5, value_bits=3)
+    spent = spend_bits(made.rotations, recipe)
+    for _, side, rotation in spent.each():
+        assert rotation.fine_channels == {"key": 32, "value": 0}[side]
+
+
+def test_an_artifact_without_a_budget_says_how_to_make_one(folder, tmp_path):
+    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    plain = calibrate(job(folder, tmp_path, recipe))
+    with pytest.raises(RotationZooError, match="do not know what each layer loses") as error:
+        reduced_rotations(plain, False, (), bits=3)
+    assert error.value.hint == "calibrate with --bits"
+
+
+def test_a_budget_too_small_is_refused_before_anything_runs(folder, tmp_path):
+    stages = []
+    recipe = with_budget(PRESETS["oscar"], bits=2.5)
+    with pytest.raises(RotationZooError, match=r"2\.5 bits is less than codes of 2 bits"):
+        calibrate(job(folder, tmp_path, recipe), lambda stage, *_: stages.append(stage))
+    assert stages == ["looking at the model"]
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("budget", "problem"),
+    [
+        ({"bits": 2.5, "key_bits": 3}, "give bits, or key_bits and value_bits"),
+        ({"key_bits": 3}, "give bits, or key_bits and value_bits"),
+        ({"bits": 9}, "bits = 9"),
+    ],
+)
+def test_budgets_that_contradict_each_other_are_refused(budget, problem):
+    with pytest.raises(UsageError, match=problem):
+        with_budget(PRESETS["oscar"], **budget)
+
+
+def test_a_budget_needs_error_feedback():
+    with pytest.raises(RotationZooError, match="a budget of bits needs feedback"):
+        from_dict({"extends": "hadamard", "bits": 2.5}, "the file")
+
+
+def test_a_cache_stores_every_side_in_its_own_bits(folder, made):
+    source = find(str(folder))
+    model = loading.load(source, loading.load_config(source), "cpu", torch.float32)
+    settings = RotatedCache(made, model).settings
+    for layer, side, rotation in made.rotations.each():
+        stored = settings.page_layout(layer, side).format
+        assert stored == replace(FINE, fine_channels=int(rotation.fine_channels))
+
+
+def test_verify_finds_bits_that_rows_have_no_room_for(made):
+    def tamper(layer, side, rotation):
+        return replace(rotation, fine_channels=torch.tensor(40))
+
+    claim = Claim(made.recipe, made.geometry)
+    problems = claim.content_problems(made.rotations.replace(tamper), made.statistics)
+    assert any("no room for" in problem for problem in problems)
+
+
+def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made):
+    report = api.evaluate(
+        str(folder), made, bits=4, tasks=[], tokens=1024, length=512, windows=[(4, 16)], queries=0
+    )
+    bits = {name: arm["bits_per_element"] for name, arm in report["arms"].items()}
+    assert report["format"] == "fine"
+    assert bits["out+feedback"] <= bits["hadamard"] <= 4.01
