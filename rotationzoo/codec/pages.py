@@ -115,7 +115,8 @@ class PageLayout:
 
     def _bytes(self, block: torch.Tensor, start: int, width: int) -> torch.Tensor:
         section = block[:, start : start + self.heads * self.tokens * width]
-        return section.unflatten(1, (self.heads, self.tokens, width))
+        by_head: torch.Tensor = section.unflatten(1, (self.heads, self.tokens, width))
+        return by_head
 
     def _metadata(self, block: torch.Tensor, start: int, numbers: int) -> torch.Tensor:
         section = block[:, start : start + self._metadata_bytes(numbers)]
