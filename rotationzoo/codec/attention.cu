@@ -9,7 +9,7 @@
 //     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
 //   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 4^field * 2^-24. Tensor cores multiply subnormals
 //     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
-//   * Third bits, a plane of their own, are half a step of the code. They are products of their own, unpacked by an AND as well.
+//   * Third bits count half a code. They lie apart, and are products of their own.
 // Where 32 tokens, a tile, share a scale of each channel, as in KIVI's keys, scales multiply the query instead:
 //     q . k = (q * scale) . codes + q . offset
 // so that every tile has a query of its own, in a unit of its own.
@@ -34,8 +34,8 @@ constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
 constexpr int KEY_WORDS = KEY_DIM / 16, VALUE_WORDS = VALUE_DIM / 16;  // of 16 codes, a row
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
-// Of 64 channels with third bits.
-constexpr int KEY_PLANES = (KEY_FINE + 63) / 64, VALUE_PLANES = (VALUE_FINE + 63) / 64;
+constexpr int KEY_PLANES = (KEY_FINE + 63) / 64, VALUE_PLANES = (VALUE_FINE + 63) / 64;  // of 64 third bits
+constexpr int SUMS = 8 * VALUE_CHUNKS + 4 * VALUE_PLANES;  // products that a column of values takes
 constexpr int FIRST_KEY_FINE = KEY_DIM - KEY_FINE, FIRST_VALUE_FINE = VALUE_DIM - VALUE_FINE;
 constexpr int PREPARED = (KEY_CHUNKS + KEY_PLANES) * 64;  // numbers of a prepared column
 constexpr int COLUMN = PREPARED * (KEY_TOKENS == 1 ? 2 : 4);  // its bytes: an upper and a lower one a number, or float32
@@ -56,14 +56,13 @@ typedef unsigned short Element;
 
 // ---- bytes of a page, and of a tile of it in shared memory -----------------------------------------------------------------
 
-constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of codes
+constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of codes, and of third bits
+constexpr int KEY_THIRD_ROW = KEY_FINE / 8, VALUE_THIRD_ROW = VALUE_FINE / 8;
 // Of a token's scales; where tokens share them, of its part of them.
 constexpr int KEY_NUMBERS = (KEY_TOKENS == 1 ? KEY_GROUPS : KEY_DIM) * sizeof(Metadata) / KEY_TOKENS;
 constexpr int VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);
-constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW;
 constexpr int KINDS = SYMMETRIC ? 1 : 2;  // of numbers: scales, and offsets if there are any
-constexpr int VALUE_SCALE = KEY_SCALE + KINDS * TILE * KEY_NUMBERS;
-constexpr int KEY_THIRD_ROW = KEY_FINE / 8, VALUE_THIRD_ROW = VALUE_FINE / 8;
+constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW, VALUE_SCALE = KEY_SCALE + KINDS * TILE * KEY_NUMBERS;
 constexpr int KEY_THIRD = VALUE_SCALE + KINDS * TILE * VALUE_NUMBERS, VALUE_THIRD = KEY_THIRD + TILE * KEY_THIRD_ROW;
 constexpr int STAGE = VALUE_THIRD + TILE * VALUE_THIRD_ROW;
 // A row that does not fill its chunk is read a little beyond its end, where a query of zeros or no output belongs.
@@ -75,9 +74,8 @@ constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
-constexpr int MOST_BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? (SETS == 1 ? 4 : 3) : 2;
-// Sums of third bits take registers, too.
-constexpr int BLOCKS = VALUE_PLANES && MOST_BLOCKS > 2 ? MOST_BLOCKS - 1 : MOST_BLOCKS;
+constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
+constexpr int BLOCKS = NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 // Scales of channels are read in KIVI's format only.
 static_assert(KEY_TOKENS == 1 || (KEY_TOKENS == TILE && KEY_GROUPS == 1 && HALF && MINIMUM && !STRIDED && SETS == 1), "not KIVI");
@@ -209,12 +207,6 @@ __device__ unsigned read_half(unsigned from) {
   return x;
 }
 
-__device__ unsigned read_byte(unsigned from) {
-  unsigned x;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
-  return x;
-}
-
 __device__ float read_number(unsigned from, unsigned index) {  // scale or offset
 #if HALF
   float x;
@@ -262,27 +254,21 @@ __host__ __device__ constexpr int channel(int word, int byte, int field) {
   return STRIDED ? field * (DIM / 4) + 4 * word + byte : 16 * word + 4 * byte + field;
 }
 
-// The word of a key that lane group `part` of four reads for a chunk. Neighbouring words allow wide reads; where words differ in
-// their group of channels, a chunk should have few groups.
+// The word of a key that lane group `part` of four reads for a chunk; later chunks are of third bits. Neighbouring words allow wide
+// reads; where words differ in their group of channels, a chunk should have few groups.
 __host__ __device__ constexpr int key_word(int chunk, int part) {
-  return KEY_GROUPS > 1 && !STRIDED ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
+  return chunk >= KEY_CHUNKS || (KEY_GROUPS > 1 && !STRIDED) ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
 }
 
 template <int DIM, int GROUP>
 __host__ __device__ constexpr int group_of(int word, int field) { return channel<DIM>(word, 0, field) / GROUP; }
 
-// The channel of the third bit that takes byte `byte` and the field `field` of what `spread_unit` makes of 16 of them.
+// The channel of the third bit that `compare` has at bit `field + 1` of byte `byte`, of a unit of 16.
 __host__ __device__ constexpr int fine_channel(int unit, int byte, int field) {
   return FIRST_KEY_FINE + 16 * unit + byte % 2 * 8 + byte / 2 * 4 + field;
 }
 
-// Sixteen third bits, of channels that follow each other, to four bytes of four bits each, at bits 1 to 4.
-__device__ unsigned spread_unit(unsigned bits) { return bits << 1 | bits >> 4 << 17; }
-
-// The group of the values' third bits in a byte.
-__device__ constexpr int fine_group(int byte) { return (FIRST_VALUE_FINE + 8 * byte) / VALUE_GROUP; }
-
-// Half of the largest code is the zero of a format without offsets, in steps of two bits.
+// The zero of a format without offsets: the middle of its levels.
 __host__ __device__ constexpr float middle(bool fine) { return fine ? 1.75f : 1.5f; }
 
 // How many of the four words of a chunk have this group in this field; and below, how many of its eight words of values.
@@ -386,9 +372,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
         reinterpret_cast<float*>(to)[i] = i < D ? turned[c][i] * float(scale) * LOG2E : 0.0f;
         continue;
       }
-      const int word = i / 16, plane = word - 4 * KEY_CHUNKS;  // units of third bits follow the words
-      const bool third = KEY_FINE && plane >= 0, exists = third ? 16 * plane < KEY_FINE : word < KEY_WORDS;
-      const int ch = third ? fine_channel(plane, i % 4, i / 4 % 4) : channel<KEY_DIM>(word, i % 4, i / 4 % 4);
+      const int word = i / 16, unit_of = word - 4 * KEY_CHUNKS;  // of third bits
+      const bool third = KEY_FINE && unit_of >= 0, exists = third ? 16 * unit_of < KEY_FINE : word < KEY_WORDS;
+      const int ch = third ? fine_channel(unit_of, i % 4, i / 4 % 4) : channel<KEY_DIM>(word, i % 4, i / 4 % 4);
       const int x = exists ? __float2int_rn(turned[c][ch] / unit) : 0;
       const int high = (x + 128) >> 8;
       to[i] = high, to[PREPARED + i] = x - 256 * high;
@@ -493,8 +479,7 @@ struct State {
   float top[SETS];                                  // what scores are compared with
   float sum[SETS];                                  // of weights, this lane's rows
   float offsets[VALUE_GROUPS][SETS];                // what the values' offsets add to the output
-  float output[SETS][VALUE_CHUNKS][4][2][4];        // per field and pair of bytes, as products come out
-  float thirds[SETS][VALUE_PLANES + 1][4][4];       // per pair of bits; the last plane is not used
+  float output[SETS][SUMS][4];                      // per field and pair of bytes, and pair of third bits, as products come out
 };
 
 // A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
@@ -510,7 +495,7 @@ struct Place {
     row = lane / 4, part = lane % 4, token = token_of(row);
     key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
     key_number = kept(KEY_SCALE + token * KEY_NUMBERS), value_number = kept(VALUE_SCALE + token * VALUE_NUMBERS);
-    key_third = KEY_THIRD + token * KEY_THIRD_ROW + 2 * part, value_third = VALUE_THIRD + part * VALUE_THIRD_ROW + row;
+    key_third = KEY_THIRD + token * KEY_THIRD_ROW + 2 * part, value_third = VALUE_THIRD + part * VALUE_THIRD_ROW + row / 2 * 2;
   }
 };
 
@@ -529,8 +514,8 @@ __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from) {
 }
 
 struct Query {  // what a lane needs of it
-  unsigned words[SETS][KEY_CHUNKS][4];  // for products: column lane / 4 of a set, of which even ones are upper bytes
-  unsigned thirds[SETS][KEY_PLANES + 1][4];
+  // For products: column lane / 4 of a set, of which even ones are upper bytes.
+  unsigned words[SETS][KEY_CHUNKS + KEY_PLANES][4];
   float sums[KEY_GROUPS][SETS], unit, cap;
   float biases[SETS];  // of scores before they are capped
   // Where tokens share scales, the words, the sum and the unit are those of a tile, and follow from the query as it is. The two
@@ -611,19 +596,21 @@ __device__ void compare(
                      keys[1][next] & mask, b0, b1);
         }
       }
-    // Added to the products of codes: the bit 2f - 1 counts half of a code in field f.
+    // Half of a code in field f is bit 2f - 1: third bits are moved to bits 1, 3 and 5 of four bytes.
     #pragma unroll
     for (int plane = 0; plane < KEY_PLANES; plane++) {
       unsigned bits[2];
       #pragma unroll
-      for (int r = 0; r < 2; r++)
-        bits[r] = spread_unit(read_half(stage + place.key_third + (16 * half + 8 * r) * KEY_THIRD_ROW + 8 * plane));
+      for (int r = 0; r < 2; r++) {
+        const unsigned unit = read_half(stage + place.key_third + (16 * half + 8 * r) * KEY_THIRD_ROW + 8 * plane);
+        bits[r] = unit << 1 | unit >> 4 << 17;
+      }
       const bool counts = fine_channel(4 * plane + place.part, 0, 0) / KEY_GROUP == group;
       #pragma unroll
       for (int set = 0; set < SETS; set++) {
         unsigned b[4];
         #pragma unroll
-        for (int field = 0; field < 4; field++) b[field] = counts || KEY_GROUPS == 1 ? query.thirds[set][plane][field] : 0;
+        for (int i = 0; i < 4; i++) b[i] = counts || KEY_GROUPS == 1 ? query.words[set][KEY_CHUNKS + plane][i] : 0;
         multiply(products[set][1], bits[0] & 0x02020202, bits[1] & 0x02020202, b[0]);
         multiply(products[set][2], bits[0] << 1 & 0x08080808, bits[1] << 1 & 0x08080808, bits[0] & 0x08080808,
                  bits[1] & 0x08080808, b[1], b[2]);
@@ -689,19 +676,9 @@ __device__ void raise(State& state, const Scores& scores, Scores& weights, const
     #pragma unroll
     for (int group = 0; group < VALUE_GROUPS; group++) state.offsets[group][set] *= factor;
     #pragma unroll
-    for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
+    for (int sum = 0; sum < SUMS; sum++)
       #pragma unroll
-      for (int field = 0; field < 4; field++)
-        #pragma unroll
-        for (int pair = 0; pair < 2; pair++)
-          #pragma unroll
-          for (int i = 0; i < 4; i++) state.output[set][chunk][field][pair][i] *= factor;
-    #pragma unroll
-    for (int plane = 0; plane < VALUE_PLANES; plane++)
-      #pragma unroll
-      for (int pair = 0; pair < 4; pair++)
-        #pragma unroll
-        for (int i = 0; i < 4; i++) state.thirds[set][plane][pair][i] *= factor;
+      for (int i = 0; i < 4; i++) state.output[set][sum][i] *= factor;
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
@@ -759,7 +736,7 @@ __device__ void accumulate(
         if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + place.row, field) != group) mask = 0;
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
-          float(&sums)[2][4] = state.output[set][chunk][field];
+          float(*sums)[4] = state.output[set] + 8 * chunk + 2 * field;
           const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
           multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
                    bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
@@ -768,24 +745,25 @@ __device__ void accumulate(
         }
       }
   }
-  // A byte has the third bits of eight channels, each of which is a float16 as well.
+  // A byte, one of two that are read, has the third bits of eight channels, each of which is a float16 as well.
   #pragma unroll
   for (int plane = 0; plane < VALUE_PLANES; plane++) {
-    unsigned bytes[4];
+    unsigned twos[4];
     #pragma unroll
     for (int i = 0; i < 4; i++)
-      bytes[i] = read_byte(stage + place.value_third + (16 * half + 4 * i) * VALUE_THIRD_ROW + 8 * plane);
+      twos[i] = read_half(stage + place.value_third + (16 * half + 4 * i) * VALUE_THIRD_ROW + 8 * plane);
+    const unsigned bytes[2] = {(twos[0] | twos[1] << 16) >> place.row % 2 * 8, (twos[2] | twos[3] << 16) >> place.row % 2 * 8};
     #pragma unroll
     for (int group = 0; group < VALUE_GROUPS; group++) {
-      const bool counts = VALUE_GROUPS == 1 || fine_group(8 * plane + place.row) == group;
-      const unsigned low = counts ? bytes[0] | bytes[1] << 16 : 0, high = counts ? bytes[2] | bytes[3] << 16 : 0;
+      const int of = (FIRST_VALUE_FINE + 64 * plane + 8 * place.row) / VALUE_GROUP;
+      const unsigned low = VALUE_GROUPS == 1 || of == group ? bytes[0] : 0, high = VALUE_GROUPS == 1 || of == group ? bytes[1] : 0;
       #pragma unroll
       for (int bit = 0; bit < 8; bit += 2) {
         const unsigned even = 0x00010001u << bit, odd = 0x00020002u << bit;
         #pragma unroll
         for (int set = 0; set < SETS; set++)
-          multiply(state.thirds[set][plane][bit / 2], low & even, low & odd, high & even, high & odd, pairs[group][set][0],
-                   pairs[group][set][1]);
+          multiply(state.output[set][8 * VALUE_CHUNKS + 4 * plane + bit / 2], low & even, low & odd, high & even, high & odd,
+                   pairs[group][set][0], pairs[group][set][1]);
       }
     }
   }

@@ -42,10 +42,9 @@ class AttentionVariant:
         tiles of each."""
         bytes_of_a_tile = 0
         for layout in (self.key, self.value):
-            format = layout.format
-            numbers = format.metadata_numbers * layout.groups * _TILE // layout.tokens_per_scale
-            metadata = numbers * format.metadata_bits // 8
-            bytes_of_a_tile += _TILE * format.row_bytes(layout.dim) + metadata
+            numbers = layout.format.metadata_numbers * layout.groups * _TILE
+            metadata = numbers // layout.tokens_per_scale * layout.format.metadata_bits // 8
+            bytes_of_a_tile += _TILE * layout.format.row_bytes(layout.dim) + metadata
         return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
 
     @property
@@ -132,12 +131,12 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
 def _has_row_scales(layout: PageLayout) -> bool:
     """Whether each token has scales of its own, as few as the kernels can keep apart."""
     group = layout.dim // layout.groups
-    # Codes that share a 32-bit word and a field of its bytes must share a scale.
-    run = 4 if layout.format.packing == "strided" else 16
     fine = layout.format.fine_channels
-    if fine not in range(0, layout.dim + 1, 16) or (fine and group % 16):
-        return False
-    return layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS and group % run == 0
+    # Codes that share a 32-bit word and a field of its bytes must share a scale, and third bits
+    # that are read together.
+    run = 4 if layout.format.packing == "strided" and not fine else 16
+    few = layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS
+    return few and group % run == 0 and fine in range(0, layout.dim + 1, 16)
 
 
 def _has_channel_scales(layout: PageLayout) -> bool:

@@ -43,8 +43,8 @@ __device__ unsigned spread(unsigned codes) {
 }
 
 // Rows `[heads, count, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, count, ROW]` and
-// metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets `refused`
-// if a row is not finite or exceeds 1e18.
+// metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets
+// `refused` if a row is not finite or exceeds 1e18.
 extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedback(
     const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
     int* refused) {
@@ -156,11 +156,7 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
     for (int g = 0; g < GROUPS; g++)
 #pragma unroll
       for (int r = 0; r < RANGES; r++)
-        if (r == best) {
-          Metadata* numbers = metadata + (row * GROUPS + g) * NUMBERS;
-          numbers[0] = write(scale[g][r]);
-          if (!SYMMETRIC) numbers[1] = write(offset[g][r]);
-        }
+        if (r == best) store(metadata + (row * GROUPS + g) * NUMBERS, scale[g][r], offset[g][r]);
 #pragma unroll 1
     for (int j = 0; j < D / 4; j += 4) {
       unsigned bytes = 0;
@@ -271,11 +267,8 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feed
     if (totals[r] < least) best = r;
     least = min_nan(least, totals[r]);
   }
-  for (int g = threadIdx.x; g < GROUPS; g += FEW_THREADS) {
-    Metadata* numbers = metadata + (row * GROUPS + g) * NUMBERS;
-    numbers[0] = write(scales[best][g]);
-    if (!SYMMETRIC) numbers[1] = write(offsets[best][g]);
-  }
+  for (int g = threadIdx.x; g < GROUPS; g += FEW_THREADS)
+    store(metadata + (row * GROUPS + g) * NUMBERS, scales[best][g], offsets[best][g]);
   for (int i = threadIdx.x; i < D / 4; i += FEW_THREADS) {
     unsigned byte = 0;
 #pragma unroll

@@ -10,8 +10,8 @@
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
 // CLIP (0: off), ROTATE, and the format: GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), COMPUTED (rounded with the
-// metadata as computed, not as stored), MINIMUM, SYMMETRIC (no offset), FINE (so many last channels have third bits: a multiple of
-// 16, and 0 unless SYMMETRIC), STRIDED.
+// metadata as computed, not as stored), MINIMUM, SYMMETRIC (no offset), FINE (so many last channels have third bits: a multiple
+// of 16, 0 unless SYMMETRIC), STRIDED.
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
@@ -71,6 +71,12 @@ __device__ float stored_scale(float x) { return x; }
 __device__ float stored_offset(float x) { return x; }
 #endif
 
+// The numbers of a group.
+__device__ void store(Metadata* numbers, float scale, float offset) {
+  numbers[0] = write(scale);
+  if (!SYMMETRIC) numbers[1] = write(offset);
+}
+
 __device__ unsigned pack_pair(float low, float high) {
   unsigned pair = 0;
 #if TYPE
@@ -113,7 +119,6 @@ __device__ void copy(void* to, const void* from) {
 template <int BYTES>
 __device__ void copy_codes(void* to, const void* from) {
   constexpr int STEP = FINE && BYTES > 2 ? 2 : BYTES;
-#pragma unroll
   for (int i = 0; i < BYTES; i += STEP) copy<STEP>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
 }
 
@@ -167,8 +172,8 @@ struct Divisor {
   }
 };
 
-// trunc(y) clamped to 0..3, or to 0..7 for third bits, plus 0x4b000000: the bits of 2^23 + the integer. `bottom` and `top` are the limits for y, or tighter
-// ones, as integers: floats that are not negative sort alike.
+// trunc(y) clamped to 0..3 (0..7 with a third bit), plus 0x4b000000: the bits of 2^23 + the integer. `bottom` and `top` are the
+// limits for y, or tighter ones, as integers: floats that are not negative sort alike.
 __device__ unsigned code_bits(float y, int bottom, int top) {
   return __float_as_uint(__fadd_rd(__int_as_float(max(min(__float_as_int(y), top), bottom)), 8388608.0f));
 }
@@ -196,9 +201,7 @@ __device__ constexpr bool is_fine(int channel) { return FINE && channel >= FIRST
 __device__ float step_of(float scale, bool fine) { return fine ? __fmul_rn(scale, 0.5f) : scale; }
 __device__ float zero_of(float offset, bool fine) { return fine ? 3.5f : offset; }
 __device__ int ceiling_of(bool fine) { return fine ? 0x40e00000 : 0x40400000; }  // the largest code
-
-// The code_bits of the two upper bits of a code of three.
-__device__ unsigned upper_bits(unsigned code_bits) { return 0x4b000000 | (code_bits & 7) >> 1; }
+__device__ unsigned upper_bits(unsigned code_bits) { return 0x4b000000 | (code_bits & 7) >> 1; }  // as code_bits, too
 
 // y = x in steps of a group, plus a half; its integer part is the code.
 template <bool NARROW>
@@ -404,22 +407,17 @@ __device__ bool quantize_row(
             words[position(k, i) / 32] += bits << position(k, i) % 32;
           }
     }
-    if (exists && lane.index == 0) {
-      metadata[NUMBERS * g] = write(range.kept_scale);
-      if (!SYMMETRIC) metadata[NUMBERS * g + 1] = write(range.kept_offset);
-    }
+    if (exists && lane.index == 0) store(metadata + NUMBERS * g, range.kept_scale, range.kept_offset);
   }
 #pragma unroll
-  for (int first = 0; first < FINE; first += 32) {
-    unsigned word = 0;
+  for (int first = 0; first < FINE; first += 16) {
+    unsigned bits = 0;
     for (int k = 0; k < 4; k++) {
       const int bit = lane.channel(k) - FIRST_FINE - first;
-      if (lane.active && bit >= 0 && bit < 32) word |= thirds[k] << bit;
+      if (lane.active && bit >= 0 && bit < 16) bits |= thirds[k] << bit;
     }
-    word = reduce<Sum>(word);
-    if (exists && lane.index == 0)
-      for (int bit = 0; bit < 32 && first + bit < FINE; bit += 16, word >>= 16)
-        copy<2>(codes + D / 4 + (first + bit) / 8, &word);
+    bits = reduce<Sum>(bits);
+    if (exists && lane.index == 0) copy<2>(codes + D / 4 + first / 8, &bits);
   }
   if (exists && lane.active) {
 #if STRIDED

@@ -12,16 +12,15 @@ _ALIGNMENT = 16  # bytes: what a GPU loads at once
 
 
 class Sections(NamedTuple):
-    """The parts of packed rows, each by itself, so that a kernel reads aligned words."""
+    """The parts of packed rows, each by itself, so that a kernel reads aligned words: two bits of
+    each code, uint8 `[B, H, T, D / 4]`, the third bits of the last channels, uint8
+    `[B, H, T, fine channels / 8]`, and scales `[B, H, T / S, G]` and offsets of this shape, or
+    `[B, H, T / S, 0]`, in the format's type."""
 
     codes: torch.Tensor
-    """uint8 `[B, H, T, D / 4]`: two bits of each code."""
     thirds: torch.Tensor
-    """uint8 `[B, H, T, fine channels / 8]`: the third bits of the last channels."""
     scale: torch.Tensor
-    """`[B, H, T / S, G]`, in the format's type."""
     offset: torch.Tensor
-    """Like `scale`, or `[B, H, T / S, 0]` in a format without offsets."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ class PageLayout:
 
     def _bytes(self, block: torch.Tensor, start: int, width: int) -> torch.Tensor:
         section = block[:, start : start + self.heads * self.tokens * width]
-        return section.unflatten(1, (self.heads, self.tokens, width))
+        by_head: torch.Tensor = section.unflatten(1, (self.heads, self.tokens, width))
+        return by_head
 
     def _metadata(self, block: torch.Tensor, start: int, numbers: int) -> torch.Tensor:
         section = block[:, start : start + self._metadata_bytes(numbers)]

@@ -214,7 +214,7 @@ HEADER = TESTS / "support" / "warps_on_cpu.h"
 # Functions in PTX, which the header has in C++. Their definitions become unused names.
 IN_PTX = re.compile(
     r"(__device__ \w+ )(from_halves|from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
-    r"|read_word|read_two|read_four|read_half|read_byte|read_number|end_group|wait_groups)(\()"
+    r"|read_word|read_two|read_four|read_half|read_number|end_group|wait_groups)(\()"
 )
 KERNELS = "prepare", "attend", "finish", "finish_many"
 LAUNCH = """
