@@ -135,7 +135,7 @@ class Variant:
         shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
-        if format.bits != 2 or format.fine_channels not in range(0, dim + 1, 16):
+        if format.bits != 2 or format.fine_channels % 16:
             raise RotationZooError(
                 "the CUDA kernel has codes of 2 bits, and third bits of a multiple of 16 channels"
             )

@@ -48,10 +48,8 @@ class Format:
     """Bits of a code."""
     fine_channels: int = 0
     """How many of a row's last channels, a multiple of 8, have codes of one bit more and half the
-    step: error feedback leaves its largest errors there. With more of them than channels, all have
-    that bit, and the rest of the count have a second one. These bits follow the packed codes, first
-    all channels' first, eight a byte. Formats with an offset have none, and
-    kernels take multiples of 16, up to the channels."""
+    step: error feedback leaves its largest errors there. Their lowest bits follow the packed codes,
+    eight a byte. Formats with an offset have none, and kernels take multiples of 16."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -71,12 +69,6 @@ class Format:
     def metadata_numbers(self) -> int:
         """How many numbers are stored of a group: its scale, and its offset if it has one."""
         return 1 if self.offset == "none" else 2
-
-    def planes(self, dim: int) -> list[int]:
-        """How many of a row's last channels have a first bit more, and how many a second one."""
-        if self.fine_channels <= dim:
-            return [self.fine_channels] * bool(self.fine_channels)
-        return [dim, self.fine_channels - dim]
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of the packed codes of `dim` channels."""

@@ -119,35 +119,30 @@ def spread(
 def largest_codes(shape: Sequence[int], format: Format, device: torch.device) -> torch.Tensor:
     """The largest code of each channel of a row, float32 `[G, group]`."""
     largest = torch.full(tuple(shape), float(format.largest_code), device=device)
-    channels = largest.view(-1)
-    for fine in format.planes(len(channels)):
-        channels[-fine:] *= 2
-        channels[-fine:] += 1
+    if format.fine_channels:
+        largest.view(-1)[-format.fine_channels :] = 2 * format.largest_code + 1
     return largest
 
 
 def pack(codes: torch.Tensor, format: Format) -> torch.Tensor:
     """Pack codes `[..., D]` into bytes `[..., format.row_bytes(D)]`."""
-    dim, packed = codes.shape[-1], []
+    dim, fine = codes.shape[-1], format.fine_channels
     check_shape(dim, dim, format)
-    # The last plane holds the lowest bits.
-    for fine in reversed(format.planes(dim)):
-        packed.append(_pack(codes[..., -fine:] & 1, "consecutive", 1))
-        codes = codes.clone()
-        codes[..., -fine:] >>= 1
-    packed.append(_pack(codes, format.packing, format.bits))
-    return torch.cat(packed[::-1], -1)
+    if not fine:
+        return _pack(codes, format.packing, format.bits)
+    high, low = codes.clone(), codes[..., -fine:] & 1
+    high[..., -fine:] >>= 1
+    return torch.cat([_pack(high, format.packing, format.bits), _pack(low, "consecutive", 1)], -1)
 
 
 def unpack(data: torch.Tensor, format: Format) -> torch.Tensor:
     """Unpack bytes `[..., format.row_bytes(D)]` into codes `[..., D]`; the inverse of `pack`."""
-    dim = (data.shape[-1] * 8 - format.fine_channels) // format.bits
-    planes = format.planes(dim)
-    first, *more = data.split([dim * format.bits // 8, *(fine // 8 for fine in planes)], -1)
-    codes = _unpack(first, format.packing, format.bits)
-    for fine, plane in zip(planes, more, strict=True):
-        codes[..., -fine:] *= 2
-        codes[..., -fine:] += _unpack(plane, "consecutive", 1)
+    fine = format.fine_channels
+    if not fine:
+        return _unpack(data, format.packing, format.bits)
+    codes = _unpack(data[..., : -fine // 8], format.packing, format.bits)
+    codes[..., -fine:] *= 2
+    codes[..., -fine:] += _unpack(data[..., -fine // 8 :], "consecutive", 1)
     return codes
 
 
@@ -210,9 +205,9 @@ def check_shape(dim: int, group: int, format: Format = SGLANG) -> None:
         raise RotationZooError(
             f"rows of {dim} channels do not divide by {count} and into groups of {group}"
         )
-    if 2 * dim < format.fine_channels:
+    if dim < format.fine_channels:
         raise RotationZooError(
-            f"rows of {dim} channels have no room for {format.fine_channels} bits more",
+            f"rows of {dim} channels have no {format.fine_channels} of three bits",
             hint="--format sglang",
         )
 

@@ -6,18 +6,19 @@ choice for each row, and scipy's integer program solves it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 STEP = 16
 """Channels of 64 that get a bit together: each number of them is a kernel of its own."""
-MOST = 2
-"""Bits more that a channel may get."""
 PER_BIT = 0.25
 """What is left of a loss after one more bit a channel: the loss is quadratic in the errors, and
 these halve."""
-_GAP = 1e-4  # a solution this close to the best one, relative to its loss, is as good
+SMALLEST = 1e-3
+"""The share of the mean loss that every place loses at least. In bfloat16, a loss may be too small
+to be measured; bits that nobody needs more go there."""
+_GAP = 1e-5  # a solution this close to the best one, relative to its loss, is as good
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Place:
 
     @property
     def choices(self) -> np.ndarray:
-        """The numbers of bits that a row may have more."""
+        """The numbers of bits that a row may have more: one for each channel at most."""
         step = STEP * max(1, self.dim // 64)
-        return np.arange(0, MOST * self.dim + 1, step)
+        return np.arange(0, self.dim + 1, step)
 
     @property
     def losses(self) -> np.ndarray:
@@ -53,7 +54,9 @@ def choose_bits(places: Sequence[Place], extra: float) -> list[int]:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     count = sum(len(place.choices) for place in places)
-    losses = np.concatenate([place.losses for place in places])
+    least = SMALLEST * sum(place.loss for place in places) / len(places)
+    known = [replace(place, loss=max(place.loss, least)) for place in places]
+    losses = np.concatenate([place.losses for place in known])
     bits = np.concatenate([place.heads * place.choices for place in places])
     one_each = np.zeros((len(places), count))
     ends = np.cumsum([len(place.choices) for place in places])

@@ -136,12 +136,12 @@ class Recipe(Section):
     """With `feedback`, also store matrices that keys and values are multiplied by before they are
     rotated, so that their channels vary alike. Queries and outputs are then multiplied by other
     matrices than the rotations."""
-    bits: Annotated[float, Field(gt=2, le=5)] | None = None
+    bits: Annotated[float, Field(gt=2, le=4)] | None = None
     """Bits an element of the quantized rows, with their scales, on average over layers and sides.
     With `feedback`, layers whose rounding costs more get more of them, in caches that store the
     format `fine`. None leaves the same bits to all."""
-    key_bits: Annotated[float, Field(gt=2, le=5)] | None = None
-    value_bits: Annotated[float, Field(gt=2, le=5)] | None = None
+    key_bits: Annotated[float, Field(gt=2, le=4)] | None = None
+    value_bits: Annotated[float, Field(gt=2, le=4)] | None = None
     """The same for keys and for values, instead of `bits`."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are

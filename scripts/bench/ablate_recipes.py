@@ -44,7 +44,7 @@ from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.codec import cuda
 from rotationzoo.codec.formats import FINE, SGLANG
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
-from rotationzoo.linalg import bit_budget, error_feedback
+from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta
@@ -105,12 +105,11 @@ BUDGETS = {
     f"{composition} whitened 0.5, {bits:g} bits{how}": (composition, bits, how)
     for composition, bits, how in (
         ("r_h_pbr", 2.25, ""), ("r_h_pbr", 2.5, ""), ("r_h_pbr", 3, ""), ("hadamard", 2.5, ""),
-        ("r_h_pbr", 2.5, " by answers"), ("r_h_pbr", 2.5, " of 3 at most"),
-        ("r_h_pbr", 2.5, " half and half"),
+        ("r_h_pbr", 2.5, " by answers"), ("r_h_pbr", 2.5, " half and half"),
     )
 }  # fmt: skip
 """Name -> composition, the bits of a budget, and how they are spent: by predictions of text, or by
-answers, with at most one bit more for a channel, or with as many bits for keys as for values."""
+answers, or with as many bits for keys as for values."""
 CLIPS = {
     f"{name}, clip {key:g}/{value:g}": (key, value)
     for name in ("oscar", "oscar-v1")
@@ -231,7 +230,7 @@ def lose_answers(study: Study, rotations: Rotations) -> Rotations:
         simulation = Simulation(arm, cache, study.geometry, {layer}, (side,))
         with torch.no_grad(), simulation.running(study.model):
             stored = answers_of(study.model, prompts, 32).log_probability
-        loss = (wanted - stored)[right].double().mean().clamp(min=0)
+        loss = (wanted - stored)[right].double().mean().nan_to_num(0).clamp(min=0)
         return replace(rotation, sensitivity=loss.cpu())
 
     with torch.no_grad():
@@ -297,11 +296,7 @@ def budget_arms(name: str, study: Study) -> Iterator[Arm]:
     composition, bits, how = BUDGETS[name]
     budget = {"bits": bits} if "half" not in how else {"key_bits": bits, "value_bits": bits}
     measured = study.sensitive(composition, "answers" in how)
-    kept, bit_budget.MOST = bit_budget.MOST, 1 if "at most" in how else 2
-    try:
-        rotations = spend_bits(measured, Recipe(feedback=True, **budget))
-    finally:
-        bit_budget.MOST = kept
+    rotations = spend_bits(measured, Recipe(feedback=True, **budget))
     spent = {side: [] for side in SIDES}
     for _, side, rotation in rotations.each():
         spent[side].append(rotation.fine_channels.item())

@@ -75,10 +75,6 @@ STEPS = {
         "r_h_pbr whitened 0.5, 2.5 bits by answers+fb, budget",
         "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",
     ),
-    "a budget with at most 3 bits, not 4": (
-        "r_h_pbr whitened 0.5, 2.5 bits of 3 at most+fb, budget",
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",
-    ),
     "a budget for each side, not both": (
         "r_h_pbr whitened 0.5, 2.5 bits half and half+fb, budget",
         "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",

@@ -166,8 +166,8 @@ def test_a_scale_and_third_bits_take_the_bytes_of_a_scale_and_an_offset():
         bits = [int2.bits_per_element(dim, format=each) for each in (int2.SGLANG, FINE)]
         assert bits[0] == bits[1]
         assert FINE.row_bytes(dim) + 2 == int2.SGLANG.row_bytes(dim) + 8
-    with pytest.raises(int2.RotationZooError, match="no room for 48 bits more"):
-        int2.quantize(rows_of(1, 16), format=FINE)
+    with pytest.raises(int2.RotationZooError, match="have no 48 of three bits"):
+        int2.quantize(rows_of(1, 32), format=FINE)
 
 
 def test_third_bits_halve_the_step_of_the_last_channels():
@@ -185,27 +185,15 @@ def test_third_bits_halve_the_step_of_the_last_channels():
     assert torch.equal(int2.unpack(packed, fine), stored.codes)
 
 
-def test_a_second_plane_quarters_the_step():
-    both = replace(FINE, fine_channels=16 + 8)
-    row = torch.linspace(-1, 1, 16)[None]
-    stored = int2.quantize(row, format=both)
-    levels = int2.dequantize(stored, both)[0]
-    assert torch.equal(levels[:8], ((row[0, :8] / 0.25).floor() + 0.5) * 0.25)
-    assert torch.equal(levels[8:15], ((row[0, 8:15] / 0.125).floor() + 0.5) * 0.125)
-    packed = int2.pack(stored.codes, both)
-    assert packed.shape == (1, both.row_bytes(16)) == (1, 7)
-    assert torch.equal(int2.unpack(packed, both), stored.codes)
-
-
 def test_bits_more_make_the_error_smaller():
     metric, rows = concentrated_metric(2, 32), rows_of(1, 2, 64, 32)
     errors = []
-    for fine in range(0, 65, 16):
+    for fine in range(0, 33, 8):
         format = replace(FINE, fine_channels=fine)
         restored = restore_with_feedback(rows, factorize(metric), None, format)
         errors.append(weighted_error(rows, restored, metric))
     for less, more in itertools.pairwise(errors):
-        assert more < 0.7 * less
+        assert more < 0.9 * less
 
 
 def test_third_bits_are_worth_more_than_an_offset():

@@ -158,9 +158,9 @@ def test_whitened_rows_are_read_as_the_simulation_says(format):
         white, factor = whitening(moment @ moment.mT), factorize(moment.mT @ moment)
         bits = None
         if format == "budget":
-            # None, one or two bits more, for all or for some channels.
-            most = torch.arange(0, 2 * rotation.dim + 1, 8)
-            bits = most[torch.randint(len(most), (), generator=generator)]
+            # A bit more for no, some or all channels.
+            counts = torch.arange(0, rotation.dim + 1, 8)
+            bits = counts[torch.randint(len(counts), (), generator=generator)]
         return replace(rotation, whitening=white, feedback=factor, fine_channels=bits)
 
     arm = Arm("whitened", random_rotations(model).replace(whiten), rounding="feedback")
