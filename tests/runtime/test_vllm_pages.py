@@ -347,5 +347,5 @@ def test_a_cell_takes_what_the_format_says():
     assert cell_bytes(settings_of("fine"), DIM) == 2 * (4 + 2 + 2)
     settings = settings_of()
     short = replace(settings, layout=replace(settings.layout, format=FINE))
-    with pytest.raises(RotationZooError, match="rows of 16 channels have no room for 48 bits more"):
+    with pytest.raises(RotationZooError, match="rows of 16 channels have no 48 of three bits"):
         cell_bytes(short, DIM)

@@ -86,7 +86,9 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
     chosen = as_engine({"engine": "vllm", "recent": max(1, recipe.recent)} | asked)
-    return settle(artifact.folder.name, recipe, artifact.rotations, chosen)
+    # All layers have cells of the same size, so a budget of bits is left out.
+    rotations = artifact.rotations.replace(lambda _, __, each: replace(each, fine_channels=None))
+    return settle(artifact.folder.name, recipe, rotations, chosen)
 
 
 def has_windows(config: PretrainedConfig) -> bool:
