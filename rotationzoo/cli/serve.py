@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, ModelName, Quiet, Revision, Rounding, Sink, given
+from rotationzoo.cli.options import Anyway, Json, ModelName, Quiet, Revision, Rounding, Sink, given
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.errors import UsageError
 
@@ -31,6 +31,7 @@ def serve_command(
     recent: Annotated[
         int | None, typer.Option(min=1, help="Last tokens kept exact (the recipe's).")
     ] = None,
+    anyway: Anyway = False,
     revision: Revision = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, and print the line alone.")
@@ -52,7 +53,7 @@ def serve_command(
         )
     hush_libraries()
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.evaluation.compatibility import other_weights_note
+    from rotationzoo.evaluation.compatibility import check_weights
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.runtime.vllm.plugin import server_command
@@ -62,10 +63,8 @@ def serve_command(
     options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
     settings = make_settings(options, source)
-    if has_weights(source) and (
-        note := other_weights_note(Artifact.open(Path(options.artifact)), source)
-    ):
-        out.notes([note])
+    if has_weights(source):
+        check_weights([Artifact.open(Path(options.artifact))], source, anyway)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     words = server_command(place, has_windows(load_config(source)))

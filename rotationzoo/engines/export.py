@@ -176,11 +176,12 @@ def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
             hint=f"leave out all options but --for {request.engine}, or give another engine",
         )
     words = ["rotationzoo", command, *model_words(artifact), "--rotations", str(artifact.folder)]
-    notes = ["the engine reads the artifact itself"]
+    notes = [f"nothing is written: {request.engine} reads the artifact itself"]
     if command == "serve":
-        notes += ["vLLM must be installed; on a GPU, it was tried without its compiled parts alone"]
+        notes += ["vLLM must be installed; its CPU engine was tried, and on a GPU only parts of it"]
     launch = Launch([shlex.join(words)], {}, notes)
-    return Exported(request.engine, artifact.folder, {}, launch, [])
+    reduced = list_reductions(artifact, settle_request(artifact, request))
+    return Exported(request.engine, artifact.folder, {}, launch, reduced)
 
 
 def as_json(exported: Exported) -> dict[str, Any]:

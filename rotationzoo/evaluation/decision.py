@@ -217,7 +217,7 @@ def _compare_words(share: float, exact: float, rivals: Sequence[Rival]) -> str:
             parts.append(f"{phrase} {joint.join(names)}")
     compared = "; ".join(parts) or f"not compared with {' or '.join(RIVALS.values())}"
     shares = f"{percent(share)} of the questions, and the exact model {percent(exact)}"
-    return f"It answers {shares}; in the same bytes, it is {compared}."
+    return f"Newly right ones included, it answers {shares}; in the same bytes, it is {compared}."
 
 
 def _advise(action: Action, more: int, kept: float, at_most: float) -> str:

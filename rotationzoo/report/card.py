@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rotationzoo.artifact.layout import tensor_name
 from rotationzoo.artifact.manifest import Calibration, Manifest
-from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of, plain_arm
+from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
@@ -78,14 +78,20 @@ def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
     evaluation = manifest.metrics.evaluation
     if evaluation is None:
         return {"evaluation": None}
-    exact, arm = evaluation.exact, plain_arm(evaluation.arms, manifest.rotations_sha256)
+    # Arms that decide nothing are asked fewer questions.
+    arms = arms_of(evaluation.arms, manifest.rotations_sha256)
+    exact, most = evaluation.exact, max(arms, key=_count_questions, default=None)
     return {
         "evaluation": evaluation,
         "recall": recall_tables(exact.tasks, exact.all_tasks, evaluation.arms),
         "costs": cost_table(evaluation.arms),
         "about_arms": describe_arms(evaluation.arms.values()),
-        "asked": arm if arm and arm.all_tasks else None,
+        "asked": most if most and _count_questions(most) else None,
     }
+
+
+def _count_questions(arm: ArmSummary) -> int:
+    return arm.all_tasks.questions if arm.all_tasks else 0
 
 
 def _first_command(manifest: Manifest, repo: str | None) -> str:

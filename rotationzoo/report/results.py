@@ -78,11 +78,14 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
             # The decision's interval is of the answers that are kept, in whose place all stand.
             low, high = (end * share / decision.kept for end in decision.interval)
             interval = low, min(high, 1.0)
+        percents = share_words(recall, best)
+        if recall.questions < exact.questions:
+            percents += f" of {recall.questions}"
         point = Point(
             name=label,
             memory=request.arm_bits(arm, measured) * scale,
             share=share,
-            percent=share_words(recall, best),
+            percent=percents,
             accent=is_chosen,
             interval=interval,
         )

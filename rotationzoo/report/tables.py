@@ -125,7 +125,8 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     tables += [cost_table(window.arms), length_table(window.arms)]
     if measured.drift and window.verdict is measured.window.verdict:  # that of the first windows
         tables += drift_tables(measured.drift)
-    compared = comparison_table(window.verdict)
+    names = {arm.name: label for label, arm in window.arms.items()}
+    compared = comparison_table(window.verdict, names)
     return [*tables, compared] if compared.rows else tables
 
 
@@ -142,9 +143,10 @@ def drift_tables(drift: Drift) -> list[Table]:
     return tables
 
 
-def comparison_table(verdict: Verdict) -> Table:
+def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
     """The paired differences of arms: answers and perplexity, with p values that are corrected for
-    all comparisons; of error feedback with p values of single tests."""
+    all comparisons; of error feedback with p values of single tests. `names` is what readers know
+    arms by."""
     answers = verdict.answers.comparisons if verdict.answers else []
     paired: dict[tuple[str, str], PairedAnswers | None] = {}
     paired |= {(each.arm, each.other): each for each in answers}
@@ -161,7 +163,8 @@ def comparison_table(verdict: Verdict) -> Table:
             alone = f"{answered.only_arm} / {answered.only_other}"
             cells = [alone, number(values[0], ".2g"), error, number(values[1], ".2g")]
         cost = number(each.log_perplexity_difference, "+.4f", each.standard_error)
-        rows.append([" against ".join(pair), *cells, cost, number(costs.get(pair), ".2g")])
+        row = " against ".join(names.get(name, name) for name in pair)
+        rows.append([row, *cells, cost, number(costs.get(pair), ".2g")])
     columns = ["arms", "answered by one alone", "p", "nats", "p", "log perplexity", "p"]
     return Table("paired comparisons", columns, rows)
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.models import save_tiny
 
 from rotationzoo.model.source import DEMO
@@ -67,3 +68,15 @@ def test_a_line_with_the_artifact_of_another_config_is_refused(inside, made, tmp
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     refused = inside("serve", model, "--rotations", made, "--dry-run")
     assert "was made for demo, and not for" in refused.stderr
+
+
+def test_rotations_of_other_weights_are_served_only_if_asked_for(inside, made, tmp_path, vllm):
+    model = shutil.copytree(DEMO, tmp_path / "tuned")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    words = ["serve", model, "--rotations", made, "--dry-run"]
+    refused = inside(*words)
+    assert refused.returncode == 1
+    assert "was made for other weights than" in refused.stderr
+    assert inside(*words, "--anyway").returncode == 0

@@ -100,4 +100,4 @@ def test_what_feedback_adds_is_paired():
     assert (added.arm, added.answers) == ("c", None)
     assert added.log_perplexity_difference == pytest.approx(-0.2)
     assert added.standard_error == pytest.approx(0.1)
-    assert comparison_table(verdict).rows[-1][-2] == "-0.2000 ±0.1000"
+    assert comparison_table(verdict, {}).rows[-1][-2] == "-0.2000 ±0.1000"
