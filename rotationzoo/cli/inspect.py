@@ -54,6 +54,18 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
         )
     if artifact.rotations.has_feedback:
         say(_feedback_words(layers))
+    if artifact.rotations.has_budget:
+        say(_budget_words(layers))
+
+
+def _budget_words(layers: list["LayerSpectra"]) -> str:
+    """One line with the layers to which a budget gives more than 2 bits a channel."""
+    more = []
+    for layer in layers:
+        for side in ("key", "value"):
+            if (bits := getattr(layer, side).bits) > 2:
+                more.append(f"layer {layer.layer} {side}s {bits:g}")
+    return f"Bits a channel: {', '.join([*more, 'all others 2'])}"
 
 
 def _feedback_words(layers: list["LayerSpectra"]) -> str:

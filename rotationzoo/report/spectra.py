@@ -33,6 +33,8 @@ class SideSpectrum:
     feedback: float | None = None
     """The share of nearest codes' squared errors, in the metric of the factors, that error feedback
     is expected to leave: the mean over heads. None without factors."""
+    bits: float | None = None
+    """Bits of a channel, scales not counted, that a budget gives. None without one."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,22 @@ def _summarize_side(rotation: Rotation) -> SideSpectrum:
     error = orthogonality_error(rotation.matrix)
     clips = rotation.clip.tolist()
     left = None if rotation.feedback is None else remaining_share(rotation.feedback).mean().item()
+    fine, dim = rotation.fine_channels, rotation.dim
+    bits = None if fine is None else 2 + fine.item() / dim
     if rotation.eigenvalues is None:
-        return SideSpectrum(rotation.dim, None, None, None, error, clips, left)
+        return SideSpectrum(dim, None, None, None, error, clips, left, bits)
     # Rounding can leave tiny negative eigenvalues.
     shares = rotation.eigenvalues.double().clamp(min=0)
     # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
     trace = shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     shares = shares / trace
     return SideSpectrum(
-        dim=rotation.dim,
+        dim=dim,
         effective_rank=torch.special.entr(shares).sum(-1).exp().mean().item(),
         top_1_share=strongest(shares, 1).mean().item(),
         top_8_share=strongest(shares, _TOP).sum(-1).mean().item(),
         orthogonality_error=error,
         clip_ratios=clips,
         feedback=left,
+        bits=bits,
     )

@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.jobs import SMALL, job
 from support.models import save_tiny
+from typer.testing import CliRunner
 
 from rotationzoo import api
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.budget import average_fine_channels, spend_bits
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.job import calibrate
+from rotationzoo.cli.app import app
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import reduced_rotations
@@ -57,6 +59,13 @@ def test_layers_that_lose_more_get_more_bits(made):
     for side in ("key", "value"):
         assert first[side].sensitivity > 10 * second[side].sensitivity >= 0
         assert first[side].fine_channels == 16 > second[side].fine_channels == 0
+
+
+def test_inspect_says_which_layers_get_more(made):
+    shown = CliRunner().invoke(app, ["inspect", str(made.folder)])
+    assert shown.exit_code == 0
+    words = "Bits a channel: layer 0 keys 3, layer 0 values 3, all others 2"
+    assert words in " ".join(shown.output.split())
 
 
 def test_no_more_bits_are_spent_than_the_budget_has(made):
