@@ -12,11 +12,6 @@ from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
 
-_RIVALS = (
-    "Other engines' caches, too: fp8, nvfp4, q8_0, q4_0, "
-    "kvarn-k2v2, exl3-2, lmdeploy-42, mlx-2 and others."
-)
-
 
 def evaluate_command(
     model: options.ModelName,
@@ -43,7 +38,9 @@ def evaluate_command(
     ] = None,
     format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
     bits: options.Budget = None,
-    rivals: Annotated[str | None, typer.Option(help=_RIVALS)] = None,
+    rivals: Annotated[
+        str | None, typer.Option(help="Other engines' caches, too, as fp8,q4_0,exl3-2.")
+    ] = None,
     pooled: Annotated[
         bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
     ] = None,

@@ -77,6 +77,7 @@ def test_the_greedy_text_of_the_cache_is_another_after_as_many_tokens(tiny, chun
     assert same == drift.same_tokens[2] < 12
 
 
+@pytest.mark.thorough
 def test_no_rotation_drifts_more_than_a_calibrated_one(artifacts, inside):
     settings = "--tokens 1536 --length 512 --batch 3 --windows 16/64 --queries 0"
     tasks = "--tasks needles --questions 8 --lengths 1024"
