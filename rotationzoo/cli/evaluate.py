@@ -31,7 +31,7 @@ def evaluate_command(
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
     questions: Annotated[
-        str, typer.Option(help="Per task and length; auto asks until the decision is made, or 128.")
+        str, typer.Option(help="Per task and length; auto: until it is decided.")
     ] = "auto",
     windows: Annotated[
         str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
