@@ -140,6 +140,7 @@ def _check_server(config: Any) -> None:
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": config.cache_config.cache_dtype
         not in ("auto", "bfloat16"),
+        "layers left out": getattr(config.cache_config, "kv_cache_dtype_skip_layers", None),
     }
     for what, asked in unserved.items():
         if asked:
