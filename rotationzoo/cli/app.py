@@ -79,6 +79,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 """The commands in the order of `--help`, which is the order in which a user meets them."""
 
+_TAKE_AN_ARTIFACT = ("inspect", "validate", "report", "export")
 _WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -222,6 +223,9 @@ def _usage_error(error: Any) -> UsageError:
         message += nearest(wrong[1], _QUOTED.findall(wrong[2]))
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rotationzoo"
+    command = path.rpartition(" ")[2]
+    if "extra argument" in message and command in _TAKE_AN_ARTIFACT:
+        message += f": {command} takes the artifact alone"
     return UsageError(message, hint=f"see: {path} --help")
 
 
@@ -233,6 +237,8 @@ def _describe_unknown(option: str, error: Any) -> str:
         if any(option in parameter.opts for parameter in other.params):
             having.append(name)
     end = nearest(option, error.possibilities or [])
+    if option == "--engine":  # which is the name in Python
+        end = " (did you mean '--for'?)"
     if having:
         end = f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
     return f"{command} has no option {option}{end}"

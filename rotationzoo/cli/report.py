@@ -65,11 +65,22 @@ def report_command(
     if not evaluated:
         suggest_step(out, opened)
     elif not save:
-        measured = opened.measured
-        engine = measured and measured.engine
-        out.suggest("export", str(artifact), "--for", engine or "vllm")
+        out.suggest(*_next_words(opened, str(artifact)))
     else:
         out.suggest("push", str(artifact), "OWNER/REPO")
+
+
+def _next_words(artifact: "Artifact", place: str) -> list[str]:
+    """What the decision calls for, or the export to the engine that it was measured for."""
+    from rotationzoo.report.arms import gather_arms
+    from rotationzoo.report.commands import decided_words
+
+    arms, words = gather_arms(artifact), None
+    engine = arms and arms.evaluation.engine
+    served = ["--for", engine] if engine else []
+    if arms and arms.decision:
+        words = decided_words(arms.decision, [artifact.manifest.model.id], place, served)
+    return words or ["export", place, "--for", engine or "vllm"]
 
 
 def add_report(artifact: "Artifact") -> "Artifact":

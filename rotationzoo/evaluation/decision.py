@@ -30,6 +30,7 @@ RIVALS: dict[Action, str] = {"identity": "no rotation", "hadamard": "Hadamard"}
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _LITTLE = 0.9  # of the answers; if surely fewer are kept, the advice says so
+_WEAK = 0.3  # of the questions; if the exact model answers fewer, the advice says so
 _FEWEST = 8  # prompts: fewer show nothing by the sign-flip test
 _PACE = 16  # questions, to a multiple of which more are asked
 _PHRASES: dict[Outlook, str] = {
@@ -72,6 +73,9 @@ def decide(
         if rival.outlook == "open":
             more = max(more, _PACE * math.ceil(questions * prompts / len(sizes) / _PACE))
     action = _choose(rivals)
+    advice = _advise(action, more, kept, interval[1])
+    if _share(right) < _WEAK:
+        advice += " The exact model answers few itself: other --tasks may show more."
     wanted = min(more, MOST_QUESTIONS) or None
     better = [rival.name for rival in rivals if rival.outlook == "better"]
     return Decision(
@@ -88,7 +92,7 @@ def decide(
             f"({' to '.join(map(percent, interval))}, with {counted(len(right), 'question')} in "
             f"{counted(len(sizes), 'prompt')}).",
             _compare_words(_share(mine), _share(right), rivals),
-            _advise(action, more, kept, interval[1]),
+            advice,
         ],
     )
 

@@ -63,6 +63,7 @@ from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
 from rotationzoo.words import duration, nearest
 
+_LONG = 120  # seconds of texts, after which a shorter evaluation is named
 Recorder = Callable[[PreTrainedModel, PreTrainedTokenizerBase, Artifact, Source], list[Probe]]
 """`runtime.vllm.probe.record_probes`, which stands above this package: callers hand it in."""
 
@@ -256,6 +257,9 @@ def _tell_length(
     words = [f"texts: about {duration(pace.estimate(left))} more"]
     if plan.series and not job.real_cache:  # which has a pace of its own
         words.append(describe_rounds(pace, plan.series, job.tasks.looks, deciding))
+        words.append("after a round, Ctrl-C decides on what was asked")
+    if pace.estimate(left) > _LONG:
+        words.append("--tokens 4096 --tasks needles,key-value takes less")
     pace.tell("; ".join(words))
 
 

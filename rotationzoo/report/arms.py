@@ -80,7 +80,7 @@ def label_arms(
         if arm.rounding == "feedback":
             name = plain_name(name)
         elif arm.artifact in with_feedback and not arm.pooled:
-            name += ", nearest codes"
+            name = f"{name}, nearest codes" if compared else "nearest codes"
         label, count = name, 1
         while label in (EXACT, *baselines, *shown):
             count += 1

@@ -59,3 +59,11 @@ def test_one_is_not_many(inside, tiny):
     assert counted(1, "prompt") == "1 prompt"
     assert [counted(0, "text"), counted(1024, "token")] == ["0 texts", "1,024 tokens"]
     assert "1 token cannot fill" in only_error(inside("calibrate", tiny, "--tokens", "1"))
+
+
+def test_a_model_before_an_artifact_is_told_from_a_slip(inside, made):
+    refused = inside("report", "demo", made)
+    assert refused.returncode == 2
+    assert "report takes the artifact alone" in refused.stderr
+    refused = inside("export", made, "--engine", "vllm")
+    assert "did you mean '--for'?" in refused.stderr

@@ -312,7 +312,7 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
         assert words in said
     assert "prefilled in chunks of 512 tokens" in measured.words[0]
     labels = {row["name"]: row["memory"] for row in points_of(report)}
-    mine = "mine, nearest codes"
+    mine = "nearest codes"
     assert {mine, "mine, written better", "mine, by layer", "of a later version"} < labels.keys()
     # A quarter of the elements was in few bits: the values of one of two layers.
     share = 0.25 * 2.53 / 16 + 0.75
