@@ -164,6 +164,7 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     assert refusal.value.hint == "name that layer: --layers 1"
 
 
+@pytest.mark.thorough
 def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts, tmp_path):
     folder = shutil.copytree(artifacts[0], tmp_path / "made")
     words = ["evaluate", "demo", folder, "--save", "--windows", "4/64", "--queries", 0]
