@@ -73,13 +73,14 @@ def report_command(
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
     """What the decision calls for, or the export to the engine that it was measured for."""
     from rotationzoo.report.arms import gather_arms
-    from rotationzoo.report.commands import decided_words
+    from rotationzoo.report.commands import asked_options, decided_words
 
     arms, words = gather_arms(artifact), None
     engine = arms and arms.evaluation.engine
     served = ["--for", engine] if engine else []
     if arms and arms.decision:
-        words = decided_words(arms.decision, [artifact.manifest.model.id], place, served)
+        model, asked = [artifact.manifest.model.id], asked_options(arms.evaluation)
+        words = decided_words(arms.decision, model, place, served, asked)
     return words or ["export", place, "--for", engine or "vllm"]
 
 

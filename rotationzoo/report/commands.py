@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
+from rotationzoo.artifact.measured import Conditions
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.errors import UsageError
+from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import (
     PRESETS,
     Recipe,
@@ -57,30 +59,45 @@ def _name(model: Model) -> str:
     return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
+def asked_options(measured: Conditions) -> list[str]:
+    """The options of an evaluation that asks the same tasks, in prompts of as many tokens."""
+    names, lengths = measured.tasks.names, map(str, measured.tasks.lengths)
+    words = ["--lengths", ",".join(lengths)]
+    return words if len(names) == len(TASKS) else ["--tasks", ",".join(names), *words]
+
+
 def decided_words(
-    decision: Decision, model: Sequence[str], artifact: str, served: Sequence[str] = ()
+    decision: Decision,
+    model: Sequence[str],
+    artifact: str,
+    served: Sequence[str] = (),
+    asked: Sequence[str] = (),
 ) -> list[str] | None:
     """The words after `rotationzoo` for what a decision calls for before an artifact is used; None
     where it calls for nothing.
 
     - `model`: its name and, where it needs one, the option for its revision;
-    - `served`: the option for its engine, if one was chosen.
+    - `served`: the option for its engine, if one was chosen;
+    - `asked`: the options with which the same is asked.
     """
     if decision.action == "hadamard":
         return ["calibrate", *model, "--recipe", "hadamard", *served]
     if decision.action == "identity":
         return ["generate", *model, "--rotations", "none", *served]
     if decision.more_questions is not None:
-        asked = ["--questions", str(decision.more_questions), "--seed", "1"]
-        return ["evaluate", *model, artifact, *served, *asked, "--save"]
+        more = ["--questions", str(decision.more_questions), "--seed", "1"]
+        return ["evaluate", *model, artifact, *served, *asked, *more, "--save"]
     return None
 
 
 def use_commands(
-    manifest: Manifest, decision: Decision | None, engine: str | None = None
+    manifest: Manifest,
+    decision: Decision | None,
+    engine: str | None = None,
+    asked: Sequence[str] = (),
 ) -> list[str]:
     """The commands that fit the decision on an artifact in FOLDER; None stands for no decision.
-    Where no `engine` was chosen, it is a released vLLM."""
+    Where no `engine` was chosen, it is a released vLLM. `asked` is that of `decided_words`."""
     model, named = manifest.model, engine or "vllm"
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]
@@ -88,7 +105,7 @@ def use_commands(
     generate = ["generate", *name, "--rotations", "FOLDER", *prompt]
     served = ["--for", engine] if engine else []
     measure = ["evaluate", *name, "FOLDER", "--for", named, "--save"]
-    words = decision and decided_words(decision, name, "FOLDER", served)
+    words = decision and decided_words(decision, name, "FOLDER", served, asked)
     if decision is None or decision.action == "ask":
         commands = [words or measure, generate]
     elif words:

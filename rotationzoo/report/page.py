@@ -16,7 +16,7 @@ from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.report.arms import gather_arms
 from rotationzoo.report.charts import draw_png
-from rotationzoo.report.commands import model_title, use_commands
+from rotationzoo.report.commands import asked_options, model_title, use_commands
 from rotationzoo.report.figures import Section
 from rotationzoo.report.memory import Request, describe_memory, layout_of
 from rotationzoo.report.origin import (
@@ -78,10 +78,12 @@ def make_report(
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
         verdict, decision = describe_verdict(arms, request, layers), arms.decision
         folded.insert(0, describe_measurement(arms))
+    asked = asked_options(measured) if measured else []
+    commands = use_commands(artifact.manifest, decision, engine, asked)
     return Report(
         model=model_title(artifact.manifest.model),
         badges=[badge for badge in badges if badge.kind != "plain"],
-        verdict=replace(verdict, commands=use_commands(artifact.manifest, decision, engine)),
+        verdict=replace(verdict, commands=commands),
         folded=[*folded, describe_making(artifact)],
         version=artifact.manifest.versions.rotationzoo,
     )
