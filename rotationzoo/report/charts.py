@@ -65,6 +65,7 @@ CONFIG: dict[str, Any] = {
 # Vega describes a mark's kind to screen readers, which the words of its label make superfluous.
 _KIND = re.compile(r' aria-roledescription="[^"]*"')
 _PNG_SCALE = 2  # pixels per unit, for screens of today
+_FULL = (0.2, 0.5, 1)  # shares at the top of a chart: the first that holds all
 _ACCENT, _PLAIN = "#0072B2", "#7f868f"
 # Ems of a character in bold DejaVu Sans, the widest of the usual fonts: small ones, and others.
 _SMALL, _LARGE, _FOREIGN = 0.72, 1.1, 1.3
@@ -112,13 +113,15 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     labels = [_wrap(point.name, point.percent) for point in ranked]
     heights = [_LINE * len(lines) for lines in labels]
     height = max(_LEAST_HEIGHT, sum(heights))
-    tops = [height * (1 - point.share) - _LINE / 2 for point in ranked]
+    highest = max(max([point.share, *(point.interval or [])]) for point in ranked)
+    full = next(end for end in _FULL if end >= highest)
+    tops = [height * (1 - point.share / full) - _LINE / 2 for point in ranked]
     rows = []
     for point, lines, top in zip(ranked, labels, _spread(tops, heights, height), strict=True):
         words = f"{point.name}: {point.percent} at {point.memory:.3g} {unit}"
         drawn = {
             "label": "\n".join(lines),
-            "place": 1 - (top + _LINE / 2) / height,
+            "place": full * (1 - (top + _LINE / 2) / height),
             "words": words,
             "color": _ACCENT if point.accent else _PLAIN,
         }
@@ -128,17 +131,22 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     widest = _SIZE * max(_measure(line) for lines in labels for line in lines)
     width = round(_WIDTH - _LEFT - _LABEL - widest)
     padding = {"left": _LEFT, "right": _WIDTH - _LEFT - width, "top": _TOP, "bottom": _BOTTOM}
-    chart = altair.layer(*_draw_marks(rows, unit, width)).properties(width=width, height=height)
+    chart = altair.layer(*_draw_marks(rows, unit, width, full)).properties(
+        width=width, height=height
+    )
     return {**chart.to_dict(), "padding": padding}
 
 
-def _draw_marks(rows: list[dict[str, Any]], unit: str, width: int) -> list[altair.Chart]:
-    """Leaders, the interval, points and labels of the `rows`, one above the other."""
+def _draw_marks(
+    rows: list[dict[str, Any]], unit: str, width: int, full: float
+) -> list[altair.Chart]:
+    """Leaders, the interval, points and labels of the `rows`, one above the other. `full` is the
+    share at the top."""
     base = altair.Chart(altair.Data(values=rows))
-    shares = altair.Axis(values=[0, 0.5, 1], format="~%", title=None)
+    shares = altair.Axis(values=[0, full / 2, full], format="~%", title=None)
     sizes = altair.Axis(tickCount=3, grid=False, title=unit)
     x = altair.X("memory:Q", scale=altair.Scale(zero=True, nice=False), axis=sizes)
-    y = altair.Y("share:Q", scale=altair.Scale(domain=[0, 1]), axis=shares)
+    y = altair.Y("share:Q", scale=altair.Scale(domain=[0, full], nice=False), axis=shares)
     elbow, end = width + _ELBOW, width + _LABEL
     leader = base.mark_rule(aria=False, color=_INK, opacity=0.3)
     marks = [
