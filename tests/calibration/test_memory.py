@@ -74,6 +74,7 @@ def test_statistics_and_rotations_are_as_large_as_planned(medium):
     assert medium.needs.rotations == sum(matrix.nbytes for matrix in matrices)
 
 
+@pytest.mark.thorough
 def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     """The peak of the process itself, libraries and the allocator's holes included."""
     model = save_tiny(

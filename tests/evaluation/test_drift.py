@@ -110,6 +110,7 @@ def test_no_rotation_drifts_more_than_a_calibrated_one(artifacts, inside):
     assert f", {shares[0]:.1%} of late tokens the exact model's instead of {shares[1]:.1%}" in said
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_is_saved_keeps_the_drift_of_its_own_arms(artifacts):
     job = Evaluation("demo", artifacts, TEXT, TaskSettings(()), queries=0, drift=4)
     job = replace(job, save_to=artifacts, baselines=("identity",))

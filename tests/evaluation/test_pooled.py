@@ -46,6 +46,7 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
     assert arms["head+pooled"]["text_losses"] != arms["head"]["text_losses"]
 
 
+@pytest.mark.thorough
 def test_an_export_that_pools_names_the_command_and_then_has_the_figures(inside, mine):
     words = ["export", mine, "--for", "vllm-oscar", "-o", "exported"]
     said = inside(*words).stderr

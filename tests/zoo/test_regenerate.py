@@ -1,5 +1,6 @@
 """New rotations for a new revision: planned, compared with the old, and published."""
 
+import pytest
 from support.published import CONFIG, EVALUATED, ZOO, change_weights, ok, planned, refused
 
 from rotationzoo.artifact.store import Artifact
@@ -9,6 +10,7 @@ from rotationzoo.zoo import index
 from rotationzoo.zoo.regenerate import find_newest
 
 
+@pytest.mark.thorough
 def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
     (first,) = planned(zoo)
     assert first | {"revision": ""} == {

@@ -291,6 +291,7 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
     assert plan(runner)["any"] == "false", "it is published"
 
 
+@pytest.mark.thorough
 def test_a_fleet_has_a_runner_for_each_model(runner):
     """The example of the documentation differs from regenerate.yml in runners and folders alone."""
     (step,) = (step for step in jobs("fleet")["plan"]["steps"] if step.get("id") == "plan")
