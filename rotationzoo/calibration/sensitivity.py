@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.calibration.budget import COARSE
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.model.prediction import run_decoder
+from rotationzoo.model.prediction import divergence_of, run_decoder
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import SIDES, Rotation, Rotations
@@ -93,13 +93,12 @@ class _Reading:
         simulation = Simulation(self.arm, self.cache, self.geometry, readers, sides)
         with simulation.running(self.model):
             stored = _predict(self.model, self.row, self.cache.first_quantized)
-        by_token = (self.exact.exp() * (self.exact - stored)).sum(-1)
-        return float(by_token.double().mean())
+        return float(divergence_of(self.exact, stored).double().mean())
 
 
 @torch.no_grad()
 def _predict(model: PreTrainedModel, row: torch.Tensor, first: int) -> torch.Tensor:
-    """The log probabilities `[P, vocabulary]` that a model predicts at some positions of a row,
-    evenly spread from `first` on."""
+    """The logits `[P, vocabulary]` of a model at some positions of a row, evenly spread from
+    `first` on."""
     positions = slice(first, None, max(1, (len(row) - first) // POSITIONS))
-    return run_decoder(model, row[None]).logits(positions)[0].float().log_softmax(-1)
+    return run_decoder(model, row[None]).logits(positions)[0]

@@ -11,7 +11,7 @@ from rotationzoo.evaluation.arms import BASELINES, RIVALS
 from rotationzoo.evaluation.forward import Through, Trial
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.prediction import continue_greedily
+from rotationzoo.model.prediction import continue_greedily, divergence_of
 from rotationzoo.model.rope import position_count
 from rotationzoo.progress import Progress
 
@@ -47,8 +47,7 @@ def measure_drift(
         for arm in arms:
             logits = through(model, arm, layout)(text, tokens, decoded=tokens - 1).logits
             same = (exact.argmax(-1) == logits.argmax(-1)).float()
-            p, q = (each.float().log_softmax(-1) for each in (exact, logits))
-            kl = (p.exp() * (p - q)).sum(-1)
+            kl = divergence_of(exact, logits)
             steps[arm.name].append(torch.stack([same, kl], dim=-1).double().cpu())
             done += 1
             progress("generating", done, runs)

@@ -82,6 +82,13 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
     return HiddenStates(model, ids, outputs[0])
 
 
+def divergence_of(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`KL(exact || other)` `[...]`, in nats, of predictions whose logits `[..., vocabulary]` these
+    are."""
+    p, q = (logits.float().log_softmax(-1) for logits in (exact, other))
+    return (p.exp() * (p - q)).sum(-1)
+
+
 def continue_greedily(
     model: "PreTrainedModel", ids: torch.Tensor, cache: Any, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

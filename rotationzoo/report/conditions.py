@@ -71,10 +71,9 @@ def describe_recall(measured: Measured) -> list[str]:
     return [
         f"recall: {counted(recall.questions, 'question')} about statements hidden in "
         f"{numbers(measured.tasks.lengths)} tokens, which every arm reads quantized from {cache}; "
-        "answered: share that is exactly right ± standard error over prompts, ≥: no fewer than the "
-        "exact model; log probability: of "
-        "the right answer, in nats, also next to the shares; distance: tokens from statement to "
-        "answer"
+        "answered: share that is exactly right ± standard error over prompts, ≥: no fewer than "
+        "the exact model; log probability: of the right answer, in nats, also next to the shares; "
+        "distance: tokens from statement to answer"
     ]
 
 
