@@ -225,7 +225,7 @@ def _usage_error(error: Any) -> UsageError:
     path = context.command_path if context else "rotationzoo"
     command = path.rpartition(" ")[2]
     if "extra argument" in message and command in _TAKE_AN_ARTIFACT:
-        message += f": {command} takes the artifact alone"
+        message += f": {command} takes the rotations alone"
     return UsageError(message, hint=f"see: {path} --help")
 
 

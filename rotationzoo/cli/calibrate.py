@@ -81,7 +81,7 @@ def calibrate_command(
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")
+        bool, typer.Option("--restart", help="Drop a checkpoint and replace rotations.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done; read no weights.")

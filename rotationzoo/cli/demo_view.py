@@ -17,9 +17,9 @@ def show_demo(out: Output, artifact: Artifact, report: Measured) -> None:
     arms = report.window.arms
     nearest, feedback = arms_of(arms, artifact.identity)
     rows = {
-        "these rotations, in an engine": nearest,
-        "these rotations, in RotatedCache": feedback,
-        "a Hadamard matrix": arms["hadamard"],
+        "these rotations, in most engines": nearest,
+        "these rotations, in RotatedCache or serve": feedback,
+        "an uncalibrated rotation": arms["hadamard"],
         "no rotation": arms["identity"],
     }
     caches = {"exact": _figures(report.exact, float(EXACT_BITS))}
@@ -54,17 +54,14 @@ def _say_demo(artifact: Artifact, report: Measured, data: dict[str, Any]) -> Non
     )
     rows = []
     for words, figures in data["caches"].items():
-        share, nats = figures["answered"] / figures["questions"], figures["log_probability"]
-        cells = [f"{figures['bits_per_element']:.1f}", f"{share:.0%}", f"{nats:.2f}"]
-        rows.append([words, *cells, f"{figures['perplexity']:.3f}"])
+        share = figures["answered"] / figures["questions"]
+        rows.append([words, f"{figures['bits_per_element']:.1f}", f"{share:.0%}"])
     questions = data["caches"]["exact"]["questions"]
     title = f"{counted(questions, 'question')} about statements hidden in {length:,} tokens"
-    columns = ["cache", "bits", "answered", "log probability", "perplexity"]
-    table(title, columns, rows, apart=True)
+    table(title, ["cache", "bits", "answered"], rows, apart=True)
     say(
         f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
-        "in an engine: with the nearest codes; RotatedCache and serve write with error feedback",
-        "log probability: of right answers, in nats; so few questions show only large differences",
+        "RotatedCache and serve round the numbers of a row together, most engines one by one",
         "",
         f"The page about it: {data['page']}",
     )

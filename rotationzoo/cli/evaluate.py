@@ -16,7 +16,7 @@ from rotationzoo.errors import UsageError
 def evaluate_command(
     model: options.ModelName,
     artifacts: Annotated[
-        list[Path] | None, typer.Argument(help="Artifact folders.", metavar="ARTIFACT")
+        list[Path] | None, typer.Argument(help="Folders of rotations.", metavar="ROTATIONS")
     ] = None,
     engine: options.Engine = None,
     data: Annotated[
@@ -65,7 +65,7 @@ def evaluate_command(
     rope_scaling: options.RopeScaling = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Texts per forward pass (1).")] = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
+        bool, typer.Option("--save", help="Add evaluation.json to the rotations.")
     ] = False,
     anyway: options.Anyway = False,
     details: Annotated[
@@ -90,7 +90,7 @@ def evaluate_command(
     if save and not artifacts:
         raise UsageError(
             "--save adds the report to artifacts, and none is given",
-            hint="name an artifact folder after the model, or print the report with --json",
+            hint="name a folder of rotations after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
     from rotationzoo.api import EvaluationOptions, evaluation_job
@@ -124,7 +124,7 @@ def _check_order(model: str, artifacts: list[Path]) -> None:
         named = list(map(str, artifacts)) or ["MODEL"]
         words = ["rotationzoo", "evaluate", *named, model]
         raise UsageError(
-            f"{model} is an artifact, and the model comes before the artifacts",
+            f"{model} has rotations, and the model comes before them",
             hint=f"give them as: {shlex.join(words)}",
         )
 

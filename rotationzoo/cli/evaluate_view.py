@@ -48,7 +48,7 @@ def suggest_next(
     """
     served = ["--for", engine] if engine else []
     if not artifacts:
-        out.note("Note: no artifact was named after the model, so these are baselines alone")
+        out.note("Note: no rotations were named after the model, so these are baselines alone")
         out.suggest("calibrate", *model, *served)
         return
     more = decisions[0].more_questions

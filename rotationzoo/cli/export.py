@@ -26,7 +26,7 @@ def export_command(
     artifact: ArtifactFolder,
     to: Annotated[EngineName | None, typer.Option("--for", "--to", help="Engine")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder (ARTIFACT-ENGINE in exports).")
+        Path | None, typer.Option("--output", "-o", help="Folder (ROTATIONS-ENGINE in exports).")
     ] = None,
     pooled: Annotated[
         bool,
@@ -62,7 +62,7 @@ def export_command(
     absorbed: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Serve this model, which --absorb wrote for the same artifact."
+            metavar="FOLDER", help="Serve this model, which --absorb wrote for the same rotations."
         ),
     ] = None,
     json: Json = False,

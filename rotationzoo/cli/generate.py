@@ -45,8 +45,8 @@ def generate_command(
     rotations: Annotated[
         str | None,
         typer.Option(
-            help="Artifact folder, name in the zoo, or none. By default the newest artifact of the "
-            "model in rotations that you calibrated or pulled on this machine.",
+            help="Their folder, name in the zoo, or none. By default the newest of the model in "
+            "the folder rotations that you calibrated or pulled on this machine.",
         ),
     ] = None,
     engine: Engine = None,
@@ -177,7 +177,7 @@ def _check_order(model: str, rotations: str | None) -> None:
 
     words = [*model_words(Artifact.open(model)), "--rotations", model]
     raise UsageError(
-        f"{model} is an artifact and no model",
+        f"{model} has rotations and no model",
         hint=f"give it with its model: {shlex.join(['rotationzoo', 'generate', *words])}",
     )
 

@@ -127,7 +127,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
 
 ModelName = Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")]
 ArtifactFolder = Annotated[
-    Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ARTIFACT")
+    Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ROTATIONS")
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 

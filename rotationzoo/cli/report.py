@@ -20,14 +20,14 @@ def report_command(
     artifact: ArtifactFolder,
     compare: Annotated[
         list[Path] | None,
-        typer.Option(help="Another artifact to compare with. May be repeated."),
+        typer.Option(help="Other rotations to compare with. May be repeated."),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
         "report.html"
     ),
     save: Annotated[
         bool,
-        typer.Option("--save", help="Add the page to the artifact, and its chart to the card."),
+        typer.Option("--save", help="Add the page to the rotations, and its chart to the card."),
     ] = False,
     context: Annotated[
         int | None,
@@ -60,7 +60,7 @@ def report_command(
         "artifact": str(artifact) if save else None,
         "evaluated": evaluated,
     }
-    added = [f"Added to the artifact: {artifact}"] if save else []
+    added = [f"Added to: {artifact}"] if save else []
     out.result(data, str(output), lambda: say(f"Page: {output}", *added))
     if not evaluated:
         suggest_step(out, opened)

@@ -18,7 +18,7 @@ _OURS = "--additional-config"
 
 def serve_command(
     model: ModelName,
-    rotations: Annotated[Path, typer.Option(help="The artifact folder.")],
+    rotations: Annotated[Path, typer.Option(help="The folder of rotations.")],
     vllm_options: Annotated[
         list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
     ] = None,

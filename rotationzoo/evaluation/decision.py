@@ -1,4 +1,4 @@
-"""The decision on an artifact: what its arm keeps of the exact model's answers, whether it is shown
+"""The decision on an artifact: what its arm keeps of the model's answers, whether it is clearly
 better than the rotations that need no data, and what to do.
 
 Questions may be asked in several rounds, with a look at all answers after each. The level is split
@@ -25,8 +25,11 @@ from rotationzoo.evaluation.verdict import LEVEL, Answered, holm, read_correct, 
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.words import counted, percent
 
-RIVALS: dict[Action, str] = {"identity": "no rotation", "hadamard": "Hadamard"}
-"""The rotations that need no data and no calibration, the simplest first, as people call them."""
+RIVALS: dict[Action, str] = {
+    "identity": "no rotation",
+    "hadamard": "an uncalibrated rotation",
+}
+"""The rotations that need no data and no calibration, the simplest first, in plain words."""
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _LITTLE = 0.9  # of the answers; if surely fewer are kept, the advice says so
@@ -34,10 +37,10 @@ _WEAK = 0.3  # of the questions; if the exact model answers fewer, the advice sa
 _FEWEST = 8  # prompts: fewer show nothing by the sign-flip test
 _PACE = 16  # questions, to a multiple of which more are asked
 _PHRASES: dict[Outlook, str] = {
-    "better": "shown better than",
-    "worse": "shown worse than",
+    "better": "clearly better than",
+    "worse": "clearly worse than",
     "same": "within 3 points of",
-    "open": "not shown better than",
+    "open": "not clearly better than",
 }
 
 
@@ -75,9 +78,10 @@ def decide(
     action = _choose(rivals)
     advice = _advise(action, more, kept, interval[1])
     if _share(right) < _WEAK:
-        advice += " The exact model answers few itself: other --tasks may show more."
+        advice += " The model itself answers few: other --tasks may show more."
     wanted = min(more, MOST_QUESTIONS) or None
     better = [rival.name for rival in rivals if rival.outlook == "better"]
+    shares = {name: _share(other[right]) for name, other in others.items()}
     return Decision(
         arm=arm,
         kept=kept,
@@ -88,10 +92,10 @@ def decide(
         level=level,
         rivals=rivals,
         words=[
-            f"{plain_name(arm)} keeps {percent(kept)} of the exact model's answers "
-            f"({' to '.join(map(percent, interval))}, with {counted(len(right), 'question')} in "
-            f"{counted(len(sizes), 'prompt')}).",
-            _compare_words(_share(mine), _share(right), rivals),
+            f"Without a 2-bit cache, the model answers {percent(_share(right))} of "
+            f"{counted(len(right), 'question')}; {plain_name(arm)} keeps {percent(kept)} of these "
+            f"answers ({' to '.join(map(percent, interval))}).",
+            _compare_words(plain_name(arm), rivals, shares),
             advice,
         ],
     )
@@ -101,11 +105,11 @@ def _undecided(arm: str, level: float, was_asked: bool) -> Decision:
     """The decision where no answer of the exact model can be kept."""
     reason, advice = "No question was asked", "Ask some: leave out --tasks none."
     if was_asked:
-        reason = "The exact model can do none of the tasks"
+        reason = "The model itself can do none of the tasks"
         advice = "Ask what it can do: other --tasks, or shorter --lengths."
     words = [
         f"{reason}, so nothing shows what {plain_name(arm)} keeps.",
-        f"It is not shown better than {' or '.join(RIVALS.values())}.",
+        f"It is not clearly better than {' or '.join(RIVALS.values())}.",
         advice,
     ]
     return Decision(arm=arm, action="nothing" if was_asked else "ask", level=level, words=words)
@@ -208,25 +212,23 @@ def _share(correct: torch.Tensor) -> float:
     return correct.double().mean().item()
 
 
-def _compare_words(share: float, exact: float, rivals: Sequence[Rival]) -> str:
-    """The `share` of all questions that the arm answers, and the `exact` model's."""
+def _compare_words(name: str, rivals: Sequence[Rival], kept: Mapping[Action, float]) -> str:
+    """How an artifact of this name compares, and the shares that its rivals keep."""
+    if not rivals:
+        return f"Not compared with {' or '.join(RIVALS.values())}."
+    shares = [f"{RIVALS[rival.name]} keeps {percent(kept[rival.name])}" for rival in rivals]
     parts = []
     for outlook, phrase in _PHRASES.items():
-        names = []
-        for rival in rivals:
-            if rival.outlook == outlook:
-                names.append(f"{RIVALS[rival.name]} ({percent(share - rival.difference)})")
-        if names:
-            joint = " or " if outlook == "open" else " and "
-            parts.append(f"{phrase} {joint.join(names)}")
-    compared = "; ".join(parts) or f"not compared with {' or '.join(RIVALS.values())}"
-    shares = f"{percent(share)} of the questions, and the exact model {percent(exact)}"
-    return f"Newly right ones included, it answers {shares}; in the same bytes, it is {compared}."
+        names = [RIVALS[rival.name] for rival in rivals if rival.outlook == outlook]
+        if len(names) > 1:
+            names = ["either" if outlook == "open" else "both"]
+        parts += [f"{phrase} {each}" for each in names]
+    return f"At the same size, {' and '.join(shares)}: {name} is {' and '.join(parts)}."
 
 
 def _advise(action: Action, more: int, kept: float, at_most: float) -> str:
     if action == "hadamard":
-        return "Use Hadamard and save the trouble: it needs no calibration."
+        return "Use a Hadamard rotation and save the trouble: it needs no calibration."
     if action == "identity":
         return "Use no rotation and save the trouble: it answers as many."
     if action == "ask" and not more:

@@ -11,7 +11,7 @@ from rotationzoo.artifact.store import Artifact
 EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
-    "hadamard": "Hadamard",
+    "hadamard": "uncalibrated rotation",
     "random": "random rotation",
     "kivi": "KIVI",
 }
@@ -80,7 +80,7 @@ def label_arms(
         if arm.rounding == "feedback":
             name = plain_name(name)
         elif arm.artifact in with_feedback and not arm.pooled:
-            name = f"{name}, nearest codes" if compared else "nearest codes"
+            name = f"{name}, rounded one by one" if compared else "rounded one by one"
         label, count = name, 1
         while label in (EXACT, *baselines, *shown):
             count += 1

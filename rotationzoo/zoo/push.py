@@ -33,7 +33,7 @@ class Destination:
 def push(
     upload: Upload,
     to: Destination,
-    name: str = "ARTIFACT",
+    name: str = "ROTATIONS",
     progress: Progress = silent,
     signer: IndexSigner | None = None,
 ) -> dict[str, Published]:

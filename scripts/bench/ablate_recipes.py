@@ -1,7 +1,7 @@
 """What each step towards a recipe is worth in answers, on trained models with depth.
 
     python scripts/bench/ablate_recipes.py MODEL ... --text FOLDER --output FOLDER
-        [--arms REGEX] [--settings 2048,chunks,8192] [--jobs 4] [--minutes M]
+        [--arms REGEX] [--names REGEX] [--settings 2048,chunks,8192] [--jobs 4] [--minutes M]
 
 MODEL is a folder of `train_lab_models`; FOLDER of `--text` has calibration.jsonl and
 evaluation.jsonl. Statistics are collected once for every model. Every arm has the same statistics,
@@ -358,11 +358,11 @@ ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     **{name: functools.partial(closed_arms, name) for name in CLOSED},
     **{name: functools.partial(stored_arms, name) for name in WHITENED},
     **{name: functools.partial(budget_arms, name) for name in BUDGETS},
+    **{name: functools.partial(clip_arms, name) for name in CLIPS},
     "kivi": kivi_arms,
     "rivals": rival_arms,
     "sides": side_arms,
     "constants": constant_arms,
-    **{name: functools.partial(clip_arms, name) for name in CLIPS},
     "one range": functools.partial(range_arms, "{0.0f, 0.0f, 0.0f, 0.0f}"),
     "wide ranges": functools.partial(range_arms, "{0.0f, 0.075f, 0.15f, 0.225f}"),
 }
@@ -421,8 +421,11 @@ def read_texts(study: Study, reader: Reader, first: int) -> list[float]:
     return torch.cat(losses).tolist()
 
 
-def run_job(study: Study, job: str, settings: list[str], write: Callable[..., None]) -> None:
-    """Measure the arms of a job in every setting; `write` gets what was measured."""
+def run_job(
+    study: Study, job: str, settings: list[str], names: str, write: Callable[..., None]
+) -> None:
+    """Measure the arms of a job whose names match, in every setting; `write` gets what was
+    measured."""
     if job == "exact":
         reader = exact(study.loaded)
         for setting in settings:
@@ -443,6 +446,8 @@ def run_job(study: Study, job: str, settings: list[str], write: Callable[..., No
                 write(setting=setting, arm=job, bits=reader.bits, tasks=tasks)
         return
     for arm in ARMS[job](study):
+        if not re.search(names, arm.name):
+            continue
         for setting in settings:
             questions = study.questions(setting)
             stored = next(end for end in sorted(STORED, reverse=True) if arm.name.endswith(end))
@@ -481,7 +486,7 @@ def work_through(options: argparse.Namespace, number: int, device: str, queues: 
                 started = time.time()
 
                 write = functools.partial(write_line, path, model=study.name)
-                run_job(study, job, options.settings, write)
+                run_job(study, job, options.settings, options.names, write)
                 seconds = time.time() - started
                 left = options.deadline - time.time()
                 print(f"{study.name}, {job}: {seconds:.0f} s; {left:.0f} s left", flush=True)
@@ -525,6 +530,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="for statistics; OUTPUT by default")
     parser.add_argument("--arms", default="", help="jobs whose names match")
+    parser.add_argument("--names", default="", help="arms of these jobs whose names match")
     parser.add_argument("--settings", type=lambda text: text.split(","), default=list(SETTINGS))
     parser.add_argument("--jobs", type=int, default=4, help="processes a GPU")
     parser.add_argument("--minutes", type=float, default=60)

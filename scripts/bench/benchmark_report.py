@@ -1,8 +1,8 @@
 """Measure how long the report page takes, and how large it is.
 
-    python scripts/bench/benchmark_report.py ARTIFACT [OTHER ...]
+    python scripts/bench/benchmark_report.py ROTATIONS [OTHER ...]
 
-The page is made from the stored figures of ARTIFACT, with those of the others beside them: in this
+The page is made from the stored figures of ROTATIONS, with those of the others beside them: in this
 process, without importing the libraries; and by the whole command, in a process of its own.
 """
 

@@ -1,7 +1,7 @@
 """What a user may pick instead of a rotation: answers and losses through the caches of other
 methods and engines, beside artifacts, on the same prompts.
 
-    python scripts/bench/benchmark_rivals.py MODEL [ARTIFACT...] [--arms NAME,NAME]
+    python scripts/bench/benchmark_rivals.py MODEL [ROTATIONS...] [--arms NAME,NAME]
         [--tasks needles,key-value] [--prompts 16] [--length 2048] [--texts 16] [--data FILE]
         [--output FILE]
 

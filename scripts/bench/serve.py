@@ -1,6 +1,6 @@
 """A vLLM server with rotations, and as it is in bfloat16, asked by vLLM's own benchmark client.
 
-    .venv-vllm/bin/python scripts/bench/serve.py MODEL ARTIFACT [--input 900] [--output 128]
+    .venv-vllm/bin/python scripts/bench/serve.py MODEL ROTATIONS [--input 900] [--output 128]
         [--prompts 8] [--together 4] [--rounding nearest] [--folder FOLDER]
 
 Run it with the Python that has vLLM. One server after the other is started on this machine, gets

@@ -27,8 +27,8 @@ def test_a_mistyped_name_is_answered_with_the_nearest(inside, words, meant):
 @pytest.mark.parametrize(
     "words",
     [
-        "export ARTIFACT --to sglang -o PLACE",
-        "export ARTIFACT --absorb no-such-model -o PLACE",
+        "export ROTATIONS --to sglang -o PLACE",
+        "export ROTATIONS --absorb no-such-model -o PLACE",
         "import no-such-file -o PLACE",
         "calibrate demo --recipe hadamard -o PLACE",
     ],
@@ -39,14 +39,14 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(
 ):
     """Not after a wait for another process that might be writing there."""
     monkeypatch.setattr(locks, "WAIT", 2.0)
-    words = [{"ARTIFACT": artifact, "PLACE": place}.get(word, word) for word in words.split()]
+    words = [{"ROTATIONS": artifact, "PLACE": place}.get(word, word) for word in words.split()]
     says = only_error(inside(*words))
     assert says.startswith(f"Error: {place} cannot be written: ")
 
 
 def test_an_artifact_in_the_models_place(inside, artifact):
     says = only_error(inside("evaluate", artifact, "demo"), 2)
-    assert f"{artifact} is an artifact, and the model comes before" in says
+    assert f"{artifact} has rotations, and the model comes before" in says
     assert says.endswith(f"Hint: give them as: rotationzoo evaluate demo {artifact}\n")
 
 
@@ -64,6 +64,6 @@ def test_one_is_not_many(inside, tiny):
 def test_a_model_before_an_artifact_is_told_from_a_slip(inside, made):
     refused = inside("report", "demo", made)
     assert refused.returncode == 2
-    assert "report takes the artifact alone" in refused.stderr
+    assert "report takes the rotations alone" in refused.stderr
     refused = inside("export", made, "--engine", "vllm")
     assert "did you mean '--for'?" in refused.stderr

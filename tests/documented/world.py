@@ -50,7 +50,7 @@ rotationzoo calibrate demo
 rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
 rotationzoo push rotations/Qwen3-8B-oscar rotationzoo/zoo --to both
 rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
-rotationzoo calibrate my-model -o ARTIFACT
+rotationzoo calibrate my-model -o ROTATIONS
 rotationzoo calibrate Qwen/Qwen3-4B-Thinking-2507 -o thinking
 rotationzoo export thinking --to vllm-oscar --pooled --windows 0/0 -o vllm
 mv vllm/*.pt .

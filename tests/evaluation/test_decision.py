@@ -115,7 +115,9 @@ def test_where_nothing_can_be_kept_nothing_is_decided():
     unable = {"copy": ExactTaskRecall.model_construct(correct="00", prompts=[2])}
     unable = decide("mine", {"mine": {}}, unable, 16)
     assert unable.action == "nothing"
-    assert str(unable).startswith("The exact model can do none of the tasks, so nothing shows what")
+    assert str(unable).startswith(
+        "The model itself can do none of the tasks, so nothing shows what"
+    )
     assert decision({"mine": "1" * 64}).action == "ask", "no rival, no use"
     single = decision({"mine": "1" * 8, "identity": "0" * 8, "hadamard": "0" * 8})
     assert (single.action, single.more_questions) == ("ask", 64)

@@ -24,7 +24,7 @@ from rotationzoo.report.arms import label_arms
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
 
-LABELS = "made", "no rotation", "Hadamard", "random rotation", "KIVI"
+LABELS = "made", "no rotation", "uncalibrated rotation", "random rotation", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"
 LIMIT = 1 << 20  # bytes; 40,000 were measured
 FONTS = "DejaVu Sans", "Liberation Sans", "DejaVu Serif", "sans-serif"
@@ -312,7 +312,7 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
         assert words in said
     assert "prefilled in chunks of 512 tokens" in measured.words[0]
     labels = {row["name"]: row["memory"] for row in points_of(report)}
-    mine = "nearest codes"
+    mine = "rounded one by one"
     assert {mine, "mine, written better", "mine, by layer", "of a later version"} < labels.keys()
     # A quarter of the elements was in few bits: the values of one of two layers.
     share = 0.25 * 2.53 / 16 + 0.75
@@ -333,10 +333,10 @@ def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
 def test_no_two_arms_have_one_label():
     evaluation = Measured.model_validate(make_evaluation(Made(layers=[0])))
     mine = evaluation.window.arms["made"]
-    names = "made", "made", "Hadamard", "exact model"
+    names = "made", "made", "uncalibrated rotation", "exact model"
     compared = [mine.model_copy(update={"name": name}) for name in names]
     shown = label_arms(evaluation, OF_ARTIFACT, compared).shown
-    others = ["made (2)", "made (3)", "Hadamard (2)", "exact model (2)"]
+    others = ["made (2)", "made (3)", "uncalibrated rotation (2)", "exact model (2)"]
     assert list(shown) == ["made", *others, *LABELS[1:]]
 
 

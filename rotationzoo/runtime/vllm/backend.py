@@ -118,7 +118,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if sliding_window is not None:
             raise UnsupportedModel(
                 "layers with a sliding window are served by vLLM's own attention backend alone",
-                hint="start vLLM with: rotationzoo serve MODEL --rotations ARTIFACT",
+                hint="start vLLM with: rotationzoo serve MODEL --rotations ROTATIONS",
             )
         config = get_current_vllm_config()
         settings = read_settings(config)
@@ -217,7 +217,7 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
         if get_current_vllm_config_or_none() is not None and _read_current() is None:
             raise RotationZooError(
                 "the attention backend CUSTOM is rotationzoo's, and no artifact is named",
-                hint="start it with: rotationzoo serve MODEL --rotations ARTIFACT",
+                hint="start it with: rotationzoo serve MODEL --rotations ROTATIONS",
             )
         return RotatedImpl
 
