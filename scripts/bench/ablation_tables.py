@@ -56,11 +56,27 @@ STEPS = {
     "third bits, whitened .75": (
         "hadamard whitened 0.75+fb, fine", "hadamard whitened 0.75+fb",
     ),
+    "third bits, the default rotation": (
+        "r_h_pbr whitened 0.5+fb, fine", "r_h_pbr whitened 0.5+fb",
+    ),
     "a scale alone (2.125 bits) beside scale and offset (2.5)": (
         "hadamard whitened 0.5+fb, one scale", "hadamard whitened 0.5+fb",
     ),
     "whitened, 2.125 bits, beside the default, 2.5": (
         "hadamard whitened 0.5+fb, one scale", "oscar centered+fb",
+    ),
+    "a budget of 2.5 bits beside the default": (
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "r_h_pbr whitened 0.5+fb",
+    ),
+    "a budget of 2.5 bits beside oscar-v1": (
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "oscar-v1",
+    ),
+    "the default beside oscar-v1": ("r_h_pbr whitened 0.5+fb", "oscar-v1"),
+    "a budget of 2.5 bits beside KVarN K4V2 (3.6)": (
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "kvarn-k4v2",
+    ),
+    "a budget of 2.5 bits beside turboquant_3bit_nc (3.25)": (
+        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "turboquant_3bit_nc",
     ),
     "a budget of 2.5 bits beside 2.5 for all": (
         "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "r_h_pbr whitened 0.5+fb, fine",
