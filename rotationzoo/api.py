@@ -23,6 +23,7 @@ from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import (
     BUDGETS,
+    MEDIA_KEYS,
     PRESETS,
     Recipe,
     load,
@@ -72,6 +73,12 @@ class Rows(RunOptions, total=False):
 class CalibrationOptions(Text, Rows, total=False):
     """Further options of `calibrate`."""
 
+    images: str
+    """Column of the data that holds images, for a model that reads them."""
+    audio: str
+    """Column of the data that holds audio."""
+    positions: Literal["all", "text", "media"]
+    """Which positions of rows with images or audio enter the statistics: `all` by default."""
     engine: str
     """The engine that the rotations are for, such as `vllm`: it picks the recipe."""
     feedback: bool
@@ -206,7 +213,8 @@ def calibration_job(
     # The user did not choose a preset's row length, so rows may be shortened to the model's
     # positions.
     fit_length = "length" not in settings and isinstance(recipe, str) and recipe in PRESETS
-    chosen = override(loaded, **_take_text(settings))
+    media = {key: settings.pop(key) for key in MEDIA_KEYS if key in settings}
+    chosen = override(loaded, **_take_text(settings), **media)
     if "feedback" in settings:
         chosen = with_feedback(chosen, settings.pop("feedback"))
     if budget := {name: settings.pop(name) for name in BUDGETS if name in settings}:

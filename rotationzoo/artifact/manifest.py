@@ -64,6 +64,8 @@ class Calibration(Strict):
     source: str
     tokens: Count
     rows: Count
+    media_tokens: Count | None = None
+    """Tokens that stood for images or audio, of all `tokens`."""
     fingerprint: Sha256
     note: str | None = None
 

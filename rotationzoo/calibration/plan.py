@@ -27,6 +27,7 @@ from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.loading import RunSettings
+from rotationzoo.model.media import check_media
 from rotationzoo.model.placement import weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
@@ -118,7 +119,9 @@ def plan(job: Job) -> Plan:
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
-    job = replace(job, recipe=recipe)
+    check_media(config, recipe.data, source.name)
+    # Rows with images or audio run one by one.
+    job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
     return _with_sizes(known, model)
 

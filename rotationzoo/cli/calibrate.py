@@ -54,6 +54,11 @@ def calibrate_command(
     subset: options.Subset = None,
     split: options.Split = None,
     column: options.Column = None,
+    images: Annotated[str | None, typer.Option(help="Column of images (vision models).")] = None,
+    audio: Annotated[str | None, typer.Option(help="Column of audio, as WAV.")] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="all, text or media: which positions count, of such rows.")
+    ] = None,
     packing: Annotated[
         str | None,
         typer.Option(

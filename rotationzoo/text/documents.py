@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,42 @@ HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 """The bundled text that `evaluate` reads. None of it is in `BUNDLED`."""
 
 _CHARACTERS_A_TOKEN = 40  # shuffles documents among about ten times the text that is used
+_CHARACTERS_A_MEDIUM = 40_000  # what an image or a sound counts as: a block is held in memory
 _PIECE = 1 << 16  # characters
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a chat."""
+
+
+@dataclass(frozen=True)
+class MediaDocument:
+    """A text or a chat, and the images or audio that belong to it: kind -> what the column
+    holds."""
+
+    document: Document
+    media: dict[str, list[Any]]
+
+
 _Record = dict[str, Any]  # column -> value
 
 
 def read_documents(data: Data) -> Iterator[Document]:
     """The documents of `data.source`, in an order that its seed fixes. Raises `RotationZooError`
     for a source that is missing, empty or not readable, and for a wrong column."""
+    return (each.document for each in read_media_documents(data))
+
+
+def read_media_documents(data: Data) -> Iterator[MediaDocument]:
+    """The same with what `data.images` and `data.audio` hold."""
     return _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
 
-def _documents(data: Data) -> Iterator[Document]:
+def _documents(data: Data) -> Iterator[MediaDocument]:
     """The documents in the order of the source."""
     empty = True
     for record in _records(data):
         document = record.get(_column(record, data))
+        media = {kind: _media(record, column, data) for kind, column in data.media.items()}
         if not document:  # data sets have empty rows
             continue
         if not _is_document(document):
@@ -48,7 +67,7 @@ def _documents(data: Data) -> Iterator[Document]:
                 hint="name another column with --column; messages have a role and a content",
             )
         empty = False
-        yield document
+        yield MediaDocument(document, media)
     if empty:
         raise RotationZooError(
             f"{data.source} holds no text", hint="give another source with --data, or bundled"
@@ -96,6 +115,19 @@ def _column(record: _Record, data: Data) -> str:
     )
 
 
+def _media(record: _Record, column: str, data: Data) -> list[Any]:
+    """The images or audio of a record: of a column that holds one of them, a list, or nothing."""
+    if column not in record:
+        raise RotationZooError(
+            f"{data.source} has no column {column}: it has {', '.join(map(str, record))}",
+            hint="name the column of the images with --images, or of the audio with --audio",
+        )
+    value = record[column]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 def _pieces(path: Path) -> Iterator[_Record]:
     """A text file in pieces of about 64 KB, cut at line ends, so that a file of any size can be
     read."""
@@ -131,13 +163,17 @@ def _data_set(data: Data, path: Path) -> Iterator[_Record]:
 
     with reading_errors(f"the data set {data.source} could not be read"):
         if path.suffix.lower() == ".parquet":
-            yield from datasets.load_dataset(
+            source = datasets.load_dataset(
                 "parquet", data_files=str(path), split="train", streaming=True
             )
         else:
-            yield from datasets.load_dataset(
+            source = datasets.load_dataset(
                 data.source, data.subset, split=data.split, streaming=True
             )
+        if isinstance((source.features or {}).get(data.audio), datasets.Audio):
+            # Its own decoder is a library of its own.
+            source = source.cast_column(data.audio, datasets.Audio(decode=False))
+        yield from source
 
 
 @contextmanager
@@ -164,11 +200,13 @@ def _not_utf8(what: str) -> RotationZooError:
     )
 
 
-def _shuffled(documents: Iterator[Document], seed: int, budget: int) -> Iterator[Document]:
+def _shuffled(
+    documents: Iterator[MediaDocument], seed: int, budget: int
+) -> Iterator[MediaDocument]:
     """The documents in an order that the seed fixes. They are shuffled within blocks of `budget`
     characters: more than will be used, but not so much that a large data set is read to its end."""
     generator = random.Random(seed)
-    block: list[Document] = []
+    block: list[MediaDocument] = []
     size = 0
     for document in documents:
         block.append(document)
@@ -181,7 +219,8 @@ def _shuffled(documents: Iterator[Document], seed: int, budget: int) -> Iterator
     yield from block
 
 
-def _characters(document: Document) -> int:
-    if isinstance(document, str):
-        return len(document)
-    return sum(len(str(message["content"])) for message in document)
+def _characters(each: MediaDocument) -> int:
+    media = _CHARACTERS_A_MEDIUM * sum(map(len, each.media.values()))
+    if isinstance(each.document, str):
+        return media + len(each.document)
+    return media + sum(len(str(message["content"])) for message in each.document)

@@ -5,7 +5,7 @@ tokenized as a model would see it in training or in a request.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model.media import MediaRow
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import Document, read_documents, reading_errors
@@ -46,7 +47,7 @@ def tokenize(document: Document, template: ChatTemplate, data: Data) -> list[int
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
     end = tokenizer.eos_token_id
-    return [end] if data.packing != "document" and isinstance(end, int) else []
+    return [end] if data.is_packed and isinstance(end, int) else []
 
 
 def _chat_text(messages: list[dict[str, Any]], template: ChatTemplate, data: Data) -> str:
@@ -71,15 +72,19 @@ class Corpus:
     fingerprint: str
     note: str | None
     """Something the user should know, such as that there are fewer tokens than asked for."""
+    media: Sequence[MediaRow] = ()
+    """The same rows with their images and audio, where they have any."""
 
     @property
     def tokens(self) -> int:
         """Tokens of all rows together."""
         return sum(row.numel() for row in self.rows)
 
-    def batches(self, size: int) -> list[torch.Tensor]:
+    def batches(self, size: int) -> list[torch.Tensor] | list[MediaRow]:
         """Batches `[B, T]` of up to `size` rows of equal length. Shorter rows come first; rows of
-        one length keep their order."""
+        one length keep their order. A row with images or audio is a batch of its own."""
+        if self.media:
+            return list(self.media)
         batches: list[list[torch.Tensor]] = []
         # Sorted, because a batch needs rows of one length.
         for row in sorted(self.rows, key=len):
@@ -96,7 +101,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     documents = (tokenize(document, template, data) for document in read_documents(data))
     start = start_tokens(tokenizer)
     not_empty = filter(None, documents)
-    if data.packing == "document":
+    if not data.is_packed:
         rows = _document_rows(not_empty, data, start)
     else:
         rows = _packed_rows(not_empty, data, start)
@@ -105,7 +110,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
             f"{data.label} is too short for a row of {data.length} tokens",
             hint="give more text with --data, or shorter rows with --length",
         )
-    return Corpus(rows, fingerprint(rows), _shortfall(rows, data))
+    return Corpus(rows, fingerprint(rows), shortfall(rows, data))
 
 
 def fingerprint(rows: list[torch.Tensor]) -> str:
@@ -116,12 +121,12 @@ def fingerprint(rows: list[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
+def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
     """The note for the user, with the reason, where there are fewer tokens than asked for."""
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
-    all_rows = data.packing != "document" and len(rows) == len(data.row_lengths)
+    all_rows = data.is_packed and len(rows) == len(data.row_lengths)
     reason = f"whole rows of {data.length}" if all_rows else f"all of {data.label}"
     return f"{counted(tokens, 'token')} instead of {data.tokens:,}: {reason}"
 

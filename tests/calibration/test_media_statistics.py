@@ -1,0 +1,191 @@
+"""The statistics of rows with images and audio, held against sums that the test forms itself, in
+float64, from the model's own eager attention."""
+
+import copy
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+
+pytest.importorskip("PIL", reason="the extra media is not installed")
+from support import media
+
+from rotationzoo.calibration.collect import collect
+from rotationzoo.linalg.moments import Moment
+from rotationzoo.model import long_masks
+from rotationzoo.model.capture import decoder
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.text.media import read_media_corpus
+
+SINK = 4
+EACH = pytest.mark.parametrize("name", media.FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """Name -> model, its rows, and the data they were read from."""
+    made = {}
+    for name in media.FAMILIES:
+        folder = tmp_path_factory.mktemp(name)
+        path = media.write_rows(folder, rows=3, audio=name == "gemma4")
+        columns = {"images": "image", "audio": "sound" if name == "gemma4" else None}
+        data = Data(source=str(path), tokens=600, length=160, **columns)
+        model, processor = media.build(name)
+        made[name] = model, read_media_corpus(data, processor, model.config), data
+    return made
+
+
+def recipe(data, positions="all", **options):
+    data = data.model_copy(update={"positions": positions})
+    return Recipe(sink=SINK, data=data, **options)
+
+
+@torch.no_grad()
+def read_whole(model, row):
+    """Run a whole model on all that its processor made, with the mask that a row leaves out."""
+    inputs = {}
+    for key, tensor in row.inputs.items():
+        inputs[key] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    model(input_ids=row.ids, attention_mask=torch.ones_like(row.ids), **inputs)
+
+
+class EagerSums:
+    """Sums of what the eager attention of a model's decoder reads and returns, at the positions
+    `chosen` of each row."""
+
+    def __init__(self, model, geometry, monkeypatch):
+        self.moments = defaultdict(dict)
+        self.layers = {layer.index: layer for layer in geometry}
+        self.weights, self.chosen = [], None
+        model.set_attn_implementation("eager")
+        tower = decoder(model)
+        inside = set(map(id, tower.modules()))
+        modeling = sys.modules[type(tower).__module__]
+        original = modeling.eager_attention_forward
+
+        def attend(module, query, key, value, attention_mask, **options):
+            output, weights = original(module, query, key, value, attention_mask, **options)
+            if id(module) in inside:
+                self.weights.append(weights)
+                self.add(self.layers[module.layer_idx], query, key, value, weights)
+            return output, weights
+
+        monkeypatch.setattr(modeling, "eager_attention_forward", attend)
+
+    def add(self, layer, query, key, value, weights):
+        each = value.double().repeat_interleave(layer.group, dim=1)
+        rows = {"query": query, "output": weights.double() @ each}
+        if layer.owner == layer.index:
+            rows |= {"key": key, "value": value}
+        for kind, tensor in rows.items():
+            first = SINK if kind in ("key", "value") else 0
+            at = [position for position in self.chosen if position >= first]
+            for head in range(layer.kv_heads):
+                group = tensor.double()[0].unflatten(0, (layer.kv_heads, -1))[head][:, at]
+                second, count = self.moments[layer.owner].get((kind, head), (0, 0))
+                flat = group.flatten(0, 1)
+                self.moments[layer.owner][kind, head] = second + flat.T @ flat, count + len(flat)
+
+
+@EACH
+@pytest.mark.parametrize("positions", ["all", "text", "media"])
+def test_statistics_are_those_of_the_models_own_eager_attention(
+    name, positions, families, monkeypatch
+):
+    model, corpus, data = families[name]
+    geometry = geometry_of(model)
+    statistics = collect(model, geometry, corpus.batches(1), recipe(data, positions))
+    reference = EagerSums(model := copy.deepcopy(model), geometry, monkeypatch)
+    for row in corpus.media:
+        is_chosen = {"all": row.is_media | True, "media": row.is_media, "text": ~row.is_media}
+        reference.chosen = is_chosen[positions].nonzero()[:, 0].tolist()
+        assert set(row.is_media.tolist()) == {True, False}
+        read_whole(model, row)
+    # Eager attention computes its softmax in float32, whatever the model's type.
+    tolerance = 100 * torch.finfo(torch.float32).eps
+    for owner, sums in reference.moments.items():
+        for (kind, head), (second, count) in sums.items():
+            moment = statistics[owner][kind]
+            assert moment.weight[head] == count, (owner, kind)
+            error = (moment.second[head] - second).norm() / second.norm()
+            assert error < tolerance, (owner, kind, error)
+
+
+@EACH
+def test_text_and_media_positions_add_up_to_all(name, families):
+    """The ablation that shows the counts: what is left out of one is in the other."""
+    model, corpus, data = families[name]
+    geometry, batches = geometry_of(model), corpus.batches(1)
+    whole, text, pictures = (
+        collect(model, geometry, batches, recipe(data, each, value_statistic="key_energy"))
+        for each in ("all", "text", "media")
+    )
+    placed = sum(int(row.is_media.sum()) for row in corpus.media)
+    for layer in whole:
+        group = sum(each.group for each in geometry if each.owner == layer)
+        assert (pictures[layer]["query"].weight == group * placed).all()
+        assert (text[layer]["query"].weight == group * (corpus.tokens - placed)).all()
+        for kind in ("query", "output", "key", "value"):
+            both = text[layer][kind] + pictures[layer][kind]
+            torch.testing.assert_close(both.second, whole[layer][kind].second)
+            assert torch.equal(both.weight, whole[layer][kind].weight)
+        # The energies of keys are those of the queries that count, so these do not add up.
+        assert (text[layer]["key_energy"].weight > 0).all()
+
+
+def test_a_row_of_text_counts_nothing_where_media_count(families):
+    model, corpus, data = families["gemma3"]
+    row = corpus.media[0]
+    bare = type(row)(row.ids, row.is_media & False, {})
+    geometry = geometry_of(model)
+    chosen = recipe(data, "media")
+    with_it = collect(model, geometry, [row, bare], chosen)
+    without = collect(model, geometry, [row], chosen)
+    for kind in ("query", "key"):
+        assert torch.equal(with_it[0][kind].second, without[0][kind].second)
+
+
+def test_image_tokens_of_gemma_attend_to_later_ones_of_their_image(families, monkeypatch):
+    model, corpus, _ = families["gemma3"]
+    reference = EagerSums(model := copy.deepcopy(model), geometry_of(model), monkeypatch)
+    row = corpus.media[0]
+    reference.chosen = [0]
+    read_whole(model, row)
+    first, last = row.is_media.nonzero()[[0, -1], 0].tolist()
+    for weights in reference.weights:
+        assert (weights[0, :, first, last] > 0).all()
+        assert (weights[0, :, last, last + 1 :] == 0).all()
+
+
+def test_long_masks_are_bidirectional_among_image_tokens_too(families, monkeypatch):
+    model, corpus, data = families["gemma3"]
+    geometry = geometry_of(model)
+    short = collect(model, geometry, corpus.batches(1), recipe(data))
+    monkeypatch.setattr(long_masks, "LARGEST_MASK", 16)
+    monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 3)
+    long = collect(model, geometry, corpus.batches(1), recipe(data))
+    for layer, kinds in short.items():
+        for kind, moment in kinds.items():
+            torch.testing.assert_close(long[layer][kind].second, moment.second)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+def test_image_tokens_of_qwen_have_positions_in_three_directions(name, families):
+    model, corpus, data = families[name]
+    geometry, seen = geometry_of(model), []
+    hook = decoder(model).register_forward_pre_hook(
+        lambda _, __, options: seen.append(options["position_ids"]), with_kwargs=True
+    )
+    collect(model, geometry, corpus.batches(1), recipe(data))
+    hook.remove()
+    for row, positions in zip(corpus.media, seen, strict=True):
+        _, height, width = (row.inputs["image_grid_thw"][0] // 2).tolist()
+        first = int(row.is_media.nonzero()[0])
+        grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T + first
+        placed = positions[-3:, 0, row.is_media]  # some versions put the text's before them
+        assert torch.equal(placed[1:], grid)
+        assert (placed[0] == first).all()
+        # Text goes on after the larger side of the image.
+        assert (positions[-3:, 0, first + height * width] == first + max(height, width)).all()
