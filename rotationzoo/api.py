@@ -23,7 +23,6 @@ from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import (
     BUDGETS,
-    MEDIA_KEYS,
     PRESETS,
     Recipe,
     load,
@@ -74,9 +73,8 @@ class CalibrationOptions(Text, Rows, total=False):
     """Further options of `calibrate`."""
 
     images: str
-    """Column of the data that holds images, for a model that reads them."""
     audio: str
-    """Column of the data that holds audio."""
+    """Columns of the data that hold images and audio, for a model that reads them."""
     positions: Literal["all", "text", "media"]
     """Which positions of rows with images or audio enter the statistics: `all` by default."""
     engine: str
@@ -213,7 +211,7 @@ def calibration_job(
     # The user did not choose a preset's row length, so rows may be shortened to the model's
     # positions.
     fit_length = "length" not in settings and isinstance(recipe, str) and recipe in PRESETS
-    media = {key: settings.pop(key) for key in MEDIA_KEYS if key in settings}
+    media = {key: settings.pop(key, None) for key in ("images", "audio", "positions")}
     chosen = override(loaded, **_take_text(settings), **media)
     if "feedback" in settings:
         chosen = with_feedback(chosen, settings.pop("feedback"))

@@ -16,31 +16,30 @@ from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.media import MediaRow, run_row
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
+from rotationzoo.text.rows import Batch, MediaRow
 
 
 @torch.no_grad()
 def collect(
     model: PreTrainedModel,
     geometry: Geometry,
-    batches: Sequence[torch.Tensor] | Sequence[MediaRow],
+    batches: Sequence[Batch],
     recipe: Recipe,
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> Statistics:
     """Collect the second moments that a recipe needs, for each cached layer and KV head.
 
-    - `batches`: token ids `[B, T]`, or rows with images or audio.
+    - `batches`: token ids `[B, T]`, or rows with images or audio, which say what of them counts.
     - `checkpoint`: where the sums of whole batches are saved now and then, and if the process is
       interrupted, and from which earlier sums of the same job are read.
     - `progress`: called with "calibrating" and the tokens read, at first and after every batch.
 
     Queries and outputs count at every position, towards the layer that owns the cache they read.
-    Keys and values count from position `sink` on if the recipe excludes the sink. Of rows with
-    images or audio, the positions that `recipe.data.positions` names count. `key_energy`
+    Keys and values count from position `sink` on if the recipe excludes the sink. `key_energy`
     takes a second pass over the same rows, because its weights depend on the queries of all of
     them.
 
@@ -56,7 +55,7 @@ def collect(
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     limit = RowLimit() if checkpoint is None else checkpoint.limit
-    progress = in_tokens(progress, [_ids(batch).numel() for batch in batches] * passes)
+    progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
     with sums.saved_if_interrupted():
@@ -64,63 +63,57 @@ def collect(
             if number == 1:
                 # It needs the finished query moments of the first pass, also after a resume.
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
+            forward = partial(_observe, model, observer)
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
-                forward = partial(_observe, model, observer, batch, recipe.data.positions)
-                limit.run(_ids(batch), forward, sums.keep_batch)
+                if isinstance(batch, MediaRow):
+                    _observe_row(model, observer, batch, skip)
+                else:
+                    limit.run(batch, forward, sums.keep_batch)
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
-    tokens, past_sink = (count_entering(batches, recipe, first) for first in (0, skip))
+    _check_counts(sums.whole, geometry, batches, skip)
+    return sums.whole
+
+
+def _observe(model: PreTrainedModel, observer: MomentObserver, ids: torch.Tensor) -> None:
+    """Run the decoder on rows `[B, T]` while the observer adds up what its attention reads."""
+    with capture(model, observer):
+        decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
+
+
+def _observe_row(
+    model: PreTrainedModel, observer: MomentObserver, row: MediaRow, skip: int
+) -> None:
+    """The same for the positions of a row that count."""
+    observer.skip = int(row.counts[:skip].sum())  # those of them that are in the sink
+
+    def observe(layer: int, *tensors: torch.Tensor) -> None:
+        query, key, value, output = (each[:, :, row.counts.to(each.device)] for each in tensors)
+        observer(layer, query, key, value, output)
+
+    with capture(model, observe):
+        row.run(model)
+
+
+def _count(batch: Batch, first: int) -> int:
+    """How many positions of a batch count, from position `first` of each row on."""
+    counts = batch.counts[None] if isinstance(batch, MediaRow) else torch.ones_like(batch)
+    return int(counts[:, first:].sum())
+
+
+def _check_counts(
+    statistics: Statistics, geometry: Geometry, batches: Sequence[Batch], skip: int
+) -> None:
+    """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once, and
+    `RotationZooError` if no row is longer than the sink."""
+    tokens, past_sink = (sum(_count(batch, first) for batch in batches) for first in (0, skip))
     if not past_sink:
         raise RotationZooError(
             f"no row is longer than the {skip} sink tokens that are left out of the key and value "
             "sums",
             hint="give longer rows with --length, or longer documents",
         )
-    _check_counts(sums.whole, geometry, tokens, past_sink)
-    return sums.whole
-
-
-def _ids(batch: torch.Tensor | MediaRow) -> torch.Tensor:
-    return batch.ids if isinstance(batch, MediaRow) else batch
-
-
-def _observe(
-    model: PreTrainedModel,
-    observer: MomentObserver,
-    batch: torch.Tensor | MediaRow,
-    positions: str,
-    ids: torch.Tensor,
-) -> None:
-    """Run the decoder on rows `[B, T]` of a batch while the observer adds up what its attention
-    reads."""
-    if isinstance(batch, MediaRow):
-        observer.positions = batch.entering(positions)
-        with capture(model, observer):
-            run_row(model, batch)
-        return
-    with capture(model, observer):
-        decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
-
-
-def count_entering(
-    batches: Sequence[torch.Tensor] | Sequence[MediaRow], recipe: Recipe, first: int
-) -> int:
-    """How many positions of the batches, from position `first` of each row on, enter the sums."""
-    total = 0
-    for batch in batches:
-        if isinstance(batch, MediaRow):
-            total += int(batch.entering(recipe.data.positions)[first:].sum())
-        else:
-            total += batch[:, first:].numel()
-    return total
-
-
-def _check_counts(
-    statistics: Statistics, geometry: Geometry, tokens: int, past_sink: int
-) -> None:
-    """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once: in
-    all `tokens`, of which `past_sink` follow the sink."""
     for owner, moments in statistics.items():
         readers = [layer for layer in geometry if layer.owner == owner]
         # The query heads of a group count separately, and so do the layers that share a cache.

@@ -19,7 +19,6 @@ from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
-from rotationzoo.model.media import load_processor
 from rotationzoo.model.source import fetch, fetch_weights
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import folders
@@ -192,7 +191,9 @@ def _read_text(planned: Plan) -> Corpus | None:
     fetch(planned.source, weights=False)
     if recipe.data.media:
         assert planned.config is not None
-        return read_media_corpus(recipe.data, load_processor(planned.source), planned.config)
+        return read_media_corpus(
+            recipe.data, loading.load_processor(planned.source), planned.config
+        )
     return read_corpus(recipe.data, loading.load_tokenizer(planned.source))
 
 

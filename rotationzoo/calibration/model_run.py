@@ -3,9 +3,8 @@
 Its steps: load the model, find its geometry, check the capture, collect, fit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -19,10 +18,9 @@ from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.capture import attend_as_is, check_same, check_transparent
+from rotationzoo.model.capture import attend_as_is, check_transparent
 from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
-from rotationzoo.model.media import run_row
 from rotationzoo.model.placement import Placement, place_weights
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
@@ -73,10 +71,9 @@ def run_model(
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        run = partial(run_row, model, text.media[0]) if text.media else None
-        recipe, notes = _check_capture(model, run or ids, job.recipe, geometry)
+        recipe, notes = _check_capture(model, ids, job.recipe, geometry)
         checkpoint.resume_limit()
-        batches = text.batches(job.batch)
+        batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
@@ -112,21 +109,14 @@ def _look_at_model(model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe) ->
 
 
 def _check_capture(
-    model: PreTrainedModel,
-    run: torch.Tensor | Callable[[], torch.Tensor],
-    recipe: Recipe,
-    geometry: Geometry,
+    model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
 ) -> tuple[Recipe, list[str]]:
-    """Check that capturing does not change the model's logits on token ids, or what it returns when
-    it is run, and settle whether keys can be centered.
+    """Check that capturing does not change the model's logits, and settle whether keys can be
+    centered.
 
     Returns the recipe to follow, and notes for the user.
     """
     shift = ShiftCheck()
-    function = shift if recipe.center_keys else attend_as_is
     with torch.no_grad():
-        if isinstance(run, torch.Tensor):
-            check_transparent(model, run, function)
-        else:
-            check_same(model, run, function)
+        check_transparent(model, ids, shift if recipe.center_keys else attend_as_is)
     return settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers}))

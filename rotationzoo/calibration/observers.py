@@ -62,8 +62,6 @@ class MomentObserver:
     """
 
     kinds: tuple[str, ...] = ("query", "key", "value", "output")
-    positions: torch.Tensor | None = None
-    """Which positions `[T]` of the rows at hand count; None for all."""
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
         self.layers = {layer.index: layer for layer in geometry}
@@ -79,25 +77,13 @@ class MomentObserver:
         output: torch.Tensor,
     ) -> None:
         layer = self._layer(index)
-        self._add(layer, "query", query, 0)
-        self._add(layer, "output", output, 0)
+        add_rows(self.statistics, layer, "query", query)
+        add_rows(self.statistics, layer, "output", output)
         # A layer that reads another layer's cache receives the owner's keys and values. They count
         # only once, at their owner.
         if layer.owner == layer.index:
-            self._add(layer, "key", key, self.skip)
-            self._add(layer, "value", value, self.skip)
-
-    def _add(self, layer: Layer, kind: str, tensor: torch.Tensor, first: int) -> None:
-        rows = self._counting(tensor, first)
-        if rows.shape[2]:
-            add_rows(self.statistics, layer, kind, rows)
-
-    def _counting(self, tensor: torch.Tensor, first: int) -> torch.Tensor:
-        """The positions that count of `[B, H, T, D]`, from `first` on."""
-        tensor = tensor[:, :, first:]
-        if self.positions is None:
-            return tensor
-        return tensor[:, :, self.positions[first:].to(tensor.device)]
+            add_rows(self.statistics, layer, "key", key[:, :, self.skip :])
+            add_rows(self.statistics, layer, "value", value[:, :, self.skip :])
 
     def _layer(self, index: int) -> Layer:
         if index not in self.layers:
@@ -134,9 +120,7 @@ class KeyEnergyObserver(MomentObserver):
             return
         query_moment = self.query_moments[index].to(key.device)
         self.query_moments[index] = query_moment
-        keys, values = (self._counting(each, self.skip) for each in (key, value))
-        if not keys.shape[2]:
-            return
+        keys, values = key[:, :, self.skip :], value[:, :, self.skip :]
         energies = [_key_energy(row, query_moment) for row in keys]
         add_rows(self.statistics, self._layer(index), "key_energy", values, torch.stack(energies))
 

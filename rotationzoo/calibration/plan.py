@@ -27,12 +27,12 @@ from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.loading import RunSettings
-from rotationzoo.model.media import check_media
 from rotationzoo.model.placement import weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import files, folders
+from rotationzoo.text.media import media_tokens
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ def plan(job: Job) -> Plan:
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
-    check_media(config, recipe.data, source.name)
-    # Rows with images or audio run one by one.
+    media_tokens(config, recipe.data, source.name)  # for its error
     job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
     return _with_sizes(known, model)

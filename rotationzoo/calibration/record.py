@@ -84,7 +84,6 @@ def _describe_text(job: Job, text: Corpus) -> dict[str, Any]:
     data = job.recipe.published()["data"]
     description = {key: data[key] for key in _DATA_KEYS}
     if text.media:
-        # Of all positions; `positions` of the recipe says which of them enter the statistics.
         media_tokens = sum(int(row.is_media.sum()) for row in text.media)
         description |= {"media_tokens": media_tokens, "text_tokens": text.tokens - media_tokens}
     return description | {

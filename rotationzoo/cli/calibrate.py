@@ -56,9 +56,7 @@ def calibrate_command(
     column: options.Column = None,
     images: Annotated[str | None, typer.Option(help="Column of images (vision models).")] = None,
     audio: Annotated[str | None, typer.Option(help="Column of audio, as WAV.")] = None,
-    positions: Annotated[
-        str | None, typer.Option(help="all, text or media: which positions count, of such rows.")
-    ] = None,
+    positions: Annotated[str | None, typer.Option(help="Of these: all, text or media.")] = None,
     packing: Annotated[
         str | None,
         typer.Option(

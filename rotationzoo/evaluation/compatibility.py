@@ -227,7 +227,7 @@ def check_length(data: Data, start: int) -> None:
         )
     # With fewer tokens than one row there is no row at all. Only with `document` packing is every
     # document a row, whatever its length.
-    if data.is_packed and not data.row_lengths:
+    if data.packing != "document" and not data.row_lengths:
         raise UsageError(
             f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}",
             hint="more --tokens, or a shorter --length",

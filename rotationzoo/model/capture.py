@@ -234,25 +234,17 @@ def check_transparent(
     model: "PreTrainedModel", ids: torch.Tensor, function: Intercept = attend_as_is
 ) -> None:
     """Raise `UnsupportedModel` unless the logits of `ids` `[B, T]` are the same with and without
-    capture, as `check_same` does."""
-
-    def logits() -> torch.Tensor:
-        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-        return result
-
-    check_same(model, logits, function)
-
-
-def check_same(
-    model: "PreTrainedModel", logits: Callable[[], torch.Tensor], function: Intercept
-) -> None:
-    """Raise `UnsupportedModel` unless `logits`, which runs the model, returns the same with and
-    without capture.
+    capture.
 
     `function` may look at what is captured, and must not change the output. Another pass would
     fetch all weights that are offloaded again. On a GPU, where kernels may not be deterministic,
     logits may differ by as much as two plain runs do.
     """
+
+    def logits() -> torch.Tensor:
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return result
+
     plain = logits()
     with intercept(model, function):
         captured = logits()

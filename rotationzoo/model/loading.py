@@ -195,6 +195,19 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def load_processor(source: Source) -> Any:
+    """The processor of a model that reads images or audio. Raises `ModelUnavailable`."""
+    from transformers import AutoProcessor, ProcessorMixin
+
+    hint = "save it to the model; it may need: pip install 'pillow>=11' 'torchvision>=0.23'"
+    with as_unavailable(f"{source.name} has no processor for images and audio", hint=hint):
+        processor = AutoProcessor.from_pretrained(source.folder, trust_remote_code=False)
+        # Where only a tokenizer's files are there, transformers returns the tokenizer.
+        if not isinstance(processor, ProcessorMixin):
+            raise TypeError("its files are missing")
+        return processor
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How a model is loaded, as the user asked for it. Calibration, evaluation and generation share

@@ -9,21 +9,11 @@ from rotationzoo.recipe.loading import (
     with_feedback,
     with_rope_scaling,
 )
-from rotationzoo.recipe.schema import (
-    BUDGETS,
-    FILES,
-    MEDIA_KEYS,
-    Data,
-    Recipe,
-    digest,
-    name_of,
-    without_paths,
-)
+from rotationzoo.recipe.schema import BUDGETS, FILES, Data, Recipe, digest, name_of, without_paths
 
 __all__ = [
     "BUDGETS",
     "FILES",
-    "MEDIA_KEYS",
     "PRESETS",
     "Data",
     "Recipe",

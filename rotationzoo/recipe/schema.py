@@ -77,29 +77,17 @@ class Data(Section):
     seed: Seed = 0
     """Sets the order of the documents."""
     images: str | None = None
-    """Column that holds the images of a document: one or a list, as the data set stores them or as
-    paths from the file's folder. Each row is then a document, whatever the packing."""
+    """Column of a document's images: one or a list, as bytes or as paths from the file's folder."""
     audio: str | None = None
-    """The same for audio."""
+    """The same for audio, as WAV. With either of them, each row is a document."""
     positions: Literal["all", "text", "media"] = "all"
     """Which positions of rows with images or audio enter the statistics."""
-
-    @model_validator(mode="after")
-    def _media_positions(self) -> "Data":
-        if self.positions != "all" and not self.media:
-            raise ValueError(f"positions {self.positions} needs a column of images or audio")
-        return self
 
     @property
     def media(self) -> dict[str, str]:
         """The kinds of media that are read, `image` and `audio`, and their columns."""
         columns = {"image": self.images, "audio": self.audio}
         return {kind: column for kind, column in columns.items() if column is not None}
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether rows have the lengths that `length` asks for, and not those of documents."""
-        return self.packing != "document" and not self.media
 
     @property
     def row_lengths(self) -> list[int]:
@@ -120,8 +108,6 @@ class Data(Section):
         return name_of(self.source)
 
 
-MEDIA_KEYS = ("images", "audio", "positions")
-"""The keys of `data` that are for images and audio."""
 BUDGETS = ("bits", "key_bits", "value_bits")
 """The keys of a budget of bits."""
 
@@ -211,6 +197,8 @@ class Recipe(Section):
             raise ValueError("a budget of bits needs feedback")
         if self.has_budget and self.data.media:
             raise ValueError("a budget of bits is measured on text alone, not on images or audio")
+        if self.data.positions != "all" and not self.data.media:
+            raise ValueError(f"positions {self.data.positions} needs a column of images or audio")
         return self
 
     @property
@@ -227,9 +215,8 @@ class Recipe(Section):
         """The recipe as JSON, with the names of local files and folders instead of their paths. The
         fingerprints stored with it identify their content."""
         content = without_paths(self.model_dump())
-        if not self.data.media:  # a recipe of text keeps the hash that it had before there were more
-            for key in MEDIA_KEYS:
-                content["data"].pop(key)
+        for key in () if self.data.media else ("images", "audio", "positions"):
+            content["data"].pop(key)  # recipes of text keep the hash that is published
         return content
 
     @property

@@ -97,12 +97,8 @@ def _describe_text(artifact: Artifact) -> str:
     text = manifest.calibration
     if text is None:
         return "none: the rotation does not depend on data"
-    words = f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}"
-    if text.media_tokens is None:
-        return words
-    positions = artifact.recipe.data.positions
-    entering = "all count" if positions == "all" else f"those of {positions} count"
-    return f"{words}; {text.media_tokens:,} stand for images or audio, and {entering}"
+    media = f", {text.media_tokens:,} of them of images or audio" if text.media_tokens else ""
+    return f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}{media}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -9,7 +9,6 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +21,29 @@ HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 """The bundled text that `evaluate` reads. None of it is in `BUNDLED`."""
 
 _CHARACTERS_A_TOKEN = 40  # shuffles documents among about ten times the text that is used
-_CHARACTERS_A_MEDIUM = 40_000  # what an image or a sound counts as: a block is held in memory
 _PIECE = 1 << 16  # characters
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a chat."""
-
-
-@dataclass(frozen=True)
-class MediaDocument:
-    """A text or a chat, and the images or audio that belong to it: kind -> what the column
-    holds."""
-
-    document: Document
-    media: dict[str, list[Any]]
-
-
+Media = dict[str, list[Any]]
+"""The images and audio of a document: kind -> bytes or paths, as the source holds them."""
+_Pair = tuple[Document, Media]
 _Record = dict[str, Any]  # column -> value
 
 
-def read_documents(data: Data) -> Iterator[Document]:
-    """The documents of `data.source`, in an order that its seed fixes. Raises `RotationZooError`
-    for a source that is missing, empty or not readable, and for a wrong column."""
-    return (each.document for each in read_media_documents(data))
-
-
-def read_media_documents(data: Data) -> Iterator[MediaDocument]:
-    """The same with what `data.images` and `data.audio` hold."""
+def read_documents(data: Data) -> Iterator[_Pair]:
+    """The documents of `data.source` with their images and audio, in an order that its seed fixes.
+    Raises `RotationZooError` for a source that is missing, empty or not readable, and for a wrong
+    column."""
     return _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
 
-def _documents(data: Data) -> Iterator[MediaDocument]:
+def _documents(data: Data) -> Iterator[_Pair]:
     """The documents in the order of the source."""
     empty = True
     for record in _records(data):
-        document = record.get(_column(record, data))
-        media = {kind: _media(record, column, data) for kind, column in data.media.items()}
+        wanted = [data.column] if data.column else ["text", "messages"]
+        document = record.get(_column(record, wanted, data))
         if not document:  # data sets have empty rows
             continue
         if not _is_document(document):
@@ -67,7 +53,11 @@ def _documents(data: Data) -> Iterator[MediaDocument]:
                 hint="name another column with --column; messages have a role and a content",
             )
         empty = False
-        yield MediaDocument(document, media)
+        media = {}
+        for kind, column in data.media.items():
+            value = record[_column(record, [column], data)] or []
+            media[kind] = value if isinstance(value, list) else [value]
+        yield document, media
     if empty:
         raise RotationZooError(
             f"{data.source} holds no text", hint="give another source with --data, or bundled"
@@ -102,30 +92,16 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and {"role", "content"} <= value.keys()
 
 
-def _column(record: _Record, data: Data) -> str:
-    """The name of the column that holds the document."""
-    wanted = [data.column] if data.column else ["text", "messages"]
+def _column(record: _Record, wanted: list[str], data: Data) -> str:
+    """The first of the wanted columns that a record has."""
     for column in wanted:
         if column in record:
             return column
     columns = ", ".join(map(str, record)) or "none"
     raise RotationZooError(
         f"{data.source} has no column {' or '.join(wanted)}: it has {columns}",
-        hint="name the column of the text or of the chat messages with --column",
+        hint="name the column of the text or of the chat messages with --column (or --images)",
     )
-
-
-def _media(record: _Record, column: str, data: Data) -> list[Any]:
-    """The images or audio of a record: of a column that holds one of them, a list, or nothing."""
-    if column not in record:
-        raise RotationZooError(
-            f"{data.source} has no column {column}: it has {', '.join(map(str, record))}",
-            hint="name the column of the images with --images, or of the audio with --audio",
-        )
-    value = record[column]
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 def _pieces(path: Path) -> Iterator[_Record]:
@@ -162,18 +138,11 @@ def _data_set(data: Data, path: Path) -> Iterator[_Record]:
     import datasets  # takes a second to import, and most jobs do not need it
 
     with reading_errors(f"the data set {data.source} could not be read"):
+        where: dict[str, Any] = {"path": data.source, "name": data.subset, "split": data.split}
         if path.suffix.lower() == ".parquet":
-            source = datasets.load_dataset(
-                "parquet", data_files=str(path), split="train", streaming=True
-            )
-        else:
-            source = datasets.load_dataset(
-                data.source, data.subset, split=data.split, streaming=True
-            )
-        if isinstance((source.features or {}).get(data.audio), datasets.Audio):
-            # Its own decoder is a library of its own.
-            source = source.cast_column(data.audio, datasets.Audio(decode=False))
-        yield from source
+            where = {"path": "parquet", "data_files": str(path), "split": "train"}
+        source = datasets.load_dataset(**where, streaming=True)
+        yield from source.decode(False) if source.features else source  # images stay bytes
 
 
 @contextmanager
@@ -200,13 +169,11 @@ def _not_utf8(what: str) -> RotationZooError:
     )
 
 
-def _shuffled(
-    documents: Iterator[MediaDocument], seed: int, budget: int
-) -> Iterator[MediaDocument]:
+def _shuffled(documents: Iterator[_Pair], seed: int, budget: int) -> Iterator[_Pair]:
     """The documents in an order that the seed fixes. They are shuffled within blocks of `budget`
     characters: more than will be used, but not so much that a large data set is read to its end."""
     generator = random.Random(seed)
-    block: list[MediaDocument] = []
+    block: list[_Pair] = []
     size = 0
     for document in documents:
         block.append(document)
@@ -219,8 +186,9 @@ def _shuffled(
     yield from block
 
 
-def _characters(each: MediaDocument) -> int:
-    media = _CHARACTERS_A_MEDIUM * sum(map(len, each.media.values()))
-    if isinstance(each.document, str):
-        return media + len(each.document)
-    return media + sum(len(str(message["content"])) for message in each.document)
+def _characters(pair: _Pair) -> int:
+    document, media = pair
+    held = len(str(media)) if media else 0
+    if isinstance(document, str):
+        return held + len(document)
+    return held + sum(len(str(message["content"])) for message in document)

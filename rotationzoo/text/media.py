@@ -1,192 +1,136 @@
-"""Rows of text with images or audio, made by the processor of a vision or omni model.
-
-A row is one document. The processor's chat template says where images and audio stand: before the
-text, or where a chat has a part `{"type": "image"}` or `{"type": "audio"}`.
+"""Rows of text with images or audio, made by the processor of a vision or omni model: one row per
+document, in which the processor's chat template says where they stand.
 """
 
-import hashlib
 import io
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.media import MediaRow, media_tokens
-from rotationzoo.recipe import FILES, Data
+from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
-from rotationzoo.text.documents import MediaDocument, read_media_documents, reading_errors
-from rotationzoo.text.rows import Corpus, fingerprint, shortfall, start_tokens
+from rotationzoo.text.documents import Document, Media, read_documents, reading_errors
+from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, shortfall, start_tokens
 from rotationzoo.words import counted
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, ProcessorMixin
+_PARTS = {"image": "vision_config", "audio": "audio_config"}
 
 
-def read_media_corpus(
-    data: Data, processor: "ProcessorMixin", config: "PretrainedConfig"
-) -> Corpus:
+def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
+    """The ids of the tokens that a model replaces by features of images or audio. Raises
+    `RotationZooError` if it does not read what the data has."""
+    ids: list[int] = []
+    for kind, column in data.media.items():
+        named = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
+        known = [token for token in named if isinstance(token, int)]
+        if not known or getattr(config, _PARTS[kind], kind) is None:
+            raise RotationZooError(
+                f"{name} reads no {kind}, which the data has in column {column}",
+                hint="leave the column out, or give a model that reads it",
+            )
+        ids += known
+    return ids
+
+
+def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> Corpus:
     """The rows that `data` describes, for the model of this processor and config.
 
-    A row is cut to `data.length` behind its last image or sound; documents whose images are longer
-    are left out. Raises `RotationZooError` for what `read_corpus` does, and for images and audio
-    that are missing or cannot be read.
+    Rows are cut to `data.length`. Documents with images or audio behind that are left out. Raises
+    `RotationZooError` where `read_corpus` does, and for images and audio that cannot be read.
     """
-    if processor.chat_template is None:
-        raise RotationZooError(
-            "the model's processor has no chat template, which says where images and audio stand",
-            hint="add chat_template.jinja to the model's folder",
-        )
     template = ChatTemplate(processor)
-    tokens = torch.tensor([id for kind in data.media for id in media_tokens(config, kind)])
+    tokens = torch.tensor(media_tokens(config, data, "the model"))
     rows: list[MediaRow] = []
     left, left_out = data.tokens, 0
-    for document in read_media_documents(data):
-        row = _cut(_process(document, template, tokens, data), data.length)
+    for document, media in read_documents(data):
+        with reading_errors(f"a document of {data.source} cannot be prepared for the model"):
+            row = _cut(_prepare(document, media, template, data), tokens, data)
         if row is None:
             left_out += 1
-            continue
-        row = _cut(row, left)
-        if row is None:
-            break
-        if row.entering(data.positions).any():
+        elif row.counts.any():
             rows.append(row)
-            left -= row.ids.numel()
+            left -= len(row.counts)
+        if left <= 0:
+            break
     if not rows:
         raise RotationZooError(
             f"{data.label} has no row whose images and audio fit {data.length} tokens",
             hint="give longer rows with --length, or smaller images",
         )
     ids = [row.ids[0] for row in rows]
-    notes = [shortfall(ids, data)]
-    if left_out:
-        notes.append(f"{counted(left_out, 'document')} with longer images or audio left out")
-    note = "; ".join(filter(None, notes)) or None
-    return Corpus(ids, _fingerprint(rows), note, rows)
+    longer = f"{counted(left_out, 'document')} with longer images or audio left out"
+    note = "; ".join(filter(None, [shortfall(ids, data), longer if left_out else None])) or None
+    inputs = [value for row in rows for _, value in sorted(row.inputs.items())]
+    content = [value.contiguous().flatten().view(torch.uint8) for value in inputs]
+    return Corpus(ids, fingerprint([*ids, *content]), note, rows)
 
 
-def _process(
-    document: MediaDocument, template: ChatTemplate, tokens: torch.Tensor, data: Data
-) -> MediaRow:
-    """A document as the processor prepares it."""
-    processor: Any = template.tokenizer
-    with reading_errors(f"a document of {data.source} does not fit the model's processor"):
-        given: dict[str, Any] = {}
-        if images := document.media.get("image"):
-            given["images"] = [[_read_image(image, data) for image in images]]
-        if sounds := document.media.get("audio"):
-            rate = processor.feature_extractor.sampling_rate
-            given["audio"] = [_read_audio(sound, rate, data) for sound in sounds]
-            given["sampling_rate"] = rate
-        text = template.render(_messages(document), add_generation_prompt=False)
-        start = str(processor.tokenizer.decode(start_tokens(processor.tokenizer)))
-        made = processor(text=[text.removeprefix(start)], return_tensors="pt", **given)
-    inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
-    ids = inputs.pop("input_ids")
-    inputs.pop("attention_mask", None)  # nothing is padded
-    return MediaRow(ids, torch.isin(ids[0], tokens), inputs)
-
-
-def _messages(document: MediaDocument) -> list[dict[str, Any]]:
-    """The chat of a document, with a part for each image and sound. Parts hold nothing that a
-    template could fetch."""
-    media = [{"type": kind} for kind, values in document.media.items() for _ in values]
-    chat = document.document
-    if isinstance(chat, str):
-        return [{"role": "user", "content": [*media, {"type": "text", "text": chat}]}]
+def _place(document: Document, media: Media) -> list[dict[str, Any]]:
+    """A chat in parts, which name kinds of media but hold nothing that a template could fetch."""
+    if isinstance(document, str):
+        marks = [{"type": kind} for kind, values in media.items() for _ in values]
+        return [{"role": "user", "content": [*marks, {"type": "text", "text": document}]}]
     messages = []
-    for message in chat:
-        parts = _parts(message["content"])
-        messages.append({"role": message["role"], "content": parts})
-    placed = any(part["type"] != "text" for message in messages for part in message["content"])
-    users = [message for message in messages if message["role"] == "user"]
-    if users and not placed:
-        users[0]["content"][:0] = media
+    for message in document:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        bare = [{"type": part["type"], "text": part.get("text")} for part in parts]
+        messages.append({"role": message["role"], "content": bare})
     return messages
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
-    """The parts of a message's content, which is a text or a list of parts."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    parts = []
-    for part in content:
-        kept = {key: part[key] for key in ("type", "text") if part.get(key) is not None}
-        parts.append(kept)
-    return parts
+def _prepare(document: Document, media: Media, template: ChatTemplate, data: Data) -> Any:
+    """A document as the processor prepares it for the model, by the names of its inputs."""
+    processor: Any = template.tokenizer
+    given: dict[str, Any] = {}
+    if images := media.get("image"):
+        from PIL import Image  # the processor could not be loaded without it
+
+        given["images"] = [[Image.open(_file(each, data)).convert("RGB") for each in images]]
+    if sounds := media.get("audio"):
+        rate = given["sampling_rate"] = processor.feature_extractor.sampling_rate
+        given["audio"] = [_read_audio(sound, rate, data) for sound in sounds]
+    text = template.render(_place(document, media), add_generation_prompt=False)
+    start = processor.tokenizer.decode(start_tokens(processor.tokenizer))
+    return processor(text=[text.removeprefix(start)], return_tensors="pt", **given)
 
 
-def _cut(row: MediaRow, length: int) -> MediaRow | None:
-    """The first `length` tokens of a row, or None if an image or a sound would be cut, or if fewer
-    than two are left."""
-    tokens = row.ids.shape[1]
-    if length < 2 or row.is_media[length:].any():
+def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:
+    """The first tokens of a row; None where that would cut an image or a sound, for which `tokens`
+    stand."""
+    whole, length = made["input_ids"].shape, data.length
+    is_media = torch.isin(made["input_ids"][0], tokens)
+    if is_media[length:].any():
         return None
     inputs = {}
-    for name, tensor in row.inputs.items():
-        is_aligned = tensor.shape[:2] == (1, tokens) and tensor.ndim == 2
-        inputs[name] = tensor[:, :length] if is_aligned else tensor
-    return MediaRow(row.ids[:, :length], row.is_media[:length], inputs)
-
-
-def _read_image(value: Any, data: Data) -> Any:
-    """An image of a document, in RGB."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise RotationZooError(
-            "images are read with Pillow, which is not installed",
-            hint="install it: pip install 'rotationzoo[media]'",
-        ) from error
-    if isinstance(value, Image.Image):
-        return value.convert("RGB")
-    with Image.open(_file(value, data)) as image:
-        return image.convert("RGB")
+    for name, value in made.items():
+        # Nothing is padded, so the mask of the tokens says nothing.
+        if isinstance(value, torch.Tensor) and name != "attention_mask":
+            inputs[name] = value[:, :length] if value.shape == whole else value
+    is_media = is_media[:length]
+    counts = {"all": torch.ones_like(is_media), "text": ~is_media, "media": is_media}
+    return MediaRow(inputs.pop("input_ids"), is_media, counts[data.positions], inputs)
 
 
 def _read_audio(value: Any, rate: int, data: Data) -> Any:
-    """The samples `[N]` of a WAV file of a document, float32 at a rate in Hz, of all channels
-    together."""
+    """The samples `[N]` of a WAV file, float32 at a rate in Hz, as the mean of its channels."""
     from scipy.io import wavfile
     from scipy.signal import resample_poly
 
     own_rate, samples = wavfile.read(_file(value, data))
-    wave = torch.from_numpy(samples.copy())
-    if not wave.is_floating_point():
-        full = torch.iinfo(wave.dtype)
-        wave = (wave.double() - (full.max + full.min + 1) // 2) / ((full.max - full.min + 1) // 2)
-    if wave.ndim == 2:
-        wave = wave.mean(1)
+    if samples.dtype.kind in "iu":
+        samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (samples.dtype.kind == "u")
+    mono = samples.reshape(len(samples), -1).mean(1).astype("float32")
     common = math.gcd(rate, own_rate)
-    return resample_poly(wave.float().numpy(), rate // common, own_rate // common)
+    return resample_poly(mono, rate // common, own_rate // common)
 
 
 def _file(value: Any, data: Data) -> io.BytesIO | Path:
     """The file of an image or a sound: its bytes, or its path from the folder of the data file."""
-    if isinstance(value, dict) and value.get("bytes"):
-        return io.BytesIO(value["bytes"])
-    named = value.get("path") if isinstance(value, dict) else value
-    source = Path(data.source).expanduser()
-    if not isinstance(named, str) or source.suffix.lower() not in FILES:
-        raise RotationZooError(
-            f"{data.source} holds a {type(value).__name__} where an image or a sound should be",
-            hint="name another column with --images or --audio",
-        )
-    path = source.parent / named
-    if not path.is_file():
-        raise RotationZooError(
-            f"there is no file {named}, which {data.source} names",
-            hint="give paths from the folder of that file",
-        )
-    return path
-
-
-def _fingerprint(rows: list[MediaRow]) -> str:
-    """sha256 of the rows' ids and of everything else that the model reads."""
-    digest = hashlib.sha256(fingerprint([row.ids[0] for row in rows]).encode())
-    for row in rows:
-        for name, tensor in sorted(row.inputs.items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    held = value if isinstance(value, dict) else {"path": value}
+    path = Path(data.source).expanduser().parent
+    return io.BytesIO(held["bytes"]) if held.get("bytes") else path / held["path"]

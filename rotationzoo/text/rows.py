@@ -11,10 +11,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.media import MediaRow
+from rotationzoo.model.loading import input_device
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import Document, read_documents, reading_errors
@@ -47,7 +47,7 @@ def tokenize(document: Document, template: ChatTemplate, data: Data) -> list[int
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
     end = tokenizer.eos_token_id
-    return [end] if data.is_packed and isinstance(end, int) else []
+    return [end] if data.packing != "document" and isinstance(end, int) else []
 
 
 def _chat_text(messages: list[dict[str, Any]], template: ChatTemplate, data: Data) -> str:
@@ -62,6 +62,29 @@ def _chat_text(messages: list[dict[str, Any]], template: ChatTemplate, data: Dat
     with reading_errors(f"a chat of {data.source} does not fit the model's chat template"):
         text = template.render(messages, add_generation_prompt=False)
     return text.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))
+
+
+@dataclass(frozen=True)
+class MediaRow:
+    """A row of token ids `[1, T]`, with what a model's processor makes of images and audio."""
+
+    ids: torch.Tensor
+    is_media: torch.Tensor
+    """Which positions `[T]` hold features of images or audio."""
+    counts: torch.Tensor
+    """Which positions `[T]` enter the statistics."""
+    inputs: dict[str, torch.Tensor]
+
+    def run(self, model: PreTrainedModel) -> None:
+        """Let a model read the row, without its language-model head where it is apart."""
+        device, inputs = input_device(model), {}
+        for name, tensor in self.inputs.items():
+            inputs[name] = tensor.to(device, model.dtype if tensor.is_floating_point() else None)
+        model.base_model(input_ids=self.ids.to(device), use_cache=False, **inputs)
+
+
+Batch = torch.Tensor | MediaRow
+"""Token ids `[B, T]`, or a row of its own."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +103,9 @@ class Corpus:
         """Tokens of all rows together."""
         return sum(row.numel() for row in self.rows)
 
-    def batches(self, size: int) -> list[torch.Tensor] | list[MediaRow]:
+    def batches(self, size: int) -> list[torch.Tensor]:
         """Batches `[B, T]` of up to `size` rows of equal length. Shorter rows come first; rows of
-        one length keep their order. A row with images or audio is a batch of its own."""
-        if self.media:
-            return list(self.media)
+        one length keep their order."""
         batches: list[list[torch.Tensor]] = []
         # Sorted, because a batch needs rows of one length.
         for row in sorted(self.rows, key=len):
@@ -98,10 +119,10 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a
     wrong column, or too little text for one row."""
     template = ChatTemplate(tokenizer)
-    documents = (tokenize(document, template, data) for document in read_documents(data))
+    documents = (tokenize(document, template, data) for document, _ in read_documents(data))
     start = start_tokens(tokenizer)
     not_empty = filter(None, documents)
-    if not data.is_packed:
+    if data.packing == "document":
         rows = _document_rows(not_empty, data, start)
     else:
         rows = _packed_rows(not_empty, data, start)
@@ -126,7 +147,7 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
-    all_rows = data.is_packed and len(rows) == len(data.row_lengths)
+    all_rows = data.packing != "document" and len(rows) == len(data.row_lengths)
     reason = f"whole rows of {data.length}" if all_rows else f"all of {data.label}"
     return f"{counted(tokens, 'token')} instead of {data.tokens:,}: {reason}"
 

@@ -2,19 +2,18 @@
 float64, from the model's own eager attention."""
 
 import copy
+import dataclasses
 import sys
 from collections import defaultdict
 
 import pytest
 import torch
-
-pytest.importorskip("PIL", reason="the extra media is not installed")
 from support import media
 
 from rotationzoo.calibration.collect import collect
-from rotationzoo.linalg.moments import Moment
+from rotationzoo.errors import RotationZooError
 from rotationzoo.model import long_masks
-from rotationzoo.model.capture import decoder
+from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.media import read_media_corpus
@@ -22,10 +21,12 @@ from rotationzoo.text.media import read_media_corpus
 SINK = 4
 EACH = pytest.mark.parametrize("name", media.FAMILIES)
 
+pytestmark = media.needs_pillow
+
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    """Name -> model, its rows, and the data they were read from."""
+    """Name -> model and its rows."""
     made = {}
     for name in media.FAMILIES:
         folder = tmp_path_factory.mktemp(name)
@@ -33,13 +34,20 @@ def families(tmp_path_factory):
         columns = {"images": "image", "audio": "sound" if name == "gemma4" else None}
         data = Data(source=str(path), tokens=600, length=160, **columns)
         model, processor = media.build(name)
-        made[name] = model, read_media_corpus(data, processor, model.config), data
+        made[name] = model, read_media_corpus(data, processor, model.config)
     return made
 
 
-def recipe(data, positions="all", **options):
-    data = data.model_copy(update={"positions": positions})
-    return Recipe(sink=SINK, data=data, **options)
+def rows_of(corpus, positions):
+    """The rows, of which all positions count or those of `text` or of `media`."""
+    rows = []
+    for row in corpus.media:
+        counts = {"all": row.is_media | True, "media": row.is_media, "text": ~row.is_media}
+        rows.append(dataclasses.replace(row, counts=counts[positions]))
+    return rows
+
+
+RECIPE = Recipe(sink=SINK)
 
 
 @torch.no_grad()
@@ -94,13 +102,12 @@ class EagerSums:
 def test_statistics_are_those_of_the_models_own_eager_attention(
     name, positions, families, monkeypatch
 ):
-    model, corpus, data = families[name]
-    geometry = geometry_of(model)
-    statistics = collect(model, geometry, corpus.batches(1), recipe(data, positions))
+    model, corpus = families[name]
+    geometry, rows = geometry_of(model), rows_of(corpus, positions)
+    statistics = collect(model, geometry, rows, RECIPE)
     reference = EagerSums(model := copy.deepcopy(model), geometry, monkeypatch)
-    for row in corpus.media:
-        is_chosen = {"all": row.is_media | True, "media": row.is_media, "text": ~row.is_media}
-        reference.chosen = is_chosen[positions].nonzero()[:, 0].tolist()
+    for row in rows:
+        reference.chosen = row.counts.nonzero()[:, 0].tolist()
         assert set(row.is_media.tolist()) == {True, False}
         read_whole(model, row)
     # Eager attention computes its softmax in float32, whatever the model's type.
@@ -116,11 +123,11 @@ def test_statistics_are_those_of_the_models_own_eager_attention(
 @EACH
 def test_text_and_media_positions_add_up_to_all(name, families):
     """The ablation that shows the counts: what is left out of one is in the other."""
-    model, corpus, data = families[name]
-    geometry, batches = geometry_of(model), corpus.batches(1)
+    model, corpus = families[name]
+    geometry = geometry_of(model)
+    recipe = RECIPE.model_copy(update={"value_statistic": "key_energy"})
     whole, text, pictures = (
-        collect(model, geometry, batches, recipe(data, each, value_statistic="key_energy"))
-        for each in ("all", "text", "media")
+        collect(model, geometry, rows_of(corpus, each), recipe) for each in ("all", "text", "media")
     )
     placed = sum(int(row.is_media.sum()) for row in corpus.media)
     for layer in whole:
@@ -135,20 +142,34 @@ def test_text_and_media_positions_add_up_to_all(name, families):
         assert (text[layer]["key_energy"].weight > 0).all()
 
 
-def test_a_row_of_text_counts_nothing_where_media_count(families):
-    model, corpus, data = families["gemma3"]
+def test_text_behind_the_sink_of_a_row_whose_media_are_in_it(families):
+    model, corpus = families["gemma3"]
+    rows = rows_of(corpus, "media")
+    first = int(rows[0].is_media.nonzero()[0])
+    recipe = RECIPE.model_copy(update={"sink": first + 3})
+    statistics = collect(model, geometry_of(model), rows, recipe)
+    assert (statistics[0]["key"].weight == len(rows)).all(), "one of four"
+    recipe = RECIPE.model_copy(update={"sink": first + 4})
+    with pytest.raises(RotationZooError, match="left out of the key and value sums"):
+        collect(model, geometry_of(model), rows, recipe)
+
+
+@EACH
+def test_capture_changes_nothing_of_what_a_row_computes(name, families):
+    model, corpus = families[name]
     row = corpus.media[0]
-    bare = type(row)(row.ids, row.is_media & False, {})
-    geometry = geometry_of(model)
-    chosen = recipe(data, "media")
-    with_it = collect(model, geometry, [row, bare], chosen)
-    without = collect(model, geometry, [row], chosen)
-    for kind in ("query", "key"):
-        assert torch.equal(with_it[0][kind].second, without[0][kind].second)
+    states = []
+    hook = decoder(model).register_forward_hook(lambda _, __, out: states.append(out[0]))
+    with torch.no_grad():
+        row.run(model)
+        with capture(model, lambda *_: None):
+            row.run(model)
+    hook.remove()
+    assert torch.equal(*states)
 
 
 def test_image_tokens_of_gemma_attend_to_later_ones_of_their_image(families, monkeypatch):
-    model, corpus, _ = families["gemma3"]
+    model, corpus = families["gemma3"]
     reference = EagerSums(model := copy.deepcopy(model), geometry_of(model), monkeypatch)
     row = corpus.media[0]
     reference.chosen = [0]
@@ -160,12 +181,12 @@ def test_image_tokens_of_gemma_attend_to_later_ones_of_their_image(families, mon
 
 
 def test_long_masks_are_bidirectional_among_image_tokens_too(families, monkeypatch):
-    model, corpus, data = families["gemma3"]
+    model, corpus = families["gemma3"]
     geometry = geometry_of(model)
-    short = collect(model, geometry, corpus.batches(1), recipe(data))
+    short = collect(model, geometry, corpus.media, RECIPE)
     monkeypatch.setattr(long_masks, "LARGEST_MASK", 16)
     monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 3)
-    long = collect(model, geometry, corpus.batches(1), recipe(data))
+    long = collect(model, geometry, corpus.media, RECIPE)
     for layer, kinds in short.items():
         for kind, moment in kinds.items():
             torch.testing.assert_close(long[layer][kind].second, moment.second)
@@ -173,12 +194,12 @@ def test_long_masks_are_bidirectional_among_image_tokens_too(families, monkeypat
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
 def test_image_tokens_of_qwen_have_positions_in_three_directions(name, families):
-    model, corpus, data = families[name]
+    model, corpus = families[name]
     geometry, seen = geometry_of(model), []
     hook = decoder(model).register_forward_pre_hook(
         lambda _, __, options: seen.append(options["position_ids"]), with_kwargs=True
     )
-    collect(model, geometry, corpus.batches(1), recipe(data))
+    collect(model, geometry, corpus.media, RECIPE)
     hook.remove()
     for row, positions in zip(corpus.media, seen, strict=True):
         _, height, width = (row.inputs["image_grid_thw"][0] // 2).tolist()

