@@ -65,7 +65,7 @@ class Calibration(Strict):
     tokens: Count
     rows: Count
     media_tokens: Count | None = None
-    """Tokens that stood for images or audio, of all `tokens`."""
+    """Those of `tokens` that stand for images or audio."""
     fingerprint: Sha256
     note: str | None = None
 

@@ -19,14 +19,14 @@ from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
-from rotationzoo.text.rows import Batch, MediaRow
+from rotationzoo.text.rows import MediaRow
 
 
 @torch.no_grad()
 def collect(
     model: PreTrainedModel,
     geometry: Geometry,
-    batches: Sequence[Batch],
+    batches: Sequence[torch.Tensor | MediaRow],
     recipe: Recipe,
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
@@ -67,12 +67,13 @@ def collect(
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
                 if isinstance(batch, MediaRow):
-                    _observe_row(model, observer, batch, skip)
+                    _add_row(model, observer, batch, skip)
                 else:
                     limit.run(batch, forward, sums.keep_batch)
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
-    _check_counts(sums.whole, geometry, batches, skip)
+    counts = [sum(_count(batch, first) for batch in batches) for first in (0, skip)]
+    _check_counts(sums.whole, geometry, *counts, skip)
     return sums.whole
 
 
@@ -82,32 +83,30 @@ def _observe(model: PreTrainedModel, observer: MomentObserver, ids: torch.Tensor
         decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
 
 
-def _observe_row(
-    model: PreTrainedModel, observer: MomentObserver, row: MediaRow, skip: int
-) -> None:
-    """The same for the positions of a row that count."""
+def _add_row(model: PreTrainedModel, observer: MomentObserver, row: MediaRow, skip: int) -> None:
+    """Run the model on a row while the observer adds up what the positions that count read."""
     observer.skip = int(row.counts[:skip].sum())  # those of them that are in the sink
 
-    def observe(layer: int, *tensors: torch.Tensor) -> None:
+    def observe(index: int, *tensors: torch.Tensor) -> None:
+        observer.layer(index)  # raises before a layer that attends to the media alone
         query, key, value, output = (each[:, :, row.counts.to(each.device)] for each in tensors)
-        observer(layer, query, key, value, output)
+        observer(index, query, key, value, output)
 
     with capture(model, observe):
         row.run(model)
 
 
-def _count(batch: Batch, first: int) -> int:
+def _count(batch: torch.Tensor | MediaRow, first: int) -> int:
     """How many positions of a batch count, from position `first` of each row on."""
     counts = batch.counts[None] if isinstance(batch, MediaRow) else torch.ones_like(batch)
     return int(counts[:, first:].sum())
 
 
 def _check_counts(
-    statistics: Statistics, geometry: Geometry, batches: Sequence[Batch], skip: int
+    statistics: Statistics, geometry: Geometry, tokens: int, past_sink: int, skip: int
 ) -> None:
     """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once, and
-    `RotationZooError` if no row is longer than the sink."""
-    tokens, past_sink = (sum(_count(batch, first) for batch in batches) for first in (0, skip))
+    `RotationZooError` if none of them is `past_sink`."""
     if not past_sink:
         raise RotationZooError(
             f"no row is longer than the {skip} sink tokens that are left out of the key and value "

@@ -108,6 +108,8 @@ def plan(job: Job) -> Plan:
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
+        if job.recipe.data.media:
+            setattr(config, loading.READS_MEDIA, True)
         if job.recipe.needs_statistics:
             check_loadable(config, source.name, job.torch_device)
         model = loading.on_meta(config, source.name)

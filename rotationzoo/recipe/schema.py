@@ -22,6 +22,8 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
 """Tokens to read: 3,000 times what a preset does."""
+# Recipes without such a key keep the hash that is published.
+_LATER = Field(exclude_if=lambda value: value in (None, "all"))
 Window = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -76,11 +78,11 @@ class Data(Section):
     """Tokens per row."""
     seed: Seed = 0
     """Sets the order of the documents."""
-    images: str | None = None
+    images: Annotated[str | None, _LATER] = None
     """Column of a document's images: one or a list, as bytes or as paths from the file's folder."""
-    audio: str | None = None
+    audio: Annotated[str | None, _LATER] = None
     """The same for audio, as WAV. With either of them, each row is a document."""
-    positions: Literal["all", "text", "media"] = "all"
+    positions: Annotated[Literal["all", "text", "media"], _LATER] = "all"
     """Which positions of rows with images or audio enter the statistics."""
 
     @property
@@ -214,10 +216,7 @@ class Recipe(Section):
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, with the names of local files and folders instead of their paths. The
         fingerprints stored with it identify their content."""
-        content = without_paths(self.model_dump())
-        for key in () if self.data.media else ("images", "audio", "positions"):
-            content["data"].pop(key)  # recipes of text keep the hash that is published
-        return content
+        return without_paths(self.model_dump())
 
     @property
     def has_eigenbasis(self) -> bool:

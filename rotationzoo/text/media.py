@@ -3,7 +3,6 @@ document, in which the processor's chat template says where they stand.
 """
 
 import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     template = ChatTemplate(processor)
     tokens = torch.tensor(media_tokens(config, data, "the model"))
     rows: list[MediaRow] = []
-    left, left_out = data.tokens, 0
+    left_out = 0
     for document, media in read_documents(data):
         with reading_errors(f"a document of {data.source} cannot be prepared for the model"):
             row = _cut(_prepare(document, media, template, data), tokens, data)
@@ -53,8 +52,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
             left_out += 1
         elif row.counts.any():
             rows.append(row)
-            left -= len(row.counts)
-        if left <= 0:
+        if sum(len(row.counts) for row in rows) >= data.tokens:
             break
     if not rows:
         raise RotationZooError(
@@ -108,8 +106,7 @@ def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:
         return None
     inputs = {}
     for name, value in made.items():
-        # Nothing is padded, so the mask of the tokens says nothing.
-        if isinstance(value, torch.Tensor) and name != "attention_mask":
+        if isinstance(value, torch.Tensor):
             inputs[name] = value[:, :length] if value.shape == whole else value
     is_media = is_media[:length]
     counts = {"all": torch.ones_like(is_media), "text": ~is_media, "media": is_media}
@@ -125,8 +122,7 @@ def _read_audio(value: Any, rate: int, data: Data) -> Any:
     if samples.dtype.kind in "iu":
         samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (samples.dtype.kind == "u")
     mono = samples.reshape(len(samples), -1).mean(1).astype("float32")
-    common = math.gcd(rate, own_rate)
-    return resample_poly(mono, rate // common, own_rate // common)
+    return resample_poly(mono, rate, own_rate)
 
 
 def _file(value: Any, data: Data) -> io.BytesIO | Path:

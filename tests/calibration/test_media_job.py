@@ -8,7 +8,7 @@ import torch
 from support import media
 
 from rotationzoo import Artifact
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Data, Recipe, from_dict
 from rotationzoo.report.origin import describe_identity
 
 pytestmark = media.needs_pillow
@@ -74,8 +74,11 @@ def test_a_stopped_run_and_a_finished_one_are_those_of_the_same_images(run, fold
 def test_a_recipe_of_text_keeps_its_hash():
     """Published indexes hold the hashes of recipes; `regenerate` compares them."""
     assert not {"images", "audio", "positions"} & Recipe().published()["data"].keys()
-    seeing = Recipe(data=Data(images="image")).published()["data"]
-    assert (seeing["images"], seeing["positions"]) == ("image", "all")
+    seeing = Recipe(data=Data(images="image", positions="text"))
+    published = seeing.published()["data"]
+    assert (published["images"], published["positions"]) == ("image", "text")
+    assert from_dict(seeing.published(), "a manifest") == seeing
+    assert from_dict(Recipe().published(), "a manifest") == Recipe()
 
 
 def refused(done, sentence):

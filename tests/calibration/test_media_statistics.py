@@ -8,15 +8,19 @@ from collections import defaultdict
 
 import pytest
 import torch
-from support import media
+import transformers
+from support import architectures, media
+from support.architectures import BASE
 
 from rotationzoo.calibration.collect import collect
-from rotationzoo.errors import RotationZooError
-from rotationzoo.model import long_masks
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.model import loading, long_masks
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.media import read_media_corpus
+from rotationzoo.text.rows import MediaRow
 
 SINK = 4
 EACH = pytest.mark.parametrize("name", media.FAMILIES)
@@ -52,11 +56,11 @@ RECIPE = Recipe(sink=SINK)
 
 @torch.no_grad()
 def read_whole(model, row):
-    """Run a whole model on all that its processor made, with the mask that a row leaves out."""
+    """Run a whole model, with its head, on all that its processor made."""
     inputs = {}
     for key, tensor in row.inputs.items():
         inputs[key] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
-    model(input_ids=row.ids, attention_mask=torch.ones_like(row.ids), **inputs)
+    model(input_ids=row.ids, **inputs)
 
 
 class EagerSums:
@@ -110,6 +114,11 @@ def test_statistics_are_those_of_the_models_own_eager_attention(
         reference.chosen = row.counts.nonzero()[:, 0].tolist()
         assert set(row.is_media.tolist()) == {True, False}
         read_whole(model, row)
+    compare(statistics, reference)
+
+
+def compare(statistics, reference):
+    """Assert that captured statistics are the reference's."""
     # Eager attention computes its softmax in float32, whatever the model's type.
     tolerance = 100 * torch.finfo(torch.float32).eps
     for owner, sums in reference.moments.items():
@@ -210,3 +219,71 @@ def test_image_tokens_of_qwen_have_positions_in_three_directions(name, families)
         assert (placed[0] == first).all()
         # Text goes on after the larger side of the image.
         assert (positions[-3:, 0, first + height * width] == first + max(height, width)).all()
+
+
+def row_of(ids, token, **inputs):
+    ids = torch.tensor([ids])
+    is_media = ids[0] == token
+    return MediaRow(ids, is_media, is_media | True, inputs)
+
+
+def test_a_llama_4_reads_images_in_its_chunks(monkeypatch):
+    """Its processor needs torchvision, so its inputs are made here. Chunks of 8 tokens."""
+    torch.manual_seed(0)
+    text = dict(BASE, head_dim=16, intermediate_size_mlp=64, num_local_experts=2)
+    vision = dict(media.VISION, intermediate_size=128, vision_output_dim=32, image_size=56)
+    projector = dict(patch_size=14, projector_input_dim=32, projector_output_dim=32)
+    config = transformers.Llama4Config(
+        text_config=dict(text, attention_chunk_size=8), vision_config=vision | projector,
+        image_token_index=60,
+    )  # fmt: skip
+    model = transformers.Llama4ForConditionalGeneration(config).double().eval()
+    pixels = torch.randn(1, 3, 56, 56).double()
+    row = row_of([3, 4, 5, *[60] * 4, *range(6, 26)], 60, pixel_values=pixels)
+    geometry = geometry_of(model)
+    statistics = collect(model, geometry, [row], RECIPE)
+    reference = EagerSums(model, geometry, monkeypatch)
+    reference.chosen = list(range(row.ids.numel()))
+    read_whole(model, row)
+    compare(statistics, reference)
+
+
+def test_inputs_that_a_class_would_drop_are_refused():
+    """A class for text alone takes pixels, and says nothing."""
+    row = row_of([3, 4, 60, 5, 6, 7], 60, pixel_values=torch.randn(1, 3, 28, 28))
+    model = architectures.build("llama4")
+    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM does not take all of pixel_"):
+        collect(model, geometry_of(model), [row], RECIPE)
+
+
+def test_a_layer_that_attends_to_images_alone_is_refused():
+    """Mllama's cross attention: its keys are no cache of tokens."""
+    text = dict(BASE, num_hidden_layers=2, cross_attention_layers=[1])
+    vision = dict(
+        hidden_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2,
+        intermediate_size=32, image_size=28, patch_size=14, max_num_tiles=1, vision_output_dim=64,
+        intermediate_layers_indices=[0], supported_aspect_ratios=[[1, 1]],
+    )  # fmt: skip
+    config = transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=60)
+    model = transformers.MllamaForConditionalGeneration(config).eval()
+    tiles = torch.ones(1, 1, dtype=torch.long)
+    row = row_of(
+        [3, 4, 60, *range(5, 20)], 60, pixel_values=torch.randn(1, 1, 1, 3, 28, 28),
+        aspect_ratio_ids=tiles, aspect_ratio_mask=tiles[None],
+        cross_attention_mask=torch.ones(1, 18, 1, 1, dtype=torch.long),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModel, match="layer 1 calls attention although it did not"):
+        collect(model, geometry_of(model), [row], RECIPE)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-vlm", "gemma3-vlm"])
+def test_the_class_with_a_vision_tower_is_chosen_for_images_alone(name, tmp_path):
+    architectures.config(name).save_pretrained(tmp_path)
+    config = loading.load_config(source := find(str(tmp_path)))
+    names = []
+    for marked in (False, True):
+        if marked:
+            setattr(config, loading.READS_MEDIA, True)
+        names.append(type(loading.on_meta(config, source.name)).__name__)
+    assert names[1].endswith("ForConditionalGeneration")
+    assert (names[0] == names[1]) == (name == "gemma3-vlm"), "Gemma 3 has no class of its own"
