@@ -72,8 +72,9 @@ def collect(
                     limit.run(batch, forward, sums.keep_batch)
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
-    counts = [sum(_count(batch, first) for batch in batches) for first in (0, skip)]
-    _check_counts(sums.whole, geometry, *counts, skip)
+    tokens = sum(_count(batch, 0) for batch in batches)
+    past_sink = sum(_count(batch, skip) for batch in batches)
+    _check_counts(sums.whole, geometry, tokens, past_sink, skip)
     return sums.whole
 
 

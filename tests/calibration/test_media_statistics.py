@@ -23,7 +23,14 @@ from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import MediaRow
 
 SINK = 4
-EACH = pytest.mark.parametrize("name", media.FAMILIES)
+OTHERS = {"qwen2_5_vl", "gemma4"}
+EACH = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in OTHERS))
+        for name in media.FAMILIES
+    ],
+)
 
 pytestmark = media.needs_pillow
 
