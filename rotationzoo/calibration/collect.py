@@ -110,8 +110,8 @@ def _check_counts(
     `RotationZooError` if none of them is `past_sink`."""
     if not past_sink:
         raise RotationZooError(
-            f"no row is longer than the {skip} sink tokens that are left out of the key and value "
-            "sums",
+            f"nothing that counts lies past the {skip} sink tokens, which are left out of the key "
+            "and value sums",
             hint="give longer rows with --length, or longer documents",
         )
     for owner, moments in statistics.items():
