@@ -61,7 +61,7 @@ def recipe_without_a_sink():
     return "recipe.yaml"
 
 
-def test_a_stopped_run_and_a_finished_one_are_those_of_the_same_images(run, folder):
+def test_a_finished_run_is_one_of_the_same_images_and_positions(run, folder):
     assert run("--output", "out").returncode == 0
     assert "done already" in run("--output", "out").stderr
     refused = run("--output", "out", "--positions", "text")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -52,9 +53,11 @@ def text_config(**options: Any) -> dict[str, Any]:
     return {**BASE, "vocab_size": 2064, "max_position_embeddings": 512, "head_dim": 16, **options}
 
 
-def _unchecked(kind: type) -> Any:
-    """A processor class that needs no processor of videos, and so no torchvision."""
-    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+def _without_videos(kind: type, *parts: Any, **options: Any) -> Any:
+    """A processor that has no processor of videos, and so needs no torchvision."""
+    mixin = transformers.ProcessorMixin
+    with mock.patch.object(mixin, "check_argument_for_proper_class", lambda *_: None):
+        return kind(*parts, None, **options)
 
 
 def _gemma3() -> tuple[Any, Any]:
@@ -99,7 +102,7 @@ def _qwen_processor(kind: type) -> Any:
         patch_size=14, merge_size=2, size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
     )
     marks = template("<|vision_start|><pixel><|vision_end|>")
-    return _unchecked(kind)(pixels, tokenizer(), None, chat_template=marks)
+    return _without_videos(kind, pixels, tokenizer(), chat_template=marks)
 
 
 def _gemma4() -> tuple[Any, Any]:
@@ -120,8 +123,8 @@ def _gemma4() -> tuple[Any, Any]:
         patch_size=4, max_soft_tokens=70, pooling_kernel_size=2
     )
     sounds = transformers.Gemma4AudioFeatureExtractor()
-    processor = _unchecked(transformers.Gemma4Processor)(
-        sounds, pixels, tokenizer(), None, chat_template=template("<pixel>")
+    processor = _without_videos(
+        transformers.Gemma4Processor, sounds, pixels, tokenizer(), chat_template=template("<pixel>")
     )
     return transformers.Gemma4ForConditionalGeneration(config), processor
 
