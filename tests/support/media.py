@@ -56,7 +56,7 @@ def text_config(**options: Any) -> dict[str, Any]:
 def _without_videos(kind: type, *parts: Any, **options: Any) -> Any:
     """A processor that has no processor of videos, and so needs no torchvision."""
     mixin = transformers.ProcessorMixin
-    with mock.patch.object(mixin, "check_argument_for_proper_class", lambda *_: None):
+    with mock.patch.object(mixin, "check_argument_for_proper_class", return_value=None):
         return kind(*parts, None, **options)
 
 

@@ -72,7 +72,7 @@ def test_parts_of_a_chat_say_where_images_stand(gemma3, rows, tmp_path):
     assert row.is_media.sum() == 8
     assert decoded(gemma3, row).startswith("see \n\n<image>")
     path = write(tmp_path, {"messages": [chat(text("no place for it"))], "image": "0.png"})
-    with pytest.raises(RotationZooError, match="0 <?image>? tokens .*1 images"):
+    with pytest.raises(RotationZooError, match=r"0 <?image>? tokens .*1 images"):
         read(gemma3, path)
 
 
