@@ -72,6 +72,11 @@ class Rows(RunOptions, total=False):
 class CalibrationOptions(Text, Rows, total=False):
     """Further options of `calibrate`."""
 
+    images: str
+    audio: str
+    """Columns of the data that hold images and audio, for a model that reads them."""
+    positions: Literal["all", "text", "media"]
+    """Which positions of rows with images or audio enter the statistics: `all` by default."""
     engine: str
     """The engine that the rotations are for, such as `vllm`: it picks the recipe."""
     feedback: bool
@@ -206,7 +211,8 @@ def calibration_job(
     # The user did not choose a preset's row length, so rows may be shortened to the model's
     # positions.
     fit_length = "length" not in settings and isinstance(recipe, str) and recipe in PRESETS
-    chosen = override(loaded, **_take_text(settings))
+    media = {key: settings.pop(key, None) for key in ("images", "audio", "positions")}
+    chosen = override(loaded, **_take_text(settings), **media)
     if "feedback" in settings:
         chosen = with_feedback(chosen, settings.pop("feedback"))
     if budget := {name: settings.pop(name) for name in BUDGETS if name in settings}:

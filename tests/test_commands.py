@@ -34,6 +34,9 @@ NOT_RUN = {
     "rotationzoo calibrate meta-llama/Llama-3.3-70B-Instruct --device-map auto --max-memory 0=": (
         "it gives a GPU's memory, and is refused where there is none"
     ),
+    "rotationzoo calibrate Qwen/Qwen3-VL-8B-Instruct --data photos.jsonl --images": (
+        "its processor needs torchvision; tests/calibration/test_media_job.py runs another"
+    ),
     "rotationzoo pull Qwen/Qwen3-8B --repo my-org/rotationzoo --require-signature --signer": (
         "only GitHub signs as one of its workflows; tests/zoo/signing has a local Sigstore"
     ),

@@ -53,13 +53,35 @@ def test_the_loss_of_training_is_that_of_the_model(name):
     torch.manual_seed(0)
     lab, size = train_lab_models.MODELS[name], train_lab_models.SMALL
     model = train_lab_models.new_model(lab, size, 0, size.vocabulary)
-    ids = torch.randint(size.vocabulary, (2, 64))
-    weights = torch.ones(2, 64, dtype=torch.uint8)
+    ids = torch.randint(size.vocabulary, (2, 384))  # three windows of gpt-oss
+    weights = torch.ones(2, 384, dtype=torch.uint8)
     with torch.no_grad():
         loss = train_lab_models.loss_of(model, ids, weights)
         torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)
         weights[:, 32:] = 3
         assert train_lab_models.loss_of(model, ids, weights) != loss
+
+
+def test_a_gpt_oss_is_trained_on_the_gradients_of_its_own_attention_and_experts():
+    torch.manual_seed(0)
+    lab, size = train_lab_models.MODELS["deep-gpt-oss"], train_lab_models.SMALL
+    model = train_lab_models.new_model(lab, size, 0, size.vocabulary).double()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2)
+    ids, gradients = torch.randint(size.vocabulary, (2, 384)), []
+    for dense in (True, False):
+        model.zero_grad()
+        if dense:
+            loss = train_lab_models.loss_of(model, ids, torch.ones(2, 384))
+        else:
+            model.set_attn_implementation("eager")
+            model.set_experts_implementation("eager")
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[1].items():
+        assert gradient.any(), name
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

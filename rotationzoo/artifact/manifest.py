@@ -64,6 +64,8 @@ class Calibration(Strict):
     source: str
     tokens: Count
     rows: Count
+    media_tokens: Count | None = None
+    """Those of `tokens` that stand for images or audio."""
     fingerprint: Sha256
     note: str | None = None
 

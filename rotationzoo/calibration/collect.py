@@ -2,6 +2,7 @@
 and outputs.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,20 +19,21 @@ from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
+from rotationzoo.text.rows import MediaRow
 
 
 @torch.no_grad()
 def collect(
     model: PreTrainedModel,
     geometry: Geometry,
-    batches: list[torch.Tensor],
+    batches: Sequence[torch.Tensor | MediaRow],
     recipe: Recipe,
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> Statistics:
     """Collect the second moments that a recipe needs, for each cached layer and KV head.
 
-    - `batches`: token ids `[B, T]`.
+    - `batches`: token ids `[B, T]`, or rows with images or audio, which say what of them counts.
     - `checkpoint`: where the sums of whole batches are saved now and then, and if the process is
       interrupted, and from which earlier sums of the same job are read.
     - `progress`: called with "calibrating" and the tokens read, at first and after every batch.
@@ -53,7 +55,7 @@ def collect(
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     limit = RowLimit() if checkpoint is None else checkpoint.limit
-    progress = in_tokens(progress, [ids.numel() for ids in batches] * passes)
+    progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
     with sums.saved_if_interrupted():
@@ -63,11 +65,16 @@ def collect(
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
             forward = partial(_observe, model, observer)
             first = number * len(batches)
-            for ids in batches[max(sums.done - first, 0) :]:
-                limit.run(ids, forward, sums.keep_batch)
+            for batch in batches[max(sums.done - first, 0) :]:
+                if isinstance(batch, MediaRow):
+                    _add_row(model, observer, batch, skip)
+                else:
+                    limit.run(batch, forward, sums.keep_batch)
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
-    _check_counts(sums.whole, geometry, batches, skip)
+    tokens = sum(_count(batch, 0) for batch in batches)
+    past_sink = sum(_count(batch, skip) for batch in batches)
+    _check_counts(sums.whole, geometry, tokens, past_sink, skip)
     return sums.whole
 
 
@@ -77,17 +84,34 @@ def _observe(model: PreTrainedModel, observer: MomentObserver, ids: torch.Tensor
         decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
 
 
+def _add_row(model: PreTrainedModel, observer: MomentObserver, row: MediaRow, skip: int) -> None:
+    """Run the model on a row while the observer adds up what the positions that count read."""
+    observer.skip = int(row.counts[:skip].sum())  # those of them that are in the sink
+
+    def observe(index: int, *tensors: torch.Tensor) -> None:
+        observer.layer(index)  # raises before a layer that attends to the media alone
+        query, key, value, output = (each[:, :, row.counts.to(each.device)] for each in tensors)
+        observer(index, query, key, value, output)
+
+    with capture(model, observe):
+        row.run(model)
+
+
+def _count(batch: torch.Tensor | MediaRow, first: int) -> int:
+    """How many positions of a batch count, from position `first` of each row on."""
+    counts = batch.counts[None] if isinstance(batch, MediaRow) else torch.ones_like(batch)
+    return int(counts[:, first:].sum())
+
+
 def _check_counts(
-    statistics: Statistics, geometry: Geometry, batches: list[torch.Tensor], skip: int
+    statistics: Statistics, geometry: Geometry, tokens: int, past_sink: int, skip: int
 ) -> None:
     """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once, and
-    `RotationZooError` if no row is longer than the sink."""
-    tokens = sum(ids.numel() for ids in batches)
-    past_sink = sum(ids.shape[0] * max(ids.shape[1] - skip, 0) for ids in batches)
+    `RotationZooError` if none of them is `past_sink`."""
     if not past_sink:
         raise RotationZooError(
-            f"no row is longer than the {skip} sink tokens that are left out of the key and value "
-            "sums",
+            f"nothing that counts lies past the {skip} sink tokens, which are left out of the key "
+            "and value sums",
             hint="give longer rows with --length, or longer documents",
         )
     for owner, moments in statistics.items():

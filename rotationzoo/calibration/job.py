@@ -24,6 +24,7 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
+from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.writer import check_replaceable, library_versions
 
@@ -93,7 +94,7 @@ def _check_recipe_of(job: Job, artifact: Artifact) -> None:
 def _changed_text(job: Job, artifact: Artifact) -> list[str]:
     """The settings of the text, such as `tokens`, in which a job differs from an artifact."""
     saved, asked = artifact.manifest.recipe["data"], job.recipe.published()["data"]
-    return [key for key, value in asked.items() if saved[key] != value]
+    return [key for key in {**saved, **asked} if saved.get(key) != asked.get(key)]
 
 
 def _asked_recipe(artifact: Artifact) -> str:
@@ -188,6 +189,11 @@ def _read_text(planned: Plan) -> Corpus | None:
     if not recipe.needs_statistics:
         return None
     fetch(planned.source, weights=False)
+    if recipe.data.media:
+        assert planned.config is not None
+        return read_media_corpus(
+            recipe.data, loading.load_processor(planned.source), planned.config
+        )
     return read_corpus(recipe.data, loading.load_tokenizer(planned.source))
 
 

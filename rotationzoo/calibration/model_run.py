@@ -73,7 +73,7 @@ def run_model(
         progress("checking the capture", 0, 0)
         recipe, notes = _check_capture(model, ids, job.recipe, geometry)
         checkpoint.resume_limit()
-        batches = text.batches(job.batch)
+        batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)

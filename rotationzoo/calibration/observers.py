@@ -76,7 +76,7 @@ class MomentObserver:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        layer = self._layer(index)
+        layer = self.layer(index)
         add_rows(self.statistics, layer, "query", query)
         add_rows(self.statistics, layer, "output", output)
         # A layer that reads another layer's cache receives the owner's keys and values. They count
@@ -85,7 +85,8 @@ class MomentObserver:
             add_rows(self.statistics, layer, "key", key[:, :, self.skip :])
             add_rows(self.statistics, layer, "value", value[:, :, self.skip :])
 
-    def _layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> Layer:
+        """The layer with this index. Raises `UnsupportedModel` if it was not found before."""
         if index not in self.layers:
             raise UnsupportedModel(
                 f"layer {index} calls attention although it did not when the model was looked at"
@@ -116,13 +117,13 @@ class KeyEnergyObserver(MomentObserver):
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        if self._layer(index).owner != index:
+        if self.layer(index).owner != index:
             return
         query_moment = self.query_moments[index].to(key.device)
         self.query_moments[index] = query_moment
         keys, values = key[:, :, self.skip :], value[:, :, self.skip :]
         energies = [_key_energy(row, query_moment) for row in keys]
-        add_rows(self.statistics, self._layer(index), "key_energy", values, torch.stack(energies))
+        add_rows(self.statistics, self.layer(index), "key_energy", values, torch.stack(energies))
 
 
 def _key_energy(keys: torch.Tensor, query_moment: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from rotationzoo.model.quantized import check_loadable, is_dequantized, quantiza
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import files, folders
+from rotationzoo.text.media import media_tokens
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def plan(job: Job) -> Plan:
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
+        if job.recipe.data.media:
+            setattr(config, loading.READS_MEDIA, True)
         if job.recipe.needs_statistics:
             check_loadable(config, source.name, job.torch_device)
         model = loading.on_meta(config, source.name)
@@ -118,7 +121,8 @@ def plan(job: Job) -> Plan:
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
-    job = replace(job, recipe=recipe)
+    media_tokens(config, recipe.data, source.name)  # for its error
+    job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
     return _with_sizes(known, model)
 

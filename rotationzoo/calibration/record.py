@@ -83,6 +83,9 @@ def _describe_text(job: Job, text: Corpus) -> dict[str, Any]:
     """The source of the calibration text, and the fingerprint that identifies it."""
     data = job.recipe.published()["data"]
     description = {key: data[key] for key in _DATA_KEYS}
+    if text.media:
+        media_tokens = sum(int(row.is_media.sum()) for row in text.media)
+        description |= {"media_tokens": media_tokens, "text_tokens": text.tokens - media_tokens}
     return description | {
         "tokens": text.tokens,
         "rows": len(text.rows),

@@ -54,6 +54,9 @@ def calibrate_command(
     subset: options.Subset = None,
     split: options.Split = None,
     column: options.Column = None,
+    images: Annotated[str | None, typer.Option(help="Column of images (vision models).")] = None,
+    audio: Annotated[str | None, typer.Option(help="Column of audio, as WAV.")] = None,
+    positions: Annotated[str | None, typer.Option(help="Of these: all, text or media.")] = None,
     packing: Annotated[
         str | None,
         typer.Option(

@@ -21,6 +21,7 @@ from rotationzoo.model.source import Source, config_hash, license_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+READS_MEDIA = "reads_media"
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
@@ -66,10 +67,12 @@ def describe(source: Source, config: "PretrainedConfig", fingerprint: str | None
 
 
 def _model_class(config: "PretrainedConfig", name: str) -> Any:
-    """The auto class that builds models of this config. Raises `UnsupportedModel`."""
+    """The auto class that builds models of this config, with the parts for images and audio only if
+    it is marked with `READS_MEDIA` or there is no class without. Raises `UnsupportedModel`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    for auto in autos[::-1] if hasattr(config, READS_MEDIA) else autos:
         if type(config) in auto._model_mapping:
             return auto
     raise UnsupportedModel(
@@ -193,6 +196,19 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     if not tokenizer("a word").input_ids:
         raise missing
     return tokenizer
+
+
+def load_processor(source: Source) -> Any:
+    """The processor of a model that reads images or audio. Raises `ModelUnavailable`."""
+    from transformers import AutoProcessor, ProcessorMixin
+
+    hint = "save it to the model; it may need: pip install 'pillow>=11' 'torchvision>=0.23'"
+    with as_unavailable(f"{source.name} has no processor for images and audio", hint=hint):
+        processor = AutoProcessor.from_pretrained(source.folder, trust_remote_code=False)
+        # Where only a tokenizer's files are there, transformers returns the tokenizer.
+        if not isinstance(processor, ProcessorMixin):
+            raise TypeError("its files are missing")
+        return processor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
 """Tokens to read: 3,000 times what a preset does."""
+# Recipes without such a key keep the hash that is published.
+_LATER = Field(exclude_if=lambda value: value in (None, "all"))
 Window = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -76,6 +78,18 @@ class Data(Section):
     """Tokens per row."""
     seed: Seed = 0
     """Sets the order of the documents."""
+    images: Annotated[str | None, _LATER] = None
+    """Column of a document's images: one or a list, as bytes or as paths from the file's folder."""
+    audio: Annotated[str | None, _LATER] = None
+    """The same for audio, as WAV. With either of them, each row is a document."""
+    positions: Annotated[Literal["all", "text", "media"], _LATER] = "all"
+    """Which positions of rows with images or audio enter the statistics."""
+
+    @property
+    def media(self) -> dict[str, str]:
+        """The kinds of media that are read, `image` and `audio`, and their columns."""
+        columns = {"image": self.images, "audio": self.audio}
+        return {kind: column for kind, column in columns.items() if column is not None}
 
     @property
     def row_lengths(self) -> list[int]:
@@ -183,6 +197,10 @@ class Recipe(Section):
             raise ValueError("give bits, or key_bits and value_bits")
         if self.has_budget and not self.feedback:
             raise ValueError("a budget of bits needs feedback")
+        if self.has_budget and self.data.media:
+            raise ValueError("a budget of bits is measured on text alone, not on images or audio")
+        if self.data.positions != "all" and not self.data.media:
+            raise ValueError(f"positions {self.data.positions} needs a column of images or audio")
         return self
 
     @property

@@ -97,7 +97,8 @@ def _describe_text(artifact: Artifact) -> str:
     text = manifest.calibration
     if text is None:
         return "none: the rotation does not depend on data"
-    return f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}"
+    media = f", {text.media_tokens:,} of them of images or audio" if text.media_tokens else ""
+    return f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}{media}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -25,20 +25,25 @@ _PIECE = 1 << 16  # characters
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a chat."""
+Media = dict[str, list[Any]]
+"""The images and audio of a document: kind -> bytes or paths, as the source holds them."""
+_Pair = tuple[Document, Media]
 _Record = dict[str, Any]  # column -> value
 
 
-def read_documents(data: Data) -> Iterator[Document]:
-    """The documents of `data.source`, in an order that its seed fixes. Raises `RotationZooError`
-    for a source that is missing, empty or not readable, and for a wrong column."""
+def read_documents(data: Data) -> Iterator[_Pair]:
+    """The documents of `data.source` with their images and audio, in an order that its seed fixes.
+    Raises `RotationZooError` for a source that is missing, empty or not readable, and for a wrong
+    column."""
     return _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
 
-def _documents(data: Data) -> Iterator[Document]:
+def _documents(data: Data) -> Iterator[_Pair]:
     """The documents in the order of the source."""
     empty = True
     for record in _records(data):
-        document = record.get(_column(record, data))
+        wanted = [data.column] if data.column else ["text", "messages"]
+        document = record.get(_column(record, wanted, data))
         if not document:  # data sets have empty rows
             continue
         if not _is_document(document):
@@ -48,7 +53,11 @@ def _documents(data: Data) -> Iterator[Document]:
                 hint="name another column with --column; messages have a role and a content",
             )
         empty = False
-        yield document
+        media = {}
+        for kind, column in data.media.items():
+            value = record[_column(record, [column], data)] or []
+            media[kind] = value if isinstance(value, list) else [value]
+        yield document, media
     if empty:
         raise RotationZooError(
             f"{data.source} holds no text", hint="give another source with --data, or bundled"
@@ -83,16 +92,15 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and {"role", "content"} <= value.keys()
 
 
-def _column(record: _Record, data: Data) -> str:
-    """The name of the column that holds the document."""
-    wanted = [data.column] if data.column else ["text", "messages"]
+def _column(record: _Record, wanted: list[str], data: Data) -> str:
+    """The first of the wanted columns that a record has."""
     for column in wanted:
         if column in record:
             return column
     columns = ", ".join(map(str, record)) or "none"
     raise RotationZooError(
         f"{data.source} has no column {' or '.join(wanted)}: it has {columns}",
-        hint="name the column of the text or of the chat messages with --column",
+        hint="name the column of the text or of the chat messages with --column (or --images)",
     )
 
 
@@ -130,14 +138,11 @@ def _data_set(data: Data, path: Path) -> Iterator[_Record]:
     import datasets  # takes a second to import, and most jobs do not need it
 
     with reading_errors(f"the data set {data.source} could not be read"):
+        where: dict[str, Any] = {"path": data.source, "name": data.subset, "split": data.split}
         if path.suffix.lower() == ".parquet":
-            yield from datasets.load_dataset(
-                "parquet", data_files=str(path), split="train", streaming=True
-            )
-        else:
-            yield from datasets.load_dataset(
-                data.source, data.subset, split=data.split, streaming=True
-            )
+            where = {"path": "parquet", "data_files": str(path), "split": "train"}
+        source = datasets.load_dataset(**where, streaming=True)
+        yield from source.decode(False) if source.features else source  # images stay bytes
 
 
 @contextmanager
@@ -164,11 +169,11 @@ def _not_utf8(what: str) -> RotationZooError:
     )
 
 
-def _shuffled(documents: Iterator[Document], seed: int, budget: int) -> Iterator[Document]:
+def _shuffled(documents: Iterator[_Pair], seed: int, budget: int) -> Iterator[_Pair]:
     """The documents in an order that the seed fixes. They are shuffled within blocks of `budget`
     characters: more than will be used, but not so much that a large data set is read to its end."""
     generator = random.Random(seed)
-    block: list[Document] = []
+    block: list[_Pair] = []
     size = 0
     for document in documents:
         block.append(document)
@@ -181,7 +186,9 @@ def _shuffled(documents: Iterator[Document], seed: int, budget: int) -> Iterator
     yield from block
 
 
-def _characters(document: Document) -> int:
+def _characters(pair: _Pair) -> int:
+    document, media = pair
+    held = len(str(media)) if media else 0
     if isinstance(document, str):
-        return len(document)
-    return sum(len(str(message["content"])) for message in document)
+        return held + len(document)
+    return held + sum(len(str(message["content"])) for message in document)

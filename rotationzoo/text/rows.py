@@ -5,15 +5,17 @@ tokenized as a model would see it in training or in a request.
 """
 
 import hashlib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.model.loading import input_device
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import Document, read_documents, reading_errors
@@ -64,6 +66,29 @@ def _chat_text(messages: list[dict[str, Any]], template: ChatTemplate, data: Dat
 
 
 @dataclass(frozen=True)
+class MediaRow:
+    """A row of token ids `[1, T]`, with what a model's processor makes of images and audio."""
+
+    ids: torch.Tensor
+    is_media: torch.Tensor
+    """Which positions `[T]` hold features of images or audio."""
+    counts: torch.Tensor
+    """Which positions `[T]` enter the statistics."""
+    inputs: dict[str, torch.Tensor]
+
+    def run(self, model: PreTrainedModel) -> None:
+        """Let a model read the row, without its language-model head where the rest can."""
+        device, inputs = input_device(model), {}
+        for name, tensor in self.inputs.items():
+            inputs[name] = tensor.to(device, model.dtype if tensor.is_floating_point() else None)
+        for reader in (model.base_model, model):  # others would drop what they do not know
+            if inputs.keys() <= inspect.signature(reader.forward).parameters.keys():
+                reader(input_ids=self.ids.to(device), use_cache=False, **inputs)
+                return
+        raise UnsupportedModel(f"{type(model).__name__} does not take all of {', '.join(inputs)}")
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Token rows `[T]` int64, and the sha256 of their exact ids and row boundaries."""
 
@@ -71,6 +96,8 @@ class Corpus:
     fingerprint: str
     note: str | None
     """Something the user should know, such as that there are fewer tokens than asked for."""
+    media: Sequence[MediaRow] = ()
+    """The same rows with their images and audio, where they have any."""
 
     @property
     def tokens(self) -> int:
@@ -93,7 +120,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a
     wrong column, or too little text for one row."""
     template = ChatTemplate(tokenizer)
-    documents = (tokenize(document, template, data) for document in read_documents(data))
+    documents = (tokenize(document, template, data) for document, _ in read_documents(data))
     start = start_tokens(tokenizer)
     not_empty = filter(None, documents)
     if data.packing == "document":
@@ -105,7 +132,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
             f"{data.label} is too short for a row of {data.length} tokens",
             hint="give more text with --data, or shorter rows with --length",
         )
-    return Corpus(rows, fingerprint(rows), _shortfall(rows, data))
+    return Corpus(rows, fingerprint(rows), shortfall(rows, data))
 
 
 def fingerprint(rows: list[torch.Tensor]) -> str:
@@ -116,7 +143,7 @@ def fingerprint(rows: list[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
+def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
     """The note for the user, with the reason, where there are fewer tokens than asked for."""
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:

@@ -41,6 +41,11 @@ set `dev` and judged on the set `test`:
     deep-llama      16 layers, 10 on 2; no norms and no biases                               (test)
     tall-qwen3      24 layers, 8 on 2                                                        (test)
     wide-towering   12 layers, 12 on 2; norms as in `deep-towering`, less wide               (test)
+
+More deep models belong to neither set and are trained with --models:
+
+    deep-gpt-oss    gpt-oss of 12 layers, 16 on 4 heads of 64: learned sinks, a window of 128 in
+                    every other layer, biases, two experts that every token mixes
 """
 
 import argparse
@@ -62,6 +67,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import lab_rows
+import lab_sinks
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -120,7 +126,7 @@ class Lab:
     learning_rate: float = 2e-3
     weight_decay: float = 0.3
     prepare: Callable[[PreTrainedModel], None] | None = None
-    """What is done to the weights before training."""
+    """What is done to the model before training."""
 
 
 NO_NORMS = {"learning_rate": 3e-3, "weight_decay": 0.0}
@@ -166,6 +172,12 @@ SETS = {
 }
 """The deep models. The set `test` was named before anything was measured on either."""
 DEEP = SETS["dev"] | SETS["test"]
+DEEP |= {
+    "deep-gpt-oss": deep(
+        "gpt_oss", 12, 768, (16, 4), lab_sinks.train_densely, head_dim=64, sliding_window=128,
+        intermediate_size=1152, num_local_experts=2, num_experts_per_tok=2,
+    ),
+}  # fmt: skip
 MODELS |= DEEP
 
 

@@ -1,0 +1,132 @@
+"""Rows of text with images or audio, made by the processor of a vision or omni model: one row per
+document, in which the processor's chat template says where they stand.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe import Data
+from rotationzoo.text.chats import ChatTemplate
+from rotationzoo.text.documents import Document, Media, read_documents, reading_errors
+from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, shortfall, start_tokens
+from rotationzoo.words import counted
+
+_PARTS = {"image": "vision_config", "audio": "audio_config"}
+
+
+def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
+    """The ids of the tokens that a model replaces by features of images or audio. Raises
+    `RotationZooError` if it does not read what the data has."""
+    ids: list[int] = []
+    for kind, column in data.media.items():
+        named = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
+        known = [token for token in named if isinstance(token, int)]
+        if not known or getattr(config, _PARTS[kind], kind) is None:
+            raise RotationZooError(
+                f"{name} reads no {kind}, which the data has in column {column}",
+                hint="leave the column out, or give a model that reads it",
+            )
+        ids += known
+    return ids
+
+
+def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> Corpus:
+    """The rows that `data` describes, for the model of this processor and config.
+
+    Rows are cut to `data.length`. Documents with images or audio behind that are left out. Raises
+    `RotationZooError` where `read_corpus` does, and for images and audio that cannot be read.
+    """
+    template = ChatTemplate(processor)
+    tokens = torch.tensor(media_tokens(config, data, "the model"))
+    rows: list[MediaRow] = []
+    left_out = 0
+    for document, media in read_documents(data):
+        with reading_errors(f"a document of {data.source} cannot be prepared for the model"):
+            row = _cut(_prepare(document, media, template, data), tokens, data)
+        if row is None:
+            left_out += 1
+        elif row.counts.any():
+            rows.append(row)
+        if sum(len(row.counts) for row in rows) >= data.tokens:
+            break
+    if not rows:
+        raise RotationZooError(
+            f"{data.label} has no row whose images and audio fit {data.length} tokens",
+            hint="give longer rows with --length, or smaller images",
+        )
+    ids = [row.ids[0] for row in rows]
+    longer = f"{counted(left_out, 'document')} with longer images or audio left out"
+    note = "; ".join(filter(None, [shortfall(ids, data), longer if left_out else None])) or None
+    inputs = [value for row in rows for _, value in sorted(row.inputs.items())]
+    content = [value.contiguous().flatten().view(torch.uint8) for value in inputs]
+    return Corpus(ids, fingerprint([*ids, *content]), note, rows)
+
+
+def _place(document: Document, media: Media) -> list[dict[str, Any]]:
+    """A chat in parts, which name kinds of media but hold nothing that a template could fetch."""
+    if isinstance(document, str):
+        marks = [{"type": kind} for kind, values in media.items() for _ in values]
+        return [{"role": "user", "content": [*marks, {"type": "text", "text": document}]}]
+    messages = []
+    for message in document:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        bare = [{"type": part["type"], "text": part.get("text")} for part in parts]
+        messages.append({"role": message["role"], "content": bare})
+    return messages
+
+
+def _prepare(document: Document, media: Media, template: ChatTemplate, data: Data) -> Any:
+    """A document as the processor prepares it for the model, by the names of its inputs."""
+    processor: Any = template.tokenizer
+    given: dict[str, Any] = {}
+    if images := media.get("image"):
+        from PIL import Image  # the processor could not be loaded without it
+
+        given["images"] = [[Image.open(_file(each, data)).convert("RGB") for each in images]]
+    if sounds := media.get("audio"):
+        rate = given["sampling_rate"] = processor.feature_extractor.sampling_rate
+        given["audio"] = [_read_audio(sound, rate, data) for sound in sounds]
+    text = template.render(_place(document, media), add_generation_prompt=False)
+    start = processor.tokenizer.decode(start_tokens(processor.tokenizer))
+    return processor(text=[text.removeprefix(start)], return_tensors="pt", **given)
+
+
+def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:
+    """The first tokens of a row; None where that would cut an image or a sound, for which `tokens`
+    stand."""
+    whole, length = made["input_ids"].shape, data.length
+    is_media = torch.isin(made["input_ids"][0], tokens)
+    if is_media[length:].any():
+        return None
+    inputs = {}
+    for name, value in made.items():
+        if isinstance(value, torch.Tensor):
+            inputs[name] = value[:, :length] if value.shape == whole else value
+    is_media = is_media[:length]
+    counts = {"all": torch.ones_like(is_media), "text": ~is_media, "media": is_media}
+    return MediaRow(inputs.pop("input_ids"), is_media, counts[data.positions], inputs)
+
+
+def _read_audio(value: Any, rate: int, data: Data) -> Any:
+    """The samples `[N]` of a WAV file, float32 at a rate in Hz, as the mean of its channels."""
+    from scipy.io import wavfile
+    from scipy.signal import resample_poly
+
+    own_rate, samples = wavfile.read(_file(value, data))
+    if samples.dtype.kind in "iu":
+        samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (samples.dtype.kind == "u")
+    mono = samples.reshape(len(samples), -1).mean(1).astype("float32")
+    return resample_poly(mono, rate, own_rate)
+
+
+def _file(value: Any, data: Data) -> io.BytesIO | Path:
+    """The file of an image or a sound: its bytes, or its path from the folder of the data file."""
+    held = value if isinstance(value, dict) else {"path": value}
+    path = Path(data.source).expanduser().parent
+    return io.BytesIO(held["bytes"]) if held.get("bytes") else path / held["path"]

@@ -1,0 +1,135 @@
+"""`calibrate` on rows with images, from the command line to the artifact, and what it refuses
+before weights are read."""
+
+import json
+
+import pytest
+import torch
+from support import media
+
+from rotationzoo import Artifact
+from rotationzoo.recipe import Data, Recipe, from_dict
+from rotationzoo.report.origin import describe_identity
+
+pytestmark = media.needs_pillow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Gemma 3 with its processor, and `rows.jsonl` beside it."""
+    folder = tmp_path_factory.mktemp("media")
+    model, processor = media.build("gemma3")
+    model.float().save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    media.write_rows(folder, rows=6)
+    return folder
+
+
+@pytest.fixture
+def run(inside, folder):
+    def run(*words, model="model", images="image"):
+        columns = ["--images", images] if images else []
+        data = ["--data", folder / "rows.jsonl", *columns, "--tokens", 600]
+        return inside("calibrate", folder / model, *data, *words)
+
+    return run
+
+
+@pytest.mark.parametrize("positions", ["all", "text", "media"])
+def test_the_artifact_says_what_entered(positions, run):
+    options = [] if positions == "all" else ["--positions", positions]
+    done = run(*options, "--output", "out", "--recipe", recipe_without_a_sink(), "--length", 512)
+    assert done.returncode == 0, done.stderr
+    artifact = Artifact.open("out")
+    told = artifact.manifest.calibration
+    record = json.loads((artifact.folder / "manifest.json").read_text())["calibration"]
+    assert told.media_tokens == record["media_tokens"] == 4 * told.rows
+    assert record["text_tokens"] == told.tokens - told.media_tokens
+    assert artifact.recipe.data.images == "image"
+    assert artifact.recipe.data.positions == positions
+    entered = {"all": told.tokens, "text": record["text_tokens"], "media": told.media_tokens}
+    statistics = artifact.statistics[0]
+    assert statistics["query"].count == 2 * entered[positions], "two query heads a KV head"
+    assert statistics["key"].count == entered[positions]
+    words = f"{told.media_tokens} of them of images or audio"
+    assert words in str(describe_identity(artifact, []))
+
+
+def recipe_without_a_sink():
+    with open("recipe.yaml", "w") as file:
+        file.write("exclude_sink: false\nname: seeing\n")
+    return "recipe.yaml"
+
+
+def test_a_finished_run_is_one_of_the_same_images_and_positions(run, folder):
+    assert run("--output", "out").returncode == 0
+    assert "done already" in run("--output", "out").stderr
+    refused = run("--output", "out", "--positions", "text")
+    assert refused.returncode == 1
+    assert "with other positions" in refused.stderr
+    refused = run("--output", "out", images=None)
+    assert "with other images" in refused.stderr
+
+
+def test_a_recipe_of_text_keeps_its_hash():
+    """Published indexes hold the hashes of recipes; `regenerate` compares them."""
+    assert not {"images", "audio", "positions"} & Recipe().published()["data"].keys()
+    seeing = Recipe(data=Data(images="image", positions="text"))
+    published = seeing.published()["data"]
+    assert (published["images"], published["positions"]) == ("image", "text")
+    assert from_dict(seeing.published(), "a manifest") == seeing
+    assert from_dict(Recipe().published(), "a manifest") == Recipe()
+
+
+def refused(done, sentence):
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert "Hint: " in done.stderr
+    assert not done.stdout
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Reading weights is an error."""
+    from rotationzoo.model import loading
+
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("read the weights"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_model_of_text_is_refused(inside, folder):
+    data = ["--data", folder / "rows.jsonl"]
+    refused(
+        inside("calibrate", "demo", *data, "--images", "image"),
+        "demo reads no image, which the data has in column image",
+    )
+    refused(
+        inside("calibrate", folder / "model", *data, "--audio", "sound"),
+        "reads no audio, which the data has in column sound",
+    )
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_missing_processor_is_refused(run, folder):
+    bare = folder / "bare"
+    bare.mkdir(exist_ok=True)
+    kept = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    for name in kept:
+        (bare / name).write_bytes((folder / "model" / name).read_bytes())
+    refused(run(model="bare"), "has no processor for images and audio: ")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_budget_and_positions_without_media_are_refused(run):
+    refused(run("--bits", 2.5), "a budget of bits is measured on text alone")
+    refused(run("--positions", "text", images=None), "positions text needs a column of images")
+    refused(run("--positions", "some"), "positions = 'some'")
+
+
+def test_evaluate_and_generate_stay_on_text(inside, folder, run):
+    assert run("--output", "seen").returncode == 0
+    words = ["--tasks", "none", "--tokens", 256, "--length", 128, "--windows", "8/8"]
+    done = inside("evaluate", folder / "model", "seen", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "seen" in json.loads(done.stdout)["arms"]
+    assert torch.isfinite(torch.tensor(json.loads(done.stdout)["exact"]["perplexity"]))

@@ -1,0 +1,303 @@
+"""The statistics of rows with images and audio, held against sums that the test forms itself, in
+float64, from the model's own eager attention."""
+
+import copy
+import dataclasses
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+import transformers
+from support import architectures, media
+from support.architectures import BASE
+
+from rotationzoo.calibration.collect import collect
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.model import loading, long_masks
+from rotationzoo.model.capture import capture, decoder
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.source import find
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.text.media import read_media_corpus
+from rotationzoo.text.rows import MediaRow
+
+SINK = 4
+OTHERS = {"qwen2_5_vl", "gemma4"}
+EACH = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in OTHERS))
+        for name in media.FAMILIES
+    ],
+)
+
+pytestmark = media.needs_pillow
+
+
+class Families(dict):
+    """Name -> model and its rows, made when they are asked for."""
+
+    def __init__(self, folders):
+        super().__init__()
+        self.folders = folders
+
+    def __missing__(self, name):
+        path = media.write_rows(self.folders.mktemp(name), rows=3, audio=name == "gemma4")
+        columns = {"images": "image", "audio": "sound" if name == "gemma4" else None}
+        data = Data(source=str(path), tokens=600, length=160, **columns)
+        model, processor = media.build(name)
+        self[name] = model, read_media_corpus(data, processor, model.config)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    return Families(tmp_path_factory)
+
+
+def rows_of(corpus, positions):
+    """The rows, of which all positions count or those of `text` or of `media`."""
+    rows = []
+    for row in corpus.media:
+        counts = {"all": row.is_media | True, "media": row.is_media, "text": ~row.is_media}
+        rows.append(dataclasses.replace(row, counts=counts[positions]))
+    return rows
+
+
+RECIPE = Recipe(sink=SINK)
+
+
+@torch.no_grad()
+def read_whole(model, row):
+    """Run a whole model, with its head, on all that its processor made."""
+    inputs = {}
+    for key, tensor in row.inputs.items():
+        inputs[key] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    model(input_ids=row.ids, **inputs)
+
+
+class EagerSums:
+    """Sums of what the eager attention of a model's decoder reads and returns, at the positions
+    `chosen` of each row."""
+
+    def __init__(self, model, geometry, monkeypatch):
+        self.moments = defaultdict(dict)
+        self.layers = {layer.index: layer for layer in geometry}
+        self.weights, self.chosen = [], None
+        model.set_attn_implementation("eager")
+        tower = decoder(model)
+        inside = set(map(id, tower.modules()))
+        modeling = sys.modules[type(tower).__module__]
+        original = modeling.eager_attention_forward
+
+        def attend(module, query, key, value, attention_mask, **options):
+            output, weights = original(module, query, key, value, attention_mask, **options)
+            if id(module) in inside:
+                self.weights.append(weights)
+                self.add(self.layers[module.layer_idx], query, key, value, weights)
+            return output, weights
+
+        monkeypatch.setattr(modeling, "eager_attention_forward", attend)
+
+    def add(self, layer, query, key, value, weights):
+        each = value.double().repeat_interleave(layer.group, dim=1)
+        rows = {"query": query, "output": weights.double() @ each}
+        if layer.owner == layer.index:
+            rows |= {"key": key, "value": value}
+        for kind, tensor in rows.items():
+            first = SINK if kind in ("key", "value") else 0
+            at = [position for position in self.chosen if position >= first]
+            for head in range(layer.kv_heads):
+                group = tensor.double()[0].unflatten(0, (layer.kv_heads, -1))[head][:, at]
+                second, count = self.moments[layer.owner].get((kind, head), (0, 0))
+                flat = group.flatten(0, 1)
+                self.moments[layer.owner][kind, head] = second + flat.T @ flat, count + len(flat)
+
+
+@EACH
+@pytest.mark.parametrize("positions", ["all", "text", "media"])
+def test_statistics_are_those_of_the_models_own_eager_attention(
+    name, positions, families, monkeypatch
+):
+    model, corpus = families[name]
+    geometry, rows = geometry_of(model), rows_of(corpus, positions)
+    statistics = collect(model, geometry, rows, RECIPE)
+    reference = EagerSums(model := copy.deepcopy(model), geometry, monkeypatch)
+    for row in rows:
+        reference.chosen = row.counts.nonzero()[:, 0].tolist()
+        assert set(row.is_media.tolist()) == {True, False}
+        read_whole(model, row)
+    compare(statistics, reference)
+
+
+def compare(statistics, reference):
+    """Assert that captured statistics are the reference's."""
+    # Eager attention computes its softmax in float32, whatever the model's type.
+    tolerance = 100 * torch.finfo(torch.float32).eps
+    for owner, sums in reference.moments.items():
+        for (kind, head), (second, count) in sums.items():
+            moment = statistics[owner][kind]
+            assert moment.weight[head] == count, (owner, kind)
+            error = (moment.second[head] - second).norm() / second.norm()
+            assert error < tolerance, (owner, kind, error)
+
+
+@EACH
+def test_text_and_media_positions_add_up_to_all(name, families):
+    """The ablation that shows the counts: what is left out of one is in the other."""
+    model, corpus = families[name]
+    geometry = geometry_of(model)
+    recipe = RECIPE.model_copy(update={"value_statistic": "key_energy"})
+    whole, text, pictures = (
+        collect(model, geometry, rows_of(corpus, each), recipe) for each in ("all", "text", "media")
+    )
+    placed = sum(int(row.is_media.sum()) for row in corpus.media)
+    for layer in whole:
+        group = sum(each.group for each in geometry if each.owner == layer)
+        assert (pictures[layer]["query"].weight == group * placed).all()
+        assert (text[layer]["query"].weight == group * (corpus.tokens - placed)).all()
+        for kind in ("query", "output", "key", "value"):
+            both = text[layer][kind] + pictures[layer][kind]
+            torch.testing.assert_close(both.second, whole[layer][kind].second)
+            assert torch.equal(both.weight, whole[layer][kind].weight)
+        # The energies of keys are those of the queries that count, so these do not add up.
+        assert (text[layer]["key_energy"].weight > 0).all()
+
+
+def test_text_behind_the_sink_of_a_row_whose_media_are_in_it(families):
+    model, corpus = families["gemma3"]
+    rows = rows_of(corpus, "media")
+    first = int(rows[0].is_media.nonzero()[0])
+    recipe = RECIPE.model_copy(update={"sink": first + 3})
+    statistics = collect(model, geometry_of(model), rows, recipe)
+    assert (statistics[0]["key"].weight == len(rows)).all(), "one of four"
+    recipe = RECIPE.model_copy(update={"sink": first + 4})
+    with pytest.raises(RotationZooError, match="nothing that counts lies past"):
+        collect(model, geometry_of(model), rows, recipe)
+
+
+@EACH
+def test_capture_changes_nothing_of_what_a_row_computes(name, families):
+    model, corpus = families[name]
+    row = corpus.media[0]
+    states = []
+    hook = decoder(model).register_forward_hook(lambda _, __, out: states.append(out[0]))
+    with torch.no_grad():
+        row.run(model)
+        with capture(model, lambda *_: None):
+            row.run(model)
+    hook.remove()
+    assert torch.equal(*states)
+
+
+def test_image_tokens_of_gemma_attend_to_later_ones_of_their_image(families, monkeypatch):
+    model, corpus = families["gemma3"]
+    reference = EagerSums(model := copy.deepcopy(model), geometry_of(model), monkeypatch)
+    row = corpus.media[0]
+    reference.chosen = [0]
+    read_whole(model, row)
+    first, last = row.is_media.nonzero()[[0, -1], 0].tolist()
+    for weights in reference.weights:
+        assert (weights[0, :, first, last] > 0).all()
+        assert (weights[0, :, last, last + 1 :] == 0).all()
+
+
+def test_long_masks_are_bidirectional_among_image_tokens_too(families, monkeypatch):
+    model, corpus = families["gemma3"]
+    geometry = geometry_of(model)
+    short = collect(model, geometry, corpus.media, RECIPE)
+    monkeypatch.setattr(long_masks, "LARGEST_MASK", 16)
+    monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 3)
+    long = collect(model, geometry, corpus.media, RECIPE)
+    for layer, kinds in short.items():
+        for kind, moment in kinds.items():
+            torch.testing.assert_close(long[layer][kind].second, moment.second)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+def test_image_tokens_of_qwen_have_positions_in_three_directions(name, families):
+    model, corpus = families[name]
+    geometry, seen = geometry_of(model), []
+    hook = decoder(model).register_forward_pre_hook(
+        lambda _, __, options: seen.append(options["position_ids"]), with_kwargs=True
+    )
+    collect(model, geometry, corpus.media, RECIPE)
+    hook.remove()
+    for row, positions in zip(corpus.media, seen, strict=True):
+        _, height, width = (row.inputs["image_grid_thw"][0] // 2).tolist()
+        first = int(row.is_media.nonzero()[0])
+        grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T + first
+        placed = positions[-3:, 0, row.is_media]  # some versions put the text's before them
+        assert torch.equal(placed[1:], grid)
+        assert (placed[0] == first).all()
+        # Text goes on after the larger side of the image.
+        assert (positions[-3:, 0, first + height * width] == first + max(height, width)).all()
+
+
+def row_of(ids, token, **inputs):
+    ids = torch.tensor([ids])
+    is_media = ids[0] == token
+    return MediaRow(ids, is_media, is_media | True, inputs)
+
+
+def test_a_llama_4_reads_images_in_its_chunks(monkeypatch):
+    """Its processor needs torchvision, so its inputs are made here. Chunks of 8 tokens."""
+    torch.manual_seed(0)
+    text = dict(BASE, head_dim=16, intermediate_size_mlp=64, num_local_experts=2)
+    vision = dict(media.VISION, intermediate_size=128, vision_output_dim=32, image_size=56)
+    projector = dict(patch_size=14, projector_input_dim=32, projector_output_dim=32)
+    config = transformers.Llama4Config(
+        text_config=dict(text, attention_chunk_size=8), vision_config=vision | projector,
+        image_token_index=60,
+    )  # fmt: skip
+    model = transformers.Llama4ForConditionalGeneration(config).double().eval()
+    pixels = torch.randn(1, 3, 56, 56).double()
+    row = row_of([3, 4, 5, *[60] * 4, *range(6, 26)], 60, pixel_values=pixels)
+    geometry = geometry_of(model)
+    statistics = collect(model, geometry, [row], RECIPE)
+    reference = EagerSums(model, geometry, monkeypatch)
+    reference.chosen = list(range(row.ids.numel()))
+    read_whole(model, row)
+    compare(statistics, reference)
+
+
+def test_inputs_that_a_class_would_drop_are_refused():
+    """A class for text alone takes pixels, and says nothing."""
+    row = row_of([3, 4, 60, 5, 6, 7], 60, pixel_values=torch.randn(1, 3, 28, 28))
+    model = architectures.build("llama4")
+    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM does not take all of pixel_"):
+        collect(model, geometry_of(model), [row], RECIPE)
+
+
+def test_a_layer_that_attends_to_images_alone_is_refused():
+    """Mllama's cross attention: its keys are no cache of tokens."""
+    text = dict(BASE, num_hidden_layers=2, cross_attention_layers=[1])
+    vision = dict(
+        hidden_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2,
+        intermediate_size=32, image_size=28, patch_size=14, max_num_tiles=1, vision_output_dim=64,
+        intermediate_layers_indices=[0], supported_aspect_ratios=[[1, 1]],
+    )  # fmt: skip
+    config = transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=60)
+    model = transformers.MllamaForConditionalGeneration(config).eval()
+    tiles = torch.ones(1, 1, dtype=torch.long)
+    row = row_of(
+        [3, 4, 60, *range(5, 20)], 60, pixel_values=torch.randn(1, 1, 1, 3, 28, 28),
+        aspect_ratio_ids=tiles, aspect_ratio_mask=tiles[None],
+        cross_attention_mask=torch.ones(1, 18, 1, 1, dtype=torch.long),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModel, match="layer 1 calls attention although it did not"):
+        collect(model, geometry_of(model), [row], RECIPE)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-vlm", "gemma3-vlm"])
+def test_the_class_with_a_vision_tower_is_chosen_for_images_alone(name, tmp_path):
+    architectures.config(name).save_pretrained(tmp_path)
+    config = loading.load_config(source := find(str(tmp_path)))
+    names = []
+    for marked in (False, True):
+        if marked:
+            setattr(config, loading.READS_MEDIA, True)
+        names.append(type(loading.on_meta(config, source.name)).__name__)
+    assert names[1].endswith("ForConditionalGeneration")
+    assert (names[0] == names[1]) == (name == "gemma3-vlm"), "Gemma 3 has no class of its own"
