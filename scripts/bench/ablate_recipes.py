@@ -98,9 +98,11 @@ STORED = {
     ", fine": FINE,
     ", budget": FINE,
     ", 3 bits": replace(FINE, fine_channels=112),
+    ", 3-bit codes": replace(SGLANG, bits=3),
+    ", 4-bit codes": replace(SGLANG, bits=4),
 }
-"""What the name of an arm ends with -> its format. At heads of 128 these have 2.5, 2.125, 2.5 and 3
-bits an element; smaller heads have more."""
+"""What the name of an arm ends with -> its format. At heads of 128 the first ones have 2.5, 2.125,
+2.5 and 3 bits an element; smaller heads have more."""
 BUDGETS = {
     f"{composition} whitened 0.5, {bits:g} bits{how}": (composition, bits, how)
     for composition, bits, how in (
@@ -292,6 +294,15 @@ def stored_arms(name: str, study: Study) -> Iterator[Arm]:
         yield Arm(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
 
 
+def code_arms(study: Study) -> Iterator[Arm]:
+    """No rotation, Hadamard, and the default with each writer, in codes of 2, 3 and 4 bits."""
+    for codes in ("", ", 3-bit codes", ", 4-bit codes"):
+        for name in ("identity", "hadamard", DEFAULT):
+            yield Arm(f"{name} written nearest{codes}", study.rotations(name))
+        rotations = study.rotations(DEFAULT, whiten=True)
+        yield Arm(f"{DEFAULT} whitened{FEEDBACK}{codes}", rotations, rounding="feedback")
+
+
 def budget_arms(name: str, study: Study) -> Iterator[Arm]:
     composition, bits, how = BUDGETS[name]
     budget = {"bits": bits} if "half" not in how else {"key_bits": bits, "value_bits": bits}
@@ -359,6 +370,7 @@ ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     **{name: functools.partial(stored_arms, name) for name in WHITENED},
     **{name: functools.partial(budget_arms, name) for name in BUDGETS},
     **{name: functools.partial(clip_arms, name) for name in CLIPS},
+    "codes": code_arms,
     "kivi": kivi_arms,
     "rivals": rival_arms,
     "sides": side_arms,
