@@ -144,6 +144,28 @@ class ExactTaskRecall(TaskRecall):
     """Tokens from each question's statement to its answer."""
 
 
+def kept_share(exact: Mapping[str, ExactTaskRecall], arm: Mapping[str, TaskRecall]) -> float | None:
+    """The share of the exact model's right answers that an arm gives, too, of the questions that
+    both were asked; None where the exact model has none."""
+    pairs: list[tuple[str, str]] = []
+    for task in arm.keys() & exact.keys():
+        able = [length for length in exact[task].by_length if length.can_do]
+        right = _split(exact[task].correct, able)
+        for length, given in _split(arm[task].correct, arm[task].by_length).items():
+            pairs += zip(right.get(length, ""), given, strict=False)  # an arm may be asked fewer
+    kept = [given == "1" for right, given in pairs if right == "1"]
+    return sum(kept) / len(kept) if kept else None
+
+
+def _split(correct: str, lengths: Sequence[LengthScore]) -> dict[int, str]:
+    """The digits of each length of prompts."""
+    parts, start = {}, 0
+    for length in lengths:
+        parts[length.length] = correct[start : start + length.questions]
+        start += length.questions
+    return parts
+
+
 class PairedAnswers(Figures):
     """An arm's answers compared with another arm's. Positive differences favor the first."""
 

@@ -271,13 +271,18 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
                 f"{folder} holds files for an engine, which export wrote, and is no artifact",
                 hint="name the artifact that they were exported from",
             )
-        reason = f"it has no {MANIFEST}"
+        if files.size_of(folder / "config.json") is not None:
+            raise RotationZooError(
+                f"{folder} is a model, and has no rotations",
+                hint=f"make them with: rotationzoo calibrate {folder}",
+            )
+        reason, hint = f"it has no {MANIFEST}", "make one with: rotationzoo calibrate MODEL"
         if not folder.exists():
             beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
-            reason = f"there is no such folder{nearest(folder.name, beside)}"
-        raise RotationZooError(
-            f"{folder} is no artifact: {reason}", hint="make one with: rotationzoo calibrate MODEL"
-        )
+            meant = nearest(folder.name, beside)
+            reason = f"there is no such folder{meant}"
+            hint = "name the folder that calibrate wrote" if meant else hint
+        raise RotationZooError(f"{folder} is no artifact: {reason}", hint=hint)
     return read_manifest(path)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli import options
+from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -121,8 +122,9 @@ def evaluate_command(
 def _check_order(model: str, artifacts: list[Path]) -> None:
     """Raise `UsageError` if an artifact stands in the model's place."""
     if (Path(model) / "manifest.json").is_file():
-        named = list(map(str, artifacts)) or ["MODEL"]
-        words = ["rotationzoo", "evaluate", *named, model]
+        named = list(map(str, artifacts))
+        rest = typed_words("evaluate", model, *named)
+        words = ["rotationzoo", "evaluate", *(named or ["MODEL"]), model, *rest]
         raise UsageError(
             f"{model} has rotations, and the model comes before them",
             hint=f"give them as: {shlex.join(words)}",

@@ -25,7 +25,7 @@ def show_evaluation(out: Output, report: Measured, details: bool = False) -> Non
     notes = report.notes
     # What was picked for an engine is the first note: of interest where something is lost.
     if report.engine and not details and notes[0].endswith("Lost: nothing"):
-        notes = [f"measured as {report.engine} serves it", *notes[1:]]
+        notes = [f"simulated as {report.engine} serves it", *notes[1:]]
     out.notes(notes)
     names = "\n".join(report.window.arms)
     out.result(report.report(), names, lambda: _say_evaluation(report, details))
@@ -48,7 +48,6 @@ def suggest_next(
     """
     served = ["--for", engine] if engine else []
     if not artifacts:
-        out.note("Note: no rotations were named after the model, so these are baselines alone")
         out.suggest("calibrate", *model, *served)
         return
     more = decisions[0].more_questions

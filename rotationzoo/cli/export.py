@@ -80,7 +80,7 @@ def export_command(
     if (to is None) == (absorb is None):
         raise UsageError(
             "export writes for one engine, or one model that carries the value rotation",
-            hint="--for sglang",
+            hint="name the engine: --for vllm, or --for sglang",
         )
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.export_view import show_changed_model, show_export

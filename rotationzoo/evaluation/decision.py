@@ -94,7 +94,7 @@ def decide(
         words=[
             f"Without a 2-bit cache, the model answers {percent(_share(right))} of "
             f"{counted(len(right), 'question')}; {plain_name(arm)} keeps {percent(kept)} of these "
-            f"answers ({' to '.join(map(percent, interval))}).",
+            f"answers (95% sure: {' to '.join(map(percent, interval))}).",
             _compare_words(plain_name(arm), rivals, shares),
             advice,
         ],
@@ -236,5 +236,5 @@ def _advise(action: Action, more: int, kept: float, at_most: float) -> str:
     if action == "ask":
         return f"To settle it, ask {more:,} new questions of each task."
     if at_most < _LITTLE:
-        return f"Use it if it must be 2 bits: {percent(1 - kept)} of the answers are lost."
+        return f"Use it where 8 bits are too many: {percent(1 - kept)} of the answers are lost."
     return "Use it."

@@ -254,10 +254,11 @@ def _tell_length(
     pace: Pace, job: Evaluation, plan: TaskPlan, deciding: Collection[str], left: int
 ) -> None:
     """Tell how long the texts take, of which so many tokens are `left`, and the questions."""
-    words = [f"texts: about {duration(pace.estimate(left))} more"]
+    words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
+    words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
     if plan.series and not job.real_cache:  # which has a pace of its own
         words.append(describe_rounds(pace, plan.series, job.tasks.looks, deciding))
-        words.append("after a round, Ctrl-C decides on what was asked")
+        words.append("Ctrl-C after a round keeps what was asked")
     if pace.estimate(left) > _LONG:
         words.append("--tokens 4096 --tasks needles,key-value takes less")
     pace.tell("; ".join(words))

@@ -11,8 +11,8 @@ from rotationzoo.artifact.store import Artifact
 EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
-    "hadamard": "uncalibrated rotation",
-    "random": "random rotation",
+    "hadamard": "uncalibrated, Hadamard",
+    "random": "uncalibrated, random",
     "kivi": "KIVI",
 }
 """Baselines, as the decision calls them."""

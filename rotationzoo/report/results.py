@@ -3,12 +3,13 @@ tables of the evaluation."""
 
 from collections.abc import Iterable
 
+from rotationzoo.artifact.scores import kept_share
 from rotationzoo.report.arms import EXACT, Arms
 from rotationzoo.report.charts import Point, draw_answers
 from rotationzoo.report.conditions import describe_conditions, list_caveats, list_exact_parts
 from rotationzoo.report.figures import Figure, Section
 from rotationzoo.report.memory import Request
-from rotationzoo.report.tables import evaluation_tables, share_words
+from rotationzoo.report.tables import evaluation_tables
 from rotationzoo.simulation.size import EXACT_BITS
 from rotationzoo.words import numbers, percent
 
@@ -60,35 +61,28 @@ def describe_measurement(arms: Arms) -> Section:
 
 
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
-    """The share of questions that is answered from each cache, over its memory; None if no question
-    was asked, or the exact model can answer none."""
+    """The share of the exact model's answers that each cache keeps, over its memory; None if no
+    question was asked, or the exact model can answer none."""
     measured = arms.evaluation
     exact, decision = measured.exact.all_tasks, arms.decision
     if exact is None or not exact.answered:
         return None
     scale, unit = request.scale
-    best = exact.share
-    points = [Point(EXACT, EXACT_BITS * scale, best, percent(best))]
+    points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
     for label, arm in arms.shown.items():
-        if (recall := arm.all_tasks) is None:
+        share = kept_share(measured.exact.tasks, arm.tasks)
+        if share is None:
             continue
-        is_chosen, interval = arm is arms.chosen, None
-        share = min(recall.share, best)
-        if is_chosen and decision is not None and decision.interval and decision.kept:
-            # The decision's interval is of the answers that are kept, in whose place all stand.
-            low, high = (end * share / decision.kept for end in decision.interval)
-            interval = low, min(high, 1.0)
-        percents = share_words(recall, best)
-        if recall.questions < exact.questions:
-            percents += f" of {recall.questions}"
+        is_chosen = arm is arms.chosen
+        interval = decision.interval if is_chosen and decision is not None else None
         point = Point(
             name=label,
             memory=request.arm_bits(arm, measured) * scale,
             share=share,
-            percent=percents,
+            percent=percent(share),
             accent=is_chosen,
-            interval=interval,
+            interval=None if interval is None else (interval[0], interval[1]),
         )
         points.append(point)
-    title = f"Questions answered (prompts of {numbers(measured.tasks.lengths)} tokens)"
+    title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
     return Figure(title, draw_answers(points, unit))

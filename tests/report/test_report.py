@@ -13,6 +13,7 @@ from support.reports import (
     Made,
     make_artifact,
     make_evaluation,
+    make_task,
     store_evaluation,
 )
 
@@ -24,7 +25,7 @@ from rotationzoo.report.arms import label_arms
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
 
-LABELS = "made", "no rotation", "uncalibrated rotation", "random rotation", "KIVI"
+LABELS = "made", "no rotation", "uncalibrated, Hadamard", "uncalibrated, random", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"
 LIMIT = 1 << 20  # bytes; 40,000 were measured
 FONTS = "DejaVu Sans", "Liberation Sans", "DejaVu Serif", "sans-serif"
@@ -87,7 +88,9 @@ def test_texts_keep_inside_the_figure_and_apart_in_every_font(tmp_path, browser,
     for number, bits in enumerate((2.53, 3.1, 4.3, 8, 16), 1):
         name = f"{arm} in {bits} bits"
         arms[name] = {**arms["kivi"], "name": name, "bits_per_element": bits}
-        arms[name]["all_tasks"] = arms[arm]["all_tasks"] | {"answered": 76 + number}
+        arms[name]["tasks"] = {
+            "needles": make_task(arms[arm]["all_tasks"] | {"answered": 66 + number})
+        }
     store_evaluation(folder, evaluation)
     path = tmp_path / "page.html"
     path.write_text(make_report(Artifact.open(folder)).html())
@@ -145,7 +148,10 @@ def test_the_chart_has_every_arm_at_its_bytes_and_its_share(folder):
     assert rows.keys() == {"exact model", *LABELS}
     for label, arm in zip(LABELS, arms, strict=True):
         answered = arm["all_tasks"]
-        assert rows[label]["share"] == answered["answered"] / answered["questions"]
+        assert (
+            rows[label]["share"]
+            == answered["answered"] / evaluation["exact"]["all_tasks"]["answered"]
+        )
     # 4 layers, 2 heads, 16 channels, keys and values, 2 bytes, 8,192 tokens.
     assert rows["exact model"]["memory"] == pytest.approx(8192 * 512 / 1e6)
     stored = (2.53 * 131072 - 16 * 320) / (131072 - 320)
@@ -333,10 +339,10 @@ def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
 def test_no_two_arms_have_one_label():
     evaluation = Measured.model_validate(make_evaluation(Made(layers=[0])))
     mine = evaluation.window.arms["made"]
-    names = "made", "made", "uncalibrated rotation", "exact model"
+    names = "made", "made", "uncalibrated, Hadamard", "exact model"
     compared = [mine.model_copy(update={"name": name}) for name in names]
     shown = label_arms(evaluation, OF_ARTIFACT, compared).shown
-    others = ["made (2)", "made (3)", "uncalibrated rotation (2)", "exact model (2)"]
+    others = ["made (2)", "made (3)", "uncalibrated, Hadamard (2)", "exact model (2)"]
     assert list(shown) == ["made", *others, *LABELS[1:]]
 
 

@@ -150,7 +150,7 @@ def make_evaluation(made: Made) -> dict:
             "by_length": [],
             "text_tokens": [3500, 3500],
             "text_losses": [1.25, 1.25],
-            "tasks": {},
+            "tasks": {"needles": make_task(_make_recall(made, 0), is_exact=True)},
             "all_tasks": _make_recall(made, 0),
         },
         "windows": [window],
@@ -183,7 +183,7 @@ def make_arm(made: Made, name: str, number: int) -> dict:
         "standard_error": {"perplexity_increase": cost / 4},
         "by_length": buckets,
         "by_layer": [_make_layer(made, layer, cost) for layer in made.layers],
-        "tasks": {},
+        "tasks": {"needles": make_task(_make_recall(made, number))},
         "all_tasks": _make_recall(made, number),
         "text_losses": [1.25 + cost, 1.25 + cost],
         "bits_per_element": 2.53,
@@ -231,6 +231,19 @@ def _make_recall(made: Made, number: int) -> dict:
         "by_depth": [],
         "by_cell": cells,
     }
+
+
+def make_task(recall: dict, is_exact: bool = False) -> dict:
+    """The answers to one task with so many right ones, which are the first."""
+    right, asked = recall["answered"], recall["questions"]
+    score = {key: recall[key] for key in ("answered", "questions", "log_probability")}
+    length: dict[str, Any] = {"length": 4096, **score}
+    task = {**recall, "correct": "1" * right + "0" * (asked - right)}
+    task |= {"log_probabilities": [recall["log_probability"]] * asked, "by_length": [length]}
+    if is_exact:
+        length |= {"can_do": True, "without_statements": {**score, "answered": 0}}
+        task |= {"can_do": True, "prompts": [asked], "distances": [512] * asked}
+    return task
 
 
 def evaluate(

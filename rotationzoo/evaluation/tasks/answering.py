@@ -245,7 +245,7 @@ def describe_rounds(
     this, rest = seconds[number - 1], sum(seconds[number:])
     if len(looks) == 1:
         return f"the questions take about {duration(this)}"
-    words = f"round {number} of at most {len(looks)}: about {duration(this)}"
+    words = f"questions, round {number} of at most {len(looks)}: about {duration(this)}"
     return f"{words}; all rounds: at most {duration(this + rest)}" if rest else words
 
 
