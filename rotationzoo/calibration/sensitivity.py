@@ -52,13 +52,13 @@ def measure_sensitivities(
         noise = reading.loss(places[0][0], ())
         for layer, side in places:
             progress("measuring what each layer loses", done, total)
-            loss = reading.loss(layer, (side,)) - noise
-            losses[layer, side] += max(0.0, loss) / len(longest)
+            losses[layer, side] += (reading.loss(layer, (side,)) - noise) / len(longest)
             done += 1
 
     def add_loss(layer: int, side: str, rotation: Rotation) -> Rotation:
-        loss = torch.tensor(losses[layer, side], dtype=torch.float64)
-        return replace(rotation, sensitivity=loss)
+        # Clamped after the mean over rows: a mean of clamped noise is above 0.
+        loss = max(0.0, losses[layer, side])
+        return replace(rotation, sensitivity=torch.tensor(loss, dtype=torch.float64))
 
     return rotations.replace(add_loss)
 
