@@ -111,10 +111,9 @@ class LayerPages:
         if rows.stride()[1:] != (layout.dim, 1):
             rows = rows.contiguous()
         sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
-        starts = layout.third_start, layout.scale_start, layout.offset_start
         arguments = (
             *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
-            *(step.pages, step.places, step.slots, memory, *sizes, *starts),
+            *(step.pages, step.places, step.slots, memory, *sizes, *layout.starts[1:4]),
             *(layout.groups, packed.metadata.element_size()),
             *(copies, layout.dim * copies.element_size()),
         )
