@@ -52,11 +52,6 @@ class Place:
         step = STEP * max(1, self.dim // 64)
         return np.arange(0, self.dim + 1, step)
 
-    @property
-    def losses(self) -> np.ndarray:
-        """What is lost with each of them."""
-        return self.loss * PER_BIT ** (self.choices / self.dim)
-
 
 def spend_bits(rotations: Rotations, recipe: Recipe) -> Rotations:
     """The rotations with the bits of each layer and side that the recipe's budget buys, by their
@@ -146,22 +141,20 @@ def choose_bits(places: Sequence[Place], extra: float) -> list[int]:
     """How many bits more each row of a place gets, where `extra` bits more an element are spent on
     average, or as many as they may get."""
     # Most commands that read rotations spend nothing, and need not wait for scipy.
+    from scipy.linalg import block_diag
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    count = sum(len(place.choices) for place in places)
     least = SMALLEST * sum(place.loss for place in places) / len(places)
-    known = [replace(place, loss=max(place.loss, least)) for place in places]
-    losses = np.concatenate([place.losses for place in known])
+    left = [max(place.loss, least) * PER_BIT ** (place.choices / place.dim) for place in places]
+    losses = np.concatenate(left)
     bits = np.concatenate([place.heads * place.choices for place in places])
-    one_each = np.zeros((len(places), count))
+    one_each = block_diag(*(np.ones(len(place.choices)) for place in places))
     ends = np.cumsum([len(place.choices) for place in places])
-    for row, place, end in zip(one_each, places, ends, strict=True):
-        row[end - len(place.choices) : end] = 1
     budget = extra * sum(place.elements for place in places)
     solution = milp(
         # The solver's tolerances are absolute.
         losses / max(losses.sum(), np.finfo(float).tiny),
-        integrality=np.ones(count),
+        integrality=np.ones(len(losses)),
         bounds=Bounds(0, 1),
         constraints=[
             LinearConstraint(one_each, 1, 1),

@@ -144,9 +144,13 @@ ENGINE_CACHES = {
     "turboquant_3bit_nc": _turboquant(3, 3),
     "kvarn-k2v2": _kvarn(2, 2),
     "kvarn-k4v2": _kvarn(4, 2),
-    **{f"exl3-{bits}": _exl3(bits) for bits in (2, 3, 4)},
+    "exl3-2": _exl3(2),
+    "exl3-3": _exl3(3),
+    "exl3-4": _exl3(4),
     "lmdeploy-42": _LMDEPLOY,
-    **{f"mlx-{bits}": _mlx(bits) for bits in (2, 3, 4)},
+    "mlx-2": _mlx(2),
+    "mlx-3": _mlx(3),
+    "mlx-4": _mlx(4),
     "nvfp4": EngineCache("vLLM, TensorRT-LLM", _NVFP4, _NVFP4),
 }
 """The caches by the names that their engines give them, or by engine and bits."""

@@ -63,9 +63,13 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     return Launch(_command(final, payload), {}, notes)
 
 
+def _clip_or_none(ratio: float) -> float | None:
+    """The clip ratio as MLX wants it, which is None for no clipping."""
+    return None if ratio == 1 else ratio
+
+
 def _command(final: Path, payload: Payload) -> list[str]:
-    # MLX knows no clipping as None.
-    key_clip, value_clip = (None if ratio == 1 else ratio for ratio in payload.clip)
+    key_clip, value_clip = map(_clip_or_none, payload.clip)
     return [
         "from pathlib import Path",
         "from mlx_lm.models.oscar import OscarConfig",
