@@ -28,7 +28,7 @@ from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Recipe
 from rotationzoo.storage import strict_json
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -201,7 +201,8 @@ def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
             rooms.append(max(usable - weights, usable // 2))
         else:
             rooms.append(usable - min(weights, limits.get(device, 0)))
-    rows = _row_count(needs.recipe.data)
+    # Of the longest kind; of documents of unknown lengths, at most as many as would be that long.
+    rows = max(1, needs.recipe.data.tokens // needs.recipe.data.length)
     fitting = bisect_right(range(1, rows + 1), min(rooms), key=needs.pass_bytes)
     passes = -(-rows // max(fitting, 1))
     return -(-rows // passes)
@@ -222,9 +223,3 @@ def earlier_batch(checkpoint: Path, output: Path) -> int | None:
         if isinstance(batch, str) and batch.isdecimal() and int(batch) > 0:
             return int(batch)
     return None
-
-
-def _row_count(data: Data) -> int:
-    """How many rows of the longest kind there are; of documents of unknown lengths, at most as many
-    as would be that long."""
-    return max(1, data.tokens // data.length)

@@ -6,7 +6,7 @@ all of them cost together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -42,18 +42,26 @@ def measure_sensitivities(
     Windows are those of the recipe, or a quarter of a shorter row.
     """
     places = [(layer.index, side) for layer in cached_layers(geometry) for side in SIDES]
+    readers: dict[int, set[int]] = {}
+    for layer in geometry:
+        readers.setdefault(layer.owner, set()).add(layer.index)
     arm = Arm(recipe.name, rotations, recipe.group_size, rounding="feedback")
-    longest = sorted(rows, key=len, reverse=True)[:ROWS]
+    longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)[:ROWS]]
     losses = dict.fromkeys(places, 0.0)
     done, total = 0, len(longest) * len(places)
     for row in longest:
-        reading = _Reading.of(model, geometry, arm, recipe, row[:LONGEST])
+        sink, recent = (min(window, len(row) // 4) for window in (recipe.sink, recipe.recent))
+        cache = CacheLayout(COARSE, sink, recent)
+        exact = _predict(model, row, cache.first_quantized)
+        nothing = Simulation(arm, cache, geometry, readers[places[0][0]], sides=())
         # In bfloat16, even an exact simulation differs from the model a little.
-        noise = reading.loss(places[0][0], ())
-        for layer, side in places:
+        noise = _measure_loss(model, row, exact, nothing)
+        for index, side in places:
             progress("measuring what each layer loses", done, total)
-            loss = reading.loss(layer, (side,)) - noise
-            losses[layer, side] += max(0.0, loss) / len(longest)
+            simulation = Simulation(arm, cache, geometry, readers[index], (side,))
+            loss = _measure_loss(model, row, exact, simulation) - noise
+            # Quality was measured with rows clamped one by one (docs/quality.md).
+            losses[index, side] += max(0.0, loss) / len(longest)
             done += 1
 
     def add_loss(layer: int, side: str, rotation: Rotation) -> Rotation:
@@ -63,37 +71,13 @@ def measure_sensitivities(
     return rotations.replace(add_loss)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A row of text that a model reads through an arm, and what it predicts without one."""
-
-    model: PreTrainedModel
-    geometry: Geometry
-    arm: Arm
-    cache: CacheLayout
-    row: torch.Tensor
-    exact: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        geometry: Geometry,
-        arm: Arm,
-        recipe: Recipe,
-        row: torch.Tensor,
-    ) -> "_Reading":
-        sink, recent = (min(window, len(row) // 4) for window in (recipe.sink, recipe.recent))
-        cache = CacheLayout(COARSE, sink, recent)
-        return cls(model, geometry, arm, cache, row, _predict(model, row, cache.first_quantized))
-
-    def loss(self, layer: int, sides: tuple[str, ...]) -> float:
-        """`KL(exact || stored)`, where sides of the layer that owns a cache are stored."""
-        readers = {each.index for each in self.geometry if each.owner == layer}
-        simulation = Simulation(self.arm, self.cache, self.geometry, readers, sides)
-        with simulation.running(self.model):
-            stored = _predict(self.model, self.row, self.cache.first_quantized)
-        return float(divergence_of(self.exact, stored).double().mean())
+def _measure_loss(
+    model: PreTrainedModel, row: torch.Tensor, exact: torch.Tensor, simulation: Simulation
+) -> float:
+    """`KL(exact || stored)` of a row's predictions in a simulation."""
+    with simulation.running(model):
+        stored = _predict(model, row, simulation.cache.first_quantized)
+    return float(divergence_of(exact, stored).double().mean())
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rotationzoo.codec.formats import SGLANG, Format
-from rotationzoo.codec.int2 import LARGEST, METADATA_TYPES, check_shape
+from rotationzoo.codec.int2 import METADATA_TYPES, check_shape
 from rotationzoo.errors import RotationZooError
 
 SOURCE = Path(__file__).with_name("int2.cu")
@@ -196,21 +196,6 @@ def empty_packed(rows: torch.Tensor, group: int, format: Format) -> Packed:
     shape = heads, count, dim // group, format.metadata_numbers
     metadata = rows.new_empty(shape, dtype=METADATA_TYPES[format.metadata])
     return Packed(codes, metadata, format)
-
-
-def unset_flag(device: torch.device) -> torch.Tensor:
-    """A flag in which a kernel says that it refused a row."""
-    return torch.zeros((), dtype=torch.int32, device=device)
-
-
-def check_refused(refused: torch.Tensor) -> None:
-    """Raise `RotationZooError` if a kernel has refused a row."""
-    # Reading the flag waits for the kernel, so that a call reports its own rows.
-    if refused.item():
-        raise RotationZooError(
-            f"a row to be quantized is not finite or exceeds {LARGEST:.0e}",
-            hint="run the model with --dtype float32",
-        )
 
 
 def dequantize(

@@ -58,11 +58,12 @@ class Encoder:
     def check(self) -> None:
         """Wait for the GPU, and raise `RotationZooError` where it refused a row since the last
         call."""
-        try:
-            cuda.check_refused(self.refused)
-        except RotationZooError:
+        if self.refused.item():
             self.refused.zero_()
-            raise
+            raise RotationZooError(
+                f"a row to be quantized is not finite or exceeds {int2.LARGEST:.0e}",
+                hint="run the model with --dtype float32",
+            )
 
 
 def clip_encoder(
@@ -81,7 +82,7 @@ def clip_encoder(
     variant = replace(variant, clips=bool((clip < 1).any()), rotates=matrix is not None)
     kernel = cuda.compiled("quantize", variant, device)
     inputs = matrix, entry.int().to(device), weight.to(device)
-    return Encoder(variant, kernel, inputs, cuda.unset_flag(device))
+    return Encoder(variant, kernel, inputs, _unset_flag(device))
 
 
 def feedback_encoder(factor: torch.Tensor, variant: cuda.Variant, device: torch.device) -> Encoder:
@@ -96,7 +97,7 @@ def feedback_encoder(factor: torch.Tensor, variant: cuda.Variant, device: torch.
     kernel = cuda.compiled("quantize_with_feedback", variant, device)
     weights = factor.to(device, torch.float32).contiguous()
     few = cuda.compiled(cuda.FEW, variant, device)
-    return Encoder(variant, kernel, (weights,), cuda.unset_flag(device), few)
+    return Encoder(variant, kernel, (weights,), _unset_flag(device), few)
 
 
 def quantize(
@@ -161,6 +162,10 @@ def kernels_run_on(device: torch.device) -> bool:
 def _variant(rows: torch.Tensor, group_size: int | None, format: Format) -> cuda.Variant:
     dim = rows.shape[-1]
     return cuda.Variant(dim, group_size or dim, rows.dtype, format)
+
+
+def _unset_flag(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int32, device=device)
 
 
 def _check_factor(factor: torch.Tensor, heads: int, dim: int) -> None:

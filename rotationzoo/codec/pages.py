@@ -1,6 +1,8 @@
 """Pages of packed rows: codes, scales and offsets of some tokens in one piece of memory."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -53,25 +55,16 @@ class PageLayout:
         """Bytes of a row's third bits."""
         return self.format.fine_channels // 8
 
-    @property
-    def third_start(self) -> int:
-        """The byte at which the third bits begin. The codes begin at 0."""
-        return _aligned(self.heads * self.tokens * self.code_bytes)
-
-    @property
-    def scale_start(self) -> int:
-        """The byte at which the scales begin."""
-        return self.third_start + _aligned(self.heads * self.tokens * self.third_bytes)
-
-    @property
-    def offset_start(self) -> int:
-        """The byte at which the offsets begin."""
-        return self.scale_start + _aligned(self._metadata_bytes(self.groups))
+    @cached_property
+    def starts(self) -> list[int]:
+        """The bytes at which the four sections begin, and the bytes of a page."""
+        sizes = (self.heads * rows * width * type.itemsize for rows, width, type in self._shapes)
+        return [*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)]
 
     @property
     def bytes(self) -> int:
         """The bytes of a page."""
-        return self.offset_start + _aligned(self._metadata_bytes(self._offsets))
+        return self.starts[-1]
 
     def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """A block of zeros, uint8 `[batch, bytes]`."""
@@ -79,12 +72,12 @@ class PageLayout:
 
     def view(self, block: torch.Tensor) -> Sections:
         """The sections of a block, of P tokens, which share its memory."""
-        return Sections(
-            self._bytes(block, 0, self.code_bytes),
-            self._bytes(block, self.third_start, self.third_bytes),
-            self._metadata(block, self.scale_start, self.groups),
-            self._metadata(block, self.offset_start, self._offsets),
-        )
+        sections = []
+        for start, (rows, width, type) in zip(self.starts, self._shapes, strict=False):
+            size = self.heads * rows * width * type.itemsize
+            section = block[:, start : start + size].view(type)
+            sections.append(section.unflatten(1, (self.heads, rows, width)))
+        return Sections(*sections)
 
     def split(self, stored: int2.Quantized) -> Sections:
         """The sections of rows with packed codes `[B, H, T, row bytes]`."""
@@ -104,27 +97,14 @@ class PageLayout:
         return int2.dequantize(swapped, self.format).mT
 
     @property
-    def _offsets(self) -> int:
-        """Offsets of one head."""
-        return self.groups * (self.format.metadata_numbers - 1)
-
-    def _metadata_bytes(self, numbers: int) -> int:
-        """Bytes of so many numbers of every head and token."""
-        rows = self.heads * (self.tokens // self.tokens_per_scale)
-        return rows * numbers * self.format.metadata_bits // 8
-
-    def _bytes(self, block: torch.Tensor, start: int, width: int) -> torch.Tensor:
-        section = block[:, start : start + self.heads * self.tokens * width]
-        by_head: torch.Tensor = section.unflatten(1, (self.heads, self.tokens, width))
-        return by_head
-
-    def _metadata(self, block: torch.Tensor, start: int, numbers: int) -> torch.Tensor:
-        section = block[:, start : start + self._metadata_bytes(numbers)]
-        values = section.view(int2.METADATA_TYPES[self.format.metadata])
+    def _shapes(self) -> list[tuple[int, int, torch.dtype]]:
+        """Rows of a head, numbers of a row, and their type, of each section."""
         rows = self.tokens // self.tokens_per_scale
-        by_head: torch.Tensor = values.unflatten(1, (self.heads, rows, numbers))
-        return by_head
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+        metadata = int2.METADATA_TYPES[self.format.metadata]
+        offsets = self.groups * (self.format.metadata_numbers - 1)
+        return [
+            (self.tokens, self.code_bytes, torch.uint8),
+            (self.tokens, self.third_bytes, torch.uint8),
+            (rows, self.groups, metadata),
+            (rows, offsets, metadata),
+        ]

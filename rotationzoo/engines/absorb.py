@@ -1,5 +1,6 @@
 """Writing a copy of a model whose weights rotate its values, which then costs nothing to serve."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailabl
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta, same_shapes
 from rotationzoo.model.rope import same_scaling, scaling_of
-from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
+from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
 
@@ -91,10 +92,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
         raise RotationZooError(
             f"{artifact.folder} was made for other weights than {model} has", hint=calibrate
         )
-
-    def record_of(copy: Source) -> bytes:
-        return record_text(artifact, source, copy)
-
+    record_of = partial(record_text, artifact, source)
     write_changed_copy(source, changes, record_of, output, progress)
     return output
 

@@ -3,6 +3,7 @@ combination of arm and cache."""
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -24,6 +25,8 @@ from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
+Running = Callable[[], AbstractContextManager[None]]
+"""A simulation of one cache; for the exact model, nothing."""
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
 
@@ -104,7 +107,7 @@ def run_models(
     progress("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
         ids, metrics = batches[number].to(device), exact
-        read = partial(_read_exactly, model, trial.start, metrics)
+        running: Running = nullcontext
         if pair is not None:
             cache, arm = pair
             metrics = arms[cache, arm.name]
@@ -112,7 +115,8 @@ def run_models(
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
-            read = partial(_read_through, simulation, model, modules, trial.start, metrics)
+            running = partial(simulation.running, model, modules, metrics.observers)
+        read = partial(_read, running, model, trial.start, metrics)
         with pace.timing(pair and (pair[0], pair[1].name), ids.numel()):
             limit.run(ids, read, metrics.keep)
         progress("evaluating", done + 1, len(runs))
@@ -121,21 +125,12 @@ def run_models(
     return Measurements(exact, arms)
 
 
-def _read_exactly(model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor) -> None:
-    metrics.add_losses(token_losses(model, ids, start))
-
-
-def _read_through(
-    simulation: Simulation,
-    model: PreTrainedModel,
-    modules: dict[int, torch.nn.Module],
-    start: int,
-    metrics: Metrics,
-    ids: torch.Tensor,
+def _read(
+    running: Running, model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor
 ) -> None:
     """One forward pass yields all metrics: the losses of the model as it runs on this cache, each
     layer's output error and attention KL, and the same of each head with the ranges of its rows."""
-    with simulation.running(model, modules, metrics.observers):
+    with running():
         metrics.add_losses(token_losses(model, ids, start))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.capture import Attention, decoder, intercept
 from rotationzoo.model.centering import ignores_shift
 
@@ -170,7 +171,7 @@ def _run(
 
     with intercept(model, record):
         output = decoder(model)(input_ids=ids, use_cache=True)
-    return calls, _stored_shapes(getattr(output, "past_key_values", None))
+    return calls, _stored_shapes(returned_cache(output))
 
 
 def _layer(

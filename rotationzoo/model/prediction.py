@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rotationzoo.model.cache_names import cache_argument, returned_cache
 from rotationzoo.model.capture import attend_as_is, decoder, intercept
 from rotationzoo.model.loading import input_device
 
@@ -96,8 +97,9 @@ def continue_greedily(
     or the model's own if it is None. Returns the tokens `[B, N]` and all logits `[B, N, V]`."""
     steps: list[torch.Tensor] = []
     for _ in range(tokens):
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        given = cache_argument(model, cache)
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **given)
+        cache = returned_cache(output)
         steps.append(output.logits[:, -1:])
         ids = steps[-1].argmax(-1).to(ids.device)
     logits = torch.cat(steps, dim=1)

@@ -2,7 +2,6 @@
 redacted from all output.
 """
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -85,16 +84,14 @@ def huggingface_token() -> str | None:
 
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return None
-    with contextlib.suppress(FileNotFoundError):
-        check_token(_read_token_file(Path(constants.HF_TOKEN_PATH)), constants.HF_TOKEN_PATH)
-    return check_token(huggingface_hub.get_token(), constants.HF_TOKEN_PATH)
-
-
-def _read_token_file(path: Path) -> str:
+    path = Path(constants.HF_TOKEN_PATH)
     try:
-        return path.read_text(encoding="utf-8")
+        check_token(path.read_text(encoding="utf-8"), constants.HF_TOKEN_PATH)
+    except FileNotFoundError:
+        pass
     except UnicodeDecodeError as error:
         raise RotationZooError(f"{path} holds no token", hint="run: hf auth login") from error
+    return check_token(huggingface_hub.get_token(), constants.HF_TOKEN_PATH)
 
 
 def redact(text: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recall.exercises import POOLS, QUOTE, TASKS, Asked, Block, Exercise, write_exercise
+from rotationzoo.recall.exercises import POOLS, QUOTE, TASKS, Asked, Exercise, write_exercise
 from rotationzoo.text.rows import start_tokens
 
 _QUOTE_CUE, _QUOTED = 12, 16  # tokens of the passage that are given, and that are asked for
@@ -198,14 +198,11 @@ class _Writer:
         for position, group in zip(positions, groups, strict=True):
             row.ids += filler[before:position]
             before = position
-            self._put(row, next(waiting[group]))
+            for line in next(waiting[group]):
+                row.places[line] = len(row.ids)
+                row.ids += self._encode(line + "\n")
         row.ids += filler[before:]
         return row
-
-    def _put(self, row: _Row, block: Block) -> None:
-        for line in block:
-            row.places[line] = len(row.ids)
-            row.ids += self._encode(line + "\n")
 
     def _ask(self, row: _Row, pieces: list[_Piece]) -> Prompt:
         """The prompt that ends with the questions."""

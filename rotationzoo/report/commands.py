@@ -10,31 +10,11 @@ from rotationzoo.artifact.measured import Conditions
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
-from rotationzoo.recipe import (
-    PRESETS,
-    Recipe,
-    override,
-    with_feedback,
-    with_rope_scaling,
-)
+from rotationzoo.recipe import PRESETS, Recipe, override, with_feedback, with_rope_scaling
 
 RECIPE_FILE = "recipe.yaml"
-_FLAGS = {
-    "source": "--data",
-    "subset": "--subset",
-    "split": "--split",
-    "column": "--column",
-    "packing": "--packing",
-    "tokens": "--tokens",
-    "length": "--length",
-    "seed": "--seed",
-}
-_RUN_FLAGS = {
-    "batch": "--batch",
-    "device_map": "--device-map",
-    "max_memory": "--max-memory",
-}
-"""Keys of a job's identity -> their options."""
+_DATA_KEYS = ("source", "subset", "split", "column", "packing", "tokens", "length", "seed")
+_RUN_KEYS = ("batch", "device_map", "max_memory")
 _BATCH = "4"  # rows of a forward pass by default
 
 
@@ -150,10 +130,10 @@ def _recipe_words(recipe: Recipe) -> list[str]:
 def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
     """The options that make a recipe of a preset; None if there are none that do."""
     words, changes = ["--recipe", preset.name], {}
-    for key, flag in _FLAGS.items():
+    for key in _DATA_KEYS:
         value = getattr(recipe.data, key)
         if value is not None and value != getattr(preset.data, key):
-            words += [flag, str(value)]
+            words += ["--data" if key == "source" else f"--{key}", str(value)]
             changes[key] = value
     try:
         made = override(preset, **changes)
@@ -174,10 +154,10 @@ def _run_words(identity: dict[str, Any], device: str | None) -> list[str]:
     if "batch" not in identity:
         return []
     words = []
-    for key, flag in _RUN_FLAGS.items():
+    for key in _RUN_KEYS:
         value = identity.get(key)
         if value is not None and (key != "batch" or str(value) != _BATCH):
-            words += [flag, str(value)]
+            words += [f"--{key.replace('_', '-')}", str(value)]
     on_cpu = str(device).endswith(" CPU")  # else the name of a GPU
     if on_cpu:
         words += ["--device", "cpu"]

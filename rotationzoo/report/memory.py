@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Self
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm
@@ -104,8 +105,5 @@ def describe_memory(artifact: Artifact, measured: Measured | None, context: int)
 
 def _count_elements(layers: Iterable[Layer], sides: Iterable[str] = SIDES) -> int:
     """The elements that some layers cache of one token on some sides."""
-    counts = dict.fromkeys(SIDES, 0)
-    for layer in layers:
-        counts["key"] += layer.kv_heads * layer.key_dim
-        counts["value"] += layer.kv_heads * layer.value_dim
-    return sum(counts[side] for side in SIDES if side in sides)
+    pairs = product(layers, sides)
+    return sum(layer.kv_heads * layer.dims[side] for layer, side in pairs)

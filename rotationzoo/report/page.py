@@ -19,12 +19,7 @@ from rotationzoo.report.charts import draw_png
 from rotationzoo.report.commands import asked_options, model_title, use_commands
 from rotationzoo.report.figures import Section
 from rotationzoo.report.memory import Request, describe_memory, layout_of
-from rotationzoo.report.origin import (
-    Badge,
-    describe_identity,
-    describe_making,
-    validation_badge,
-)
+from rotationzoo.report.origin import Badge, describe_identity, describe_making, validation_badge
 from rotationzoo.report.results import VERDICT, describe_measurement, describe_verdict
 from rotationzoo.simulation.size import CONTEXT, bits_per_element
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.model import centering
+from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.geometry import geometry_of, shifted_layers
 from rotationzoo.model.loading import input_device
 from rotationzoo.rotations import Rotations
@@ -208,7 +209,7 @@ def _own_class(model: PreTrainedModel) -> type | None:
         return None
     ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     with torch.no_grad():
-        return type(untyped(input_ids=ids, use_cache=True).past_key_values)
+        return type(returned_cache(untyped(input_ids=ids, use_cache=True)))
 
 
 def check_model(model: object) -> None:

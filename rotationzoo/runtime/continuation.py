@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
+from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import is_out_of_memory
 from rotationzoo.progress import Progress, Tokens
@@ -110,7 +111,7 @@ def _options(
         # The library's own default would leave out all but 50 tokens.
         options |= {"temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p or 1.0}
     if cache is not None:
-        options["past_key_values"] = cache
+        options |= cache_argument(model, cache)
     # A cache class of the model's own is made too late for the library to read in chunks.
     has_cache = cache is not None or model._supports_default_dynamic_cache()
     if has_cache and length > job.prefill_chunk:

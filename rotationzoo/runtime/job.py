@@ -36,13 +36,7 @@ from rotationzoo.runtime.continuation import (
 )
 from rotationzoo.runtime.generation import MAX_NEW_TOKENS, Generation
 from rotationzoo.runtime.options import CacheOptions, as_engine, build_settings
-from rotationzoo.runtime.prompt import (
-    LEAD,
-    Prompt,
-    encode_prompt,
-    put_text_before,
-    write_example,
-)
+from rotationzoo.runtime.prompt import LEAD, Prompt, encode_prompt, put_text_before, write_example
 from rotationzoo.runtime.text_stream import TextStream, Write
 
 

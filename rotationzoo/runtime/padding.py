@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.model.cache_names import given_cache
+
 
 @dataclass
 class Padding:
@@ -44,7 +46,7 @@ def watch_padding(model: PreTrainedModel) -> None:
 
 
 def _tell_cache(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    padding = getattr(kwargs.get("past_key_values"), "padding", None)
+    padding = getattr(given_cache(kwargs), "padding", None)
     mask = kwargs.get("attention_mask")
     if isinstance(padding, Padding) and isinstance(mask, torch.Tensor) and mask.ndim == 2:
         padding.note(mask)

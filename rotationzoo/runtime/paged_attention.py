@@ -19,6 +19,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rotationzoo.codec.attention import Scores
+from rotationzoo.model.cache_names import given_cache
 from rotationzoo.model.capture import (
     AttentionFunction,
     attention_registries,
@@ -147,7 +148,7 @@ def _close(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
 
 
 def _reading_of(kwargs: Mapping[str, Any]) -> PageReading | None:
-    reading = getattr(kwargs.get("past_key_values"), "page_reading", None)
+    reading = getattr(given_cache(kwargs), "page_reading", None)
     return reading if isinstance(reading, PageReading) and reading.wanted else None
 
 

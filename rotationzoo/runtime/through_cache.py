@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.simulation.arm import Arm
@@ -41,9 +42,8 @@ class ThroughCache:
                 piece = piece.repeat(1, 2)
             left -= length
             wanted = piece.shape[1] if left < logits_to_keep else 1
-            output = self.model(
-                input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=wanted
-            )
+            given = cache_argument(self.model, cache)
+            output = self.model(input_ids=piece, use_cache=True, logits_to_keep=wanted, **given)
             if left < logits_to_keep:
                 logits.append(output.logits[:, :length][:, -(logits_to_keep - left) :])
         return SimpleNamespace(logits=torch.cat(logits, dim=1))

@@ -54,10 +54,6 @@ class Storage:
     tokens: int = 1
     """Successive tokens that are quantized together: they divide T."""
 
-    def bits_per_element(self, dim: int) -> float:
-        """Bits per element of rows of `dim` channels."""
-        return self.bits + self.row_bits / dim
-
 
 @dataclass(frozen=True)
 class EngineCache:
@@ -97,13 +93,11 @@ def _in_blocks(read: Callable[[torch.Tensor], torch.Tensor], bits: int) -> Stora
     return Storage(read, bits + 16 / BLOCK, group=BLOCK)
 
 
-def _turboquant(key: Storage, value_bits: int) -> EngineCache:
+def _turboquant(key_bits: int, value_bits: int) -> EngineCache:
+    """Keys of 8 bits are FP8."""
+    key = Storage(partial(read_lloyd_max, bits=key_bits), key_bits, row_bits=16)
     value = Storage(partial(read_uniform, bits=value_bits), value_bits, row_bits=32)
-    return EngineCache("vLLM", key, value)
-
-
-def _lloyd_max_keys(bits: int) -> Storage:
-    return Storage(partial(read_lloyd_max, bits=bits), bits, row_bits=16)
+    return EngineCache("vLLM", _FP8 if key_bits == 8 else key, value)
 
 
 def _exl3(bits: int) -> EngineCache:
@@ -120,10 +114,8 @@ def _mlx(bits: int) -> EngineCache:
 def _kvarn(key_bits: int, value_bits: int) -> EngineCache:
     """A channel of a tile has a scale and a minimum and a token a scale, or for values the other
     way round."""
-    key, value = (
-        partial(read_kvarn, bits=bits, per_channel=per_channel)
-        for bits, per_channel in ((key_bits, True), (value_bits, False))
-    )
+    key = partial(read_kvarn, bits=key_bits, per_channel=True)
+    value = partial(read_kvarn, bits=value_bits, per_channel=False)
     return EngineCache(
         "KVarN",
         Storage(key, key_bits + 32 / TILE, row_bits=16, tokens=TILE),
@@ -146,10 +138,10 @@ ENGINE_CACHES = {
     "q4_0-unrotated": EngineCache("llama.cpp, LLAMA_ATTN_ROT_DISABLE=1", _Q4_0, _Q4_0),
     "fp8": EngineCache("vLLM, SGLang", _FP8, _FP8),
     "int4_per_token_head": EngineCache("vLLM", _INT4, _INT4),
-    "turboquant_k8v4": _turboquant(_FP8, 4),
-    "turboquant_4bit_nc": _turboquant(_lloyd_max_keys(4), 4),
-    "turboquant_k3v4_nc": _turboquant(_lloyd_max_keys(3), 4),
-    "turboquant_3bit_nc": _turboquant(_lloyd_max_keys(3), 3),
+    "turboquant_k8v4": _turboquant(8, 4),
+    "turboquant_4bit_nc": _turboquant(4, 4),
+    "turboquant_k3v4_nc": _turboquant(3, 4),
+    "turboquant_3bit_nc": _turboquant(3, 3),
     "kvarn-k2v2": _kvarn(2, 2),
     "kvarn-k4v2": _kvarn(4, 2),
     "exl3-2": _exl3(2),
@@ -215,4 +207,5 @@ class EngineArm(Arm):
 
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
         """Bits per element, with its share of the scales."""
-        return self.cache.side(side).bits_per_element(dim)
+        storage = self.cache.side(side)
+        return storage.bits + storage.row_bits / dim

@@ -182,22 +182,13 @@ class _SimulatedAttention:
         """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
         if self.observers is None:
             return
+        arm, owner = self.simulation.arm, self.owners[layer]
         for side in self.simulation.sides:
             past = sides[side][:, :, self.simulation.cache.sink :]
-            ranges = self._ranges(past, self.owners[layer], side)
-            if ranges is not None:
-                self.observers.row_range(layer, side, ranges)
-
-    def _ranges(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor | None:
-        """The ranges `[B, H, T]` of rows `[B, H, T, D]` before the arm rounds them; None where it
-        has none to tell."""
-        parts = []
-        for part in rows.split(TOKENS, dim=2):
-            ranges = self.simulation.arm.row_range(part, owner, side)
-            if ranges is None:
-                return None
-            parts.append(ranges)
-        return torch.cat(parts, dim=2)
+            parts = (arm.row_range(part, owner, side) for part in past.split(TOKENS, dim=2))
+            # Some arms have none to tell.
+            if ranges := [part for part in parts if part is not None]:
+                self.observers.row_range(layer, side, torch.cat(ranges, dim=2))
 
     def _compare_heads(self, layer: int, exact: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Report the simulated and the exact output `[B, T, H_q, D_v]`, and return the exact one.

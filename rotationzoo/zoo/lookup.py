@@ -142,7 +142,7 @@ def choose_entry(
         )
     chosen, others = _of_scaling(pullable, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
-    entry = max(exact or chosen, key=_preference)
+    entry = max(exact or chosen, key=lambda e: (e.format == "rotationzoo", e.created or ""))
     calibrated_for = "a revision that was not recorded"
     if entry.model_revision:
         calibrated_for = f"revision {entry.model_revision}"
@@ -184,10 +184,6 @@ def _of_scaling(
             hint=f"{known}; or make one with: {make}",
         )
     return [entry for entry in entries if entry.rope_scaling in fitting], []
-
-
-def _preference(entry: Entry) -> tuple[bool, str]:
-    return entry.format == "rotationzoo", entry.created or ""
 
 
 def _elsewhere_hint(hub_name: str) -> str:

@@ -31,6 +31,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from rotationzoo import RotatedCache
 from rotationzoo.calibration.fit import fit
+from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 
@@ -124,9 +125,10 @@ def measure_exact(model: PreTrainedModel, cache: Any, options: argparse.Namespac
 def launched(model: PreTrainedModel, cache: Any) -> Step:
     """A step that Python launches, kernel by kernel."""
     untyped: Any = model
+    given = cache_argument(model, cache)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        output = untyped(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = untyped(input_ids=ids, use_cache=True, logits_to_keep=1, **given)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 

@@ -36,6 +36,7 @@ from rotationzoo import RotatedCache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import Geometry, Layer, geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotation, Rotations
@@ -215,7 +216,7 @@ def measure_steps(model: PreTrainedModel, cache: Any) -> Record:
         started = synchronized_time()
         torch.cuda.reset_peak_memory_stats()
         before = allocated()
-        untyped(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        untyped(input_ids=ids, logits_to_keep=1, **cache_argument(model, cache))
         seconds.append(synchronized_time() - started)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     return {
@@ -319,7 +320,7 @@ def generate(model: PreTrainedModel, cache: Any, context: int) -> Record:
         text = untyped.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **cache_argument(model, cache),
             prefill_chunk_size=1024,
             do_sample=False,
             min_new_tokens=8,

@@ -19,6 +19,8 @@ from transformers.cache_utils import (
     QuantoQuantizedLayer,
 )
 
+from rotationzoo.model.cache_names import cache_argument
+
 GROUP = 64  # elements that share a scale: transformers' default
 _METADATA = 16  # bits of a scale and of a zero, in a 16-bit model
 
@@ -132,11 +134,11 @@ class ThroughCache:
         start = self.cache.prefix(length, logits_to_keep)
         if start <= 0:
             raise SystemExit(f"{length} tokens are too few for {logits_to_keep} logits")
-        past = self.cache.create(self.model)
-        self.model(input_ids=input_ids[:, :start], past_key_values=past, logits_to_keep=1)
+        given = cache_argument(self.model, self.cache.create(self.model))
+        self.model(input_ids=input_ids[:, :start], logits_to_keep=1, **given)
         logits = []
         for piece in self._pieces(input_ids[:, start:]):
-            logits.append(self.model(input_ids=piece, past_key_values=past).logits)
+            logits.append(self.model(input_ids=piece, **given).logits)
         return SimpleNamespace(logits=torch.cat(logits, dim=1)[:, -logits_to_keep:])
 
     def _pieces(self, ids: torch.Tensor) -> list[torch.Tensor]:

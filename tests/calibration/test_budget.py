@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from rotationzoo import api
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.budget import average_fine_channels, spend_bits
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.job import calibrate
@@ -59,6 +60,19 @@ def test_layers_that_lose_more_get_more_bits(made):
     for side in ("key", "value"):
         assert first[side].sensitivity > 10 * second[side].sensitivity >= 0
         assert first[side].fine_channels == 16 > second[side].fine_channels == 0
+
+
+def test_noise_is_subtracted_and_rows_are_clamped_before_their_mean(made, monkeypatch):
+    """What rows of each place lose, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
+    losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
+    monkeypatch.setattr(sensitivity, "_predict", lambda *_: None)
+    monkeypatch.setattr(sensitivity, "_measure_loss", lambda *_: next(losses))
+    measured = sensitivity.measure_sensitivities(
+        None, made.geometry, made.rotations, [torch.zeros(8)] * 2, RECIPE, lambda *_: None
+    )
+    assert [float(rotation.sensitivity) for _, _, rotation in measured.each()] == [2, 0.5, 2, 0]
+    spent = spend_bits(measured, RECIPE.model_copy(update={"bits": 4}))
+    assert {int(rotation.fine_channels) for _, _, rotation in spent.each()} == {16}
 
 
 def test_inspect_says_which_layers_get_more(made):

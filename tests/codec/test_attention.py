@@ -124,8 +124,8 @@ def test_a_page_is_where_its_layout_says(share):
     layout = PageLayout(3, KEY_DIM, groups, 8, format, share)
     codes, numbers = 3 * 8 * KEY_DIM // 4, 3 * 8 // share * groups
     aligned = -(-2 * numbers // 16) * 16
-    assert (layout.scale_start, layout.offset_start) == (codes, codes + aligned)
-    assert layout.bytes == codes + 2 * aligned
+    assert layout.starts == [0, codes, codes, codes + aligned, codes + 2 * aligned]
+    assert layout.bytes == layout.starts[-1]
     block = layout.empty(2)
     sections = layout.view(block)
     sections.codes[:] = torch.arange(codes).reshape(3, 8, -1) % 251
@@ -145,8 +145,8 @@ def test_a_page_is_where_its_layout_says(share):
 def test_third_bits_have_a_section_of_their_own():
     layout = PageLayout(3, 64, 1, 8, FINE)
     codes, thirds = 3 * 8 * 16, 3 * 8 * 6
-    assert (layout.third_start, layout.scale_start) == (codes, codes + thirds)
-    assert layout.bytes == codes + thirds + 3 * 8 * 2
+    scales = 3 * 8 * 2
+    assert layout.starts == [0, codes, codes + thirds, *[codes + thirds + scales] * 2]
     stored = int2.quantize(draw(2, 3, 8, 64), format=FINE)
     packed = replace(stored, codes=int2.pack(stored.codes, FINE))
     block = layout.empty(2)

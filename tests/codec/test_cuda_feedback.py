@@ -104,7 +104,7 @@ def quantize_on_cpu(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     packed = cuda.empty_packed(rows, group, format)
-    refused = cuda.unset_flag(rows.device)
+    refused = torch.zeros((), dtype=torch.int32)
     rows, factor = rows.contiguous(), factor.contiguous()
     tensors = rows, factor, packed.codes, packed.metadata, refused
     first, *others = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]

@@ -93,9 +93,11 @@ def test_the_table_in_the_docs_is_what_the_probe_finds(request):
     text = TABLE.read_text(encoding="utf-8")
     head, _ = text.split("| architecture |")
     body = "| architecture | | what is found |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-    if len(rows) < len(NAMES):
-        pytest.skip("this transformers lacks some of the architectures")
-    if request.config.getoption("--write-docs"):
+    if architectures.IS_OLD:
+        # It lacks some of the architectures, and refuses GPT-J.
+        differing = set(rows) - set(text.splitlines())
+        assert [row.split(" | ")[0] for row in differing] in ([], ["| gptj"])
+    elif request.config.getoption("--write-docs"):
         TABLE.write_text(head + body, encoding="utf-8")
     else:
         assert text == head + body, "run this test with --write-docs"

@@ -4,6 +4,7 @@ models and tokens they store."""
 import pytest
 import torch
 
+from rotationzoo.codec.formats import SGLANG
 from rotationzoo.errors import UsageError
 from rotationzoo.model.geometry import Layer
 from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
@@ -32,22 +33,25 @@ def test_llama_cpp_spreads_a_towering_channel_over_the_row(name):
     assert torch.equal(cache.key.read(odd), plain(odd))
 
 
+def stored_bits(name, side, dim=128):
+    return EngineArm(name).stored_bits(side, dim, SGLANG)
+
+
 def test_bits_are_those_of_the_packed_rows():
-    bits = {name: cache.key.bits_per_element(128) for name, cache in ENGINE_CACHES.items()}
+    bits = {name: stored_bits(name, "key") for name in ENGINE_CACHES}
     assert (bits["q8_0"], bits["q4_0"], bits["fp8"]) == (8.5, 4.5, 8)
     assert bits["int4_per_token_head"] == 4 + 32 / 128
     # `key_packed_size` and `value_packed_size` of vLLM's TurboQuantConfig, in bytes.
     assert bits["turboquant_3bit_nc"] * 128 / 8 == 128 * 3 / 8 + 2
-    assert ENGINE_CACHES["turboquant_3bit_nc"].value.bits_per_element(128) * 16 == 48 + 4
+    assert stored_bits("turboquant_3bit_nc", "value") * 16 == 48 + 4
     # `k_packed_bytes`, `k_scale_bytes`, `v_packed_bytes` and `v_scale_bytes` of KVarN's config.
-    kvarn = ENGINE_CACHES["kvarn-k4v2"]
-    assert kvarn.key.bits_per_element(128) * 128 * 128 / 8 == 8192 + 2 * (2 * 128 + 128)
-    assert kvarn.value.bits_per_element(64) * 128 * 64 / 8 == 2048 + 2 * (64 + 2 * 128)
+    assert stored_bits("kvarn-k4v2", "key") * 128 * 128 / 8 == 8192 + 2 * (2 * 128 + 128)
+    assert stored_bits("kvarn-k4v2", "value", 64) * 128 * 64 / 8 == 2048 + 2 * (64 + 2 * 128)
     # Words and float16 scales of ExLlamaV3's `qshape_k` and `qshape_s`.
     assert [bits[f"exl3-{n}"] * 32 for n in (2, 3, 4)] == [n * 32 + 16 for n in (2, 3, 4)]
     # LMDeploy's `get_quant_cache_descs`: two numbers of a key, one of a value.
     assert bits["lmdeploy-42"] == 4 + 2 * 16 / 128
-    assert ENGINE_CACHES["lmdeploy-42"].value.bits_per_element(128) == 2 + 16 / 128
+    assert stored_bits("lmdeploy-42", "value") == 2 + 16 / 128
     assert [bits[f"mlx-{n}"] for n in (2, 3, 4)] == [2.5, 3.5, 4.5]
     assert bits["nvfp4"] == 4.5
 

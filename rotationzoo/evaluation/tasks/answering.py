@@ -1,7 +1,7 @@
 """Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, product
 
@@ -106,11 +106,11 @@ class Asking:
         progress(stage, 0, len(passes))
         answers = []
         for request, of_request in zip(requests, batches, strict=True):
-            parts = []
-            # One simulation for all batches of a request, because it keeps the masks of every
-            # length.
-            tokens = _tokens(request.prompts)
-            with self._reading(request), self.pace.timing(request.timed_as, tokens):
+            parts, prompts, simulation = [], request.prompts, request.simulation
+            # One for all batches of a request, because it keeps the masks of every length.
+            running = nullcontext() if simulation is None else simulation.running(self.model)
+            catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
+            with catching, running, self.pace.timing(request.timed_as, _tokens(prompts)):
                 for rows in of_request:
                     parts.append(read_answers(self.model, rows, len(rows), request.reader))
                     done += 1
@@ -124,13 +124,6 @@ class Asking:
 
     def _batch(self, prompts: list[Prompt]) -> int:
         return max(1, self.tokens // len(prompts[0].ids))
-
-    @contextmanager
-    def _reading(self, request: Request) -> Iterator[None]:
-        prompts, simulation = request.prompts, request.simulation
-        running = nullcontext() if simulation is None else simulation.running(self.model)
-        with forward_errors(self.name, self._batch(prompts), len(prompts[0].ids)), running:
-            yield
 
 
 def answer_tasks(
@@ -173,14 +166,11 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     """The answers with those of another round, which asks the tasks that the exact model can do up
     to so many questions."""
     whole = {(series.task, series.length): series for series in answers.plan.series}
-    added = []
-    for each in answers.asked:
-        series = whole[each.series.task, each.series.length]
-        added.append(series.part(answers.questions, questions))
+    able = [whole[each.series.task, each.series.length] for each in answers.asked]
+    added = [series.part(answers.questions, questions) for series in able]
     looks = answers.plan.settings.looks
     number = looks.index(questions) + 1
     ending = f", round {number} of at most {len(looks)}"
-    able = [whole[each.series.task, each.series.length] for each in answers.asked]
     deciding = [arm.name for arm in trial.arms]
     asking.pace.tell(describe_rounds(asking.pace, able, looks, deciding, number))
     requests = [Request(series.prompts) for series in added]
@@ -208,10 +198,9 @@ def _ask_arms(
     requests = [_request(asking.model, trial, *each) for each in asked]
     # A stage of its own, because a 2-bit cache is slower than the exact one.
     replies = asking.ask(f"answering{ending}", requests)
-    pairs = product(trial.caches, trial.arms)
-    arms: dict[tuple[CacheLayout, str], list[Answers]] = {
-        (cache, arm.name): [] for cache, arm in pairs
-    }
+    arms: dict[tuple[CacheLayout, str], list[Answers]] = {}
+    for cache, arm in product(trial.caches, trial.arms):
+        arms[cache, arm.name] = []
     for (cache, arm, _), answers in zip(asked, replies, strict=True):
         arms[cache, arm.name].append(answers)
     return arms

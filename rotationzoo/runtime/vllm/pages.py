@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda import Launcher, Packed, build
+from rotationzoo.codec.cuda import Argument, Launcher, Packed, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.rotations import SIDES
@@ -111,13 +111,13 @@ class LayerPages:
         if rows.stride()[1:] != (layout.dim, 1):
             rows = rows.contiguous()
         sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
-        starts = layout.third_start, layout.scale_start, layout.offset_start
-        arguments = (
+        arguments: list[Argument] = [
             *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
-            *(step.pages, step.places, step.slots, memory, *sizes, *starts),
+            *(step.pages, step.places, step.slots, memory, *sizes),
+            *layout.starts[1:4],  # of third bits, scales and offsets
             *(layout.groups, packed.metadata.element_size()),
             *(copies, layout.dim * copies.element_size()),
-        )
+        ]
         grid = len(rows), self.heads, 1
         Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rotationzoo.linalg.bit_budget import PER_BIT, Place, choose_bits
+from rotationzoo.calibration.budget import PER_BIT, Place, choose_bits
 
 
 def cost(places, chosen):
