@@ -56,6 +56,7 @@ class Layer(Strict, extra="forbid"):
     key_dim: _Size
     value_dim: _Size
     shift_invariant: bool | None = None
+    rope_dim: Count | None = None
 
 
 class Calibration(Strict):
@@ -152,6 +153,11 @@ class Manifest(Strict):
     def clip_ratios(self) -> dict[str, float]:
         """The clip ratios to serve with, for `key` and `value`."""
         return {side: self.recipe[f"{side}_clip"] for side in SIDES}
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether the model caches latents, and not keys and values of heads."""
+        return any(layer.rope_dim is not None for layer in self.geometry)
 
     @field_validator("imported")
     @classmethod

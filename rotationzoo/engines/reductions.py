@@ -5,7 +5,7 @@ from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
-from rotationzoo.engines.registry import DEFAULT, choose_format, find_engine
+from rotationzoo.engines.registry import DEFAULT, check_sides, choose_format, find_engine
 from rotationzoo.errors import UsageError
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
@@ -19,6 +19,7 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
     Raises `UsageError` for a choice that the engine does not take.
     """
     engine = find_engine(request.engine)
+    check_sides(request.engine, artifact.rotations.sides)
     windows = (artifact.recipe.sink, artifact.recipe.recent) if engine.windows else (0, 0)
     if not engine.windows and request.windows not in (None, windows):
         raise UsageError(f"{request.engine} keeps no tokens exact", hint="leave out --windows")

@@ -10,7 +10,7 @@ from rotationzoo.codec.formats import SGLANG, SIMULATED
 from rotationzoo.model.geometry import Layer, cached_layers
 from rotationzoo.report.figures import Section
 from rotationzoo.report.tables import Table
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.words import byte_count
@@ -104,8 +104,10 @@ def describe_memory(artifact: Artifact, measured: Measured | None, context: int)
 
 def _count_elements(layers: Iterable[Layer], sides: Iterable[str] = SIDES) -> int:
     """The elements that some layers cache of one token on some sides."""
-    counts = dict.fromkeys(SIDES, 0)
+    counts = {"key": 0, "value": 0, LATENT: 0}
     for layer in layers:
-        counts["key"] += layer.kv_heads * layer.key_dim
-        counts["value"] += layer.kv_heads * layer.value_dim
-    return sum(counts[side] for side in SIDES if side in sides)
+        for side in layer.sides:
+            counts[side] += layer.kv_heads * layer.dims[side]
+        counts[LATENT] += layer.rope_dim or 0
+    read = set(sides) | {LATENT}
+    return sum(count for side, count in counts.items() if side in read)

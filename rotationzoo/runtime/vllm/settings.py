@@ -20,6 +20,7 @@ from rotationzoo.codec.int2 import check_shape
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
+from rotationzoo.engines.registry import check_sides
 from rotationzoo.runtime.options import Rounding, as_engine, settle
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.plugin import check_version
@@ -103,6 +104,7 @@ def has_windows(config: PretrainedConfig) -> bool:
 def check_model(artifact: Artifact, source: Source) -> None:
     """Raise `RotationZooError` for an artifact of another model, and `UnsupportedModel` for a model
     of which vLLM's pages cannot hold every layer, or that runs with scaled RoPE."""
+    check_sides("vllm", artifact.rotations.sides)
     made_for = artifact.manifest.model
     if not artifact.bound or made_for.config_sha256 != config_hash(source):
         raise RotationZooError(
