@@ -94,7 +94,7 @@ class RunningSums:
         self._torn = True
         totals, parts = [], []
         for layer, moments in self.batch.items():
-            for kind in moments.keys() & kinds:
+            for kind in filter(moments.__contains__, kinds):
                 total = self.whole[layer][kind].to(moments[kind].second.device)
                 self.whole[layer][kind] = total
                 totals += _sums(total)

@@ -122,16 +122,17 @@ EXPECTED = dict.fromkeys(NAMES, Expectation())
 EXPECTED |= dict.fromkeys(["qwen3_next", "qwen3_5", "minimax", "qwen3_5-vlm"], _LAST)
 EXPECTED |= {"lfm2": Expectation((2,)), "gemma4": Expectation((0, 1))}
 EXPECTED |= {"kimi_linear": _LAST, "deepseek_v4": _LATENT_CACHE, "falcon": _OWN_CODE, "gptj": _OWN_CODE}
-_SPARSE = ["deepseek_v32", "glm_moe_dsa"]
+SPARSE = ["deepseek_v32", "glm_moe_dsa"]
+"""Families whose cache also keeps what an indexer reads."""
 CACHES_HEADS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
 """Whether transformers caches what sparse attention reads, and not the latent."""
 if CACHES_HEADS:
-    EXPECTED |= dict.fromkeys(_SPARSE, _LATENT_CACHE)
+    EXPECTED |= dict.fromkeys(SPARSE, _LATENT_CACHE)
 # One for each way through the code: plain, with norms of queries and keys, with soft caps and
 # windows, with sinks and experts, with linear attention between, and with latents.
 REPRESENTATIVE = {"llama", "qwen3", "gemma2", "gpt_oss", "qwen3_5", "deepseek_v3"}
 CALIBRATED = [name for name in NAMES if not EXPECTED[name].refusal]
-LATENTS = ["kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *_SPARSE]
+LATENTS = ["kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE]
 LATENTS = [name for name in LATENTS if name in CALIBRATED]
 """Families that cache latents."""
 HEADS = [name for name in CALIBRATED if name not in LATENTS]
