@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PROBE_TOKENS = 8
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
-_LATENT_HINT = "nothing to do: a rotation per KV head does not fit such a cache"
+_LATENT_HINT = "nothing to do: no rotation of heads or of latents fits such a cache"
 
 
 @dataclass(frozen=True)

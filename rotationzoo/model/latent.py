@@ -6,13 +6,18 @@ RoPE. A projection `kv_b_proj` makes each head's keys `[c W_K^T, k]` and values 
 Transformers makes both before attention is called, so that attention reads heads as in any model.
 """
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg.moments import Moment
-from rotationzoo.model.capture import Attention
+from rotationzoo.model.capture import Attention, decoder, intercept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SEED = 0
 UP, DOWN, NORM, OUTPUT = "kv_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj"
@@ -35,6 +40,48 @@ def expand(
     heads = expanded.unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
     plain, values = heads.split([heads.shape[-1] - value_dim, value_dim], dim=-1)
     return torch.cat([plain, key[..., plain.shape[-1] :]], dim=-1), values.contiguous()
+
+
+def find_latent_parts(model: "PreTrainedModel", name: str) -> dict[int, str]:
+    """Layer -> the path of its attention, in a model on `meta` that caches latents.
+
+    Raises `UnsupportedModel` for a layer whose latent does not come from a projection and a norm,
+    `x / rms(x) * weight`, as those of DeepSeek V2 do.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    found: dict[int, str] = {}
+
+    def note(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        parts = [getattr(attend.module, part, None) for part in (DOWN, NORM, UP)]
+        if any(part is None for part in parts) or not _is_plain_norm(parts[1]):
+            raise UnsupportedModel(
+                f"layer {layer} of {name} makes its latents in a way that cannot carry a rotation",
+                hint="serve the model as it is, with the artifact",
+            )
+        found[layer] = paths[attend.module]
+        return attend(query, key, value)
+
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    with torch.no_grad(), intercept(model, note):
+        decoder(model)(input_ids=tokens, use_cache=True)
+    return found
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    """Whether a module on `meta` computes `x / rms(x) * weight`, tried on random numbers."""
+    tried = copy.deepcopy(norm).to_empty(device="cpu").double()
+    parameters = dict(tried.named_parameters())
+    if list(parameters) != ["weight"]:
+        return False
+    generator = torch.Generator().manual_seed(_SEED)
+    width = len(parameters["weight"])
+    rows, weight = torch.randn(2, width, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        parameters["weight"].copy_(weight)
+        expected = rows / rows.square().mean().sqrt() * weight
+        return torch.allclose(tried(rows).double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @dataclass(frozen=True)
