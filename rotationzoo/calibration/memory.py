@@ -106,8 +106,8 @@ class Footprint:
 
     @property
     def rotations(self) -> int:
-        """The rotations: a float32 matrix per side and KV head, or per layer if heads are pooled, and
-        the factors of error feedback of every KV head."""
+        """The rotations: a float32 matrix per side and KV head, or per layer if heads are pooled,
+        and the factors of error feedback of every KV head."""
         total = 0
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads

@@ -70,10 +70,11 @@ def _latent_changes(
 ) -> Changes:
     """The changes after which a model on `meta` computes latents that are rotated already.
 
-    A latent is the row x of a projection, normalized and times the weights g of a norm: `c = n(x) g`.
-    An orthogonal R leaves the norm of a row as it is, so `n(x R) = n(x) R`. The weights g stand
-    between, and move on into the projection that reads c: the copy caches `n(x) R`, and makes heads
-    of it by `W diag(g) R` in place of W. Raises `UnsupportedModel` for another norm.
+    A latent is the row x of a projection, normalized and times the weights g of a norm:
+    `c = n(x) g`. An orthogonal R leaves the norm of a row as it is, so `n(x R) = n(x) R`. The
+    weights g stand between, and move on into the projection that reads c: the copy caches
+    `n(x) R`, and makes heads of it by `W diag(g) R` in place of W. Raises `UnsupportedModel` for
+    another norm.
     """
     paths = find_latent_parts(model, name)
     changes: Changes = {}

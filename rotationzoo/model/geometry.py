@@ -178,9 +178,7 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
 _Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values in a cache
 
 
-def _run(
-    model: "PreTrainedModel", ids: torch.Tensor
-) -> tuple[dict[int, _Call], dict[int, _Rows]]:
+def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call], dict[int, _Rows]]:
     """Layer -> inputs of its attention; and layer -> its cached keys and values."""
     calls: dict[int, _Call] = {}
 
@@ -200,9 +198,7 @@ def _run(
     return calls, _stored_rows(getattr(output, "past_key_values", None))
 
 
-def _layer(
-    name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, _Rows]
-) -> Layer:
+def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, _Rows]) -> Layer:
     """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
     call = calls[index]
     key_shape, value_shape = _shape(call.key), _shape(call.value)
@@ -243,10 +239,10 @@ def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bo
         return False
     keys, values = expand(attend, attend.latent, call.key, call.value.shape[-1])
     shared = call.key[..., call.key.shape[-1] - rope.shape[-1] :]
-    pairs = (keys, call.key), (values, call.value), (latents, attend.latent)
+    pairs = [(keys, call.key), (values, call.value), (latents, attend.latent)]
     if any(one.shape != other.shape for one, other in pairs):
         return False
-    pairs = *pairs, (rope.expand_as(shared), shared)
+    pairs.append((rope.expand_as(shared), shared))
     return call.key.is_meta or all(_are_close(one, other) for one, other in pairs)
 
 

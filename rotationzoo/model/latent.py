@@ -1,5 +1,5 @@
-"""The attention of a layer that caches latents (MLA): what it reads of a latent, and how errors of a
-latent count.
+"""The attention of a layer that caches latents (MLA): what it reads of a latent, and how errors of
+a latent count.
 
 For every token such a layer caches a latent `c`, a row that all heads share, and a key `k` with
 RoPE. A projection `kv_b_proj` makes each head's keys `[c W_K^T, k]` and values `c W_V^T` of them.
@@ -49,7 +49,7 @@ def find_latent_parts(model: "PreTrainedModel", name: str) -> dict[int, str]:
     `x / rms(x) * weight`, as those of DeepSeek V2 do.
     """
     paths = {module: path for path, module in model.named_modules()}
-    found: dict[int, str] = {}
+    attentions: dict[int, str] = {}
 
     def note(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
@@ -60,13 +60,13 @@ def find_latent_parts(model: "PreTrainedModel", name: str) -> dict[int, str]:
                 f"layer {layer} of {name} makes its latents in a way that cannot carry a rotation",
                 hint="serve the model as it is, with the artifact",
             )
-        found[layer] = paths[attend.module]
+        attentions[layer] = paths[attend.module]
         return attend(query, key, value)
 
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     with torch.no_grad(), intercept(model, note):
         decoder(model)(input_ids=tokens, use_cache=True)
-    return found
+    return attentions
 
 
 def _is_plain_norm(norm: Any) -> bool:
@@ -93,8 +93,8 @@ class Weights:
     value: torch.Tensor
     """`[H, D_v, R]`: values are `c @ value.mT`."""
     output: torch.Tensor
-    """`[H, D_v, D_v]`: an error `e` of a head's output changes the layer's by `e @ output @ e`, as a
-    square of its length."""
+    """`[H, D_v, D_v]`: an error `e` of a head's output changes the layer's by `e @ output @ e`, as
+    a square of its length."""
 
     @classmethod
     def of(cls, attend: Attention, rank: int, heads: int, value_dim: int) -> "Weights":

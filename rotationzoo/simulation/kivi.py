@@ -25,9 +25,9 @@ class KiviArm(Arm):
     * Keys: `tokens` successive tokens of a channel share a scale. Groups are counted from the end
       of the sink. A group is quantized once all of its tokens have left the recent window, so that
       up to `tokens - 1` more tokens stay exact.
-    * Values, and latents: `channels` channels of one token share a scale (or their greatest common divisor with
-      the head dimension). They stay exact as long as their keys do. KIVI itself quantizes a value
-      as soon as it leaves the window, so this is slightly in its favour.
+    * Values, and latents: `channels` channels of one token share a scale (or their greatest common
+      divisor with the head dimension). They stay exact as long as their keys do. KIVI itself
+      quantizes a value as soon as it leaves the window, so this is slightly in its favour.
     * The sink stays exact, which KIVI does not do.
 
     Of the other arms' format only the bits matter, and the clip ratios of the rotations do not.

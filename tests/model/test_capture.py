@@ -59,7 +59,12 @@ def test_capture_sees_every_layer_and_is_undone(name):
     for layer in geometry:
         query, key, value, output = seen[layer.index]
         if layer.rope_dim is not None:  # `test_latent` compares what is captured of latents
-            assert (layer.kv_heads, layer.key_dim, layer.value_dim, layer.rope_dim) == (1, 20, 20, 8)
+            assert (layer.kv_heads, layer.key_dim, layer.value_dim, layer.rope_dim) == (
+                1,
+                20,
+                20,
+                8,
+            )
             assert query == key == (2, layer.query_heads, 24, 16 + 8)
             assert value == output == (2, layer.query_heads, 24, 12)
             continue
