@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from rotationzoo.artifact.measured import Summary
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import plain
 from rotationzoo.storage.strict_json import Count, Sha256, Strict
@@ -88,7 +88,8 @@ class Imported(Strict):
 
     @model_validator(mode="after")
     def _both_sides(self) -> "Imported":
-        if set(self.files) != set(SIDES) or set(self.objectives) != set(SIDES):
+        sides = {LATENT} if LATENT in self.files else set(SIDES)
+        if set(self.files) != sides or set(self.objectives) != sides:
             raise ValueError("it needs a file and an objective of keys and of values")
         return self
 

@@ -165,7 +165,7 @@ def _objective(artifact: Artifact, side: str, pools: bool) -> str:
     """The objective name: what imported files stated, unless pooling has fitted new rotations."""
     imported = artifact.manifest.imported
     if imported and not pools:
-        return imported.objectives[side]
+        return imported.objectives[LATENT if LATENT in imported.objectives else side]
     return objective_of(artifact.recipe, side)
 
 

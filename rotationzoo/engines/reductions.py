@@ -26,7 +26,9 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
     # The highest ratio clips least. Lower ones were chosen for heads that tolerate them, and other
     # heads may not.
     keys, values = map(max, distinct_clips(artifact.rotations))
-    clip = request.clip or (keys, values)
+    if engine.clip == "none" and request.clip:
+        raise UsageError(f"{request.engine} clips nothing", hint="leave out --clip")
+    clip = (1.0, 1.0) if engine.clip == "none" else request.clip or (keys, values)
     if engine.clip == "one" and clip[0] != clip[1]:
         if request.clip:
             raise UsageError(

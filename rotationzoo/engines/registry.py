@@ -39,8 +39,9 @@ class Entry:
     """The sides whose means it subtracts."""
     takes: tuple[str, ...] = _HEADS
     """The sides that it rotates: those of heads, or latents, or both."""
-    clip: Literal["one", "side", "head"] = "side"
-    """`one` clip ratio for everything, one per `side` (keys and values), or one per `head`."""
+    clip: Literal["none", "one", "side", "head"] = "side"
+    """`none`, `one` clip ratio for everything, one per `side` (keys and values), or one per
+    `head`."""
     windows: bool = True
     """Whether it keeps sink and recent tokens exact."""
     feedback: bool = False
@@ -74,6 +75,7 @@ ENGINES = {
     ),
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
     "sglang": Entry("sglang", format="sglang", means=("key",)),
+    "sglang-mla": Entry("sglang_latent", format="sglang", takes=("latent",), clip="none"),
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", needs_base=True),
     "mlx": Entry("mlx", format="mlx"),
     "transformers": Entry(
