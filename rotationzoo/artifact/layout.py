@@ -143,7 +143,7 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
                 "eigenvalues": (torch.float32, (heads, dim)),
                 "clip": (torch.float64, (layer.kv_heads,)),
             }
-            if side in recipe.centered:
+            if recipe.centers(side):
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
             if recipe.feedback:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)

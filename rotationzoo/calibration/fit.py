@@ -146,7 +146,7 @@ def _mean(
     statistics: Statistics | None, recipe: Recipe, layer: int, side: str
 ) -> torch.Tensor | None:
     """The mean `[H, D]` that a side is stored without; None where the recipe does not center it."""
-    if side not in recipe.centered:
+    if not recipe.centers(side):
         return None
     assert statistics is not None
     return statistics[layer][side].mean.float().cpu().contiguous()
@@ -159,7 +159,7 @@ def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.
         return None
     average = statistics[layer][side]
     moment, mean = average.second_moment.double().cpu(), average.mean
-    if side in recipe.centered:
+    if recipe.centers(side):
         assert mean is not None
         moment = moment - torch.einsum("hi,hj->hij", mean.double().cpu(), mean.double().cpu())
     return whitening(moment)

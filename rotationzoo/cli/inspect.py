@@ -47,7 +47,7 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
         "rank: effective rank of the statistic; top1, top8: share of its strongest directions; "
         "error: largest |R R^T - I|"
     )
-    if centered := [side for side in sides if side in artifact.recipe.centered]:
+    if centered := [side for side in sides if artifact.recipe.centers(side)]:
         names = " and ".join(f"{side}s" for side in centered)
         say(f"Centered: {names} lose the mean of their KV head before they are stored")
     if artifact.rotations.has_feedback:

@@ -121,8 +121,8 @@ def dropped_means(artifact: Artifact, request: Request) -> list[str]:
     """The sides whose means are left out: the engine does not subtract them, or the user does not
     want them."""
     kept = () if request.uncentered else find_engine(request.engine).means
-    mine = artifact.rotations.sides
-    return [side for side in artifact.recipe.centered if side in mine and side not in kept]
+    mine = [side for side in (*SIDES, LATENT) if side in artifact.rotations.sides]
+    return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
 def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | None) -> Payload:

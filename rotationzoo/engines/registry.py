@@ -54,7 +54,7 @@ class Entry:
     @property
     def uncentered(self) -> tuple[str, ...]:
         """The sides that keep their mean."""
-        return tuple(side for side in _SIDES if side not in self.means)
+        return tuple(side for side in self.takes if side not in self.means)
 
     @property
     def recipe(self) -> str:

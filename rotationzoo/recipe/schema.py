@@ -212,11 +212,14 @@ class Recipe(Section):
 
     @property
     def centered(self) -> tuple[str, ...]:
-        """The sides that are stored with their mean subtracted. That of latents is added back when
-        they are read, so whatever centers keys or values centers them."""
-        either = self.center_keys or self.center_values
-        centers = {"key": self.center_keys, "value": self.center_values, "latent": either}
+        """Which of keys and values are stored with their mean subtracted."""
+        centers = {"key": self.center_keys, "value": self.center_values}
         return tuple(side for side, centered in centers.items() if centered)
+
+    def centers(self, side: str) -> bool:
+        """Whether a side is stored with its mean subtracted. That of latents is added back when
+        they are read, so whatever centers keys or values centers them."""
+        return side in self.centered or (side == "latent" and bool(self.centered))
 
     def clip(self, side: str) -> float:
         """The clip ratio of a side. A latent is read as keys and as values, and is clipped as the

@@ -75,9 +75,9 @@ def read_latent(path: Path, layer: int) -> SideMatrices:
     entries = _entries(path, content, layer)
     entry = entries[layer]
     rotation, second = entry.get("rotation"), entry.get("q_rotation")
-    both = isinstance(rotation, torch.Tensor) and isinstance(second, torch.Tensor)
-    if both and rotation.shape == second.shape and torch.allclose(rotation, second):
-        del entry["q_rotation"]  # the inverse transposed of an orthogonal matrix is itself
+    if isinstance(rotation, torch.Tensor) and isinstance(second, torch.Tensor):
+        if rotation.shape == second.shape and torch.allclose(rotation, second):
+            del entry["q_rotation"]  # the inverse transposed of an orthogonal matrix is itself
     _check_orthogonal(path, as_mapping(content), entries)
     tensors = {name: _tensors(path, entries, name) for name in _TENSORS}
     for name, by_layer in tensors.items():
