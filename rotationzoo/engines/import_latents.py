@@ -32,7 +32,12 @@ def find_latent_folder(files: Sequence[Path]) -> Path | None:
     folder = files[0].expanduser()
     if len(files) > 1 or not folder.is_dir():
         return None
-    return folder if any(_FILE.fullmatch(path.name) for path in folder.iterdir()) else None
+    return folder if _files_in(folder) else None
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of layers in a folder."""
+    return sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name))
 
 
 def read_latents(folder: Path, transposed: bool) -> RotationFile:
@@ -42,13 +47,12 @@ def read_latents(folder: Path, transposed: bool) -> RotationFile:
     some layers have a mean or eigenvalues.
     """
     sides: dict[int, SideMatrices] = {}
-    for path in sorted(folder.iterdir()):
-        if match := _FILE.fullmatch(path.name):
-            check_regular(path)
-            layer = check_layer(path, match[1])
-            if layer in sides:
-                raise RotationZooError(f"{folder.name} has layer {layer} twice")
-            sides[layer] = read_latent(path, layer)
+    for path in _files_in(folder):
+        check_regular(path)
+        layer = check_layer(path, path.stem.removeprefix("layer_"))
+        if layer in sides:
+            raise RotationZooError(f"{folder.name} has layer {layer} twice")
+        sides[layer] = read_latent(path, layer)
     tables = {}
     for name in ("rotation", "eigenvalues", "mean"):
         table = {layer: getattr(side, name).get(layer) for layer, side in sorted(sides.items())}
@@ -66,7 +70,7 @@ def read_latents(folder: Path, transposed: bool) -> RotationFile:
 
 def hash_of(folder: Path) -> tuple[int, str]:
     """The bytes of the files of all layers together, and a sha256 of their names and hashes."""
-    paths = sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name))
+    paths = _files_in(folder)
     lines = "".join(f"{sha256(path)}  {path.name}\n" for path in paths)
     return sum(path.stat().st_size for path in paths), digest(lines.encode())
 

@@ -75,9 +75,8 @@ def read_latent(path: Path, layer: int) -> SideMatrices:
     entries = _entries(path, content, layer)
     entry = entries[layer]
     rotation, second = entry.get("rotation"), entry.get("q_rotation")
-    if isinstance(rotation, torch.Tensor) and isinstance(second, torch.Tensor):
-        if rotation.shape == second.shape and torch.allclose(rotation, second):
-            del entry["q_rotation"]  # the inverse transposed of an orthogonal matrix is itself
+    if _are_equal(rotation, second):
+        del entry["q_rotation"]  # the inverse transposed of an orthogonal matrix is itself
     _check_orthogonal(path, as_mapping(content), entries)
     tensors = {name: _tensors(path, entries, name) for name in _TENSORS}
     for name, by_layer in tensors.items():
@@ -87,6 +86,12 @@ def read_latent(path: Path, layer: int) -> SideMatrices:
         raise RotationZooError(f"{path.name} is no rotation file: it has no rotation")
     means = {number: mean.flatten() for number, mean in tensors["k_mean"].items()}
     return SideMatrices(tensors["rotation"], "unknown", tensors["eigenvalues"], means)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and torch.allclose(one, other)
 
 
 def _check_orthogonal(path: Path, table: Mapping[str, Any], entries: _Entries) -> None:
