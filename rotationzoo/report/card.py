@@ -47,6 +47,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         recipe=recipe,
         repo=repo,
         layers=layers,
+        sides=LATENT if manifest.has_latents else "{key,value}",
         title=title,
         front_matter=_front_matter(manifest, title),
         name=name_in_commands(manifest.model),
