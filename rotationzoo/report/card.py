@@ -41,13 +41,14 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         name: bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
         for name, format in int2.FORMATS.items()
     }
+    sides = LATENT if manifest.has_latents else "{key,value}"
     return _template().render(
         **_evaluation_values(manifest),
         manifest=manifest,
         recipe=recipe,
         repo=repo,
         layers=layers,
-        sides=LATENT if manifest.has_latents else "{key,value}",
+        sides=sides,
         title=title,
         front_matter=_front_matter(manifest, title),
         name=name_in_commands(manifest.model),
