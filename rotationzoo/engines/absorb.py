@@ -80,30 +80,24 @@ def _latent_changes(
     changes: Changes = {}
     for layer in cached_layers(geometry):
         matrix, path = artifact.rotations[layer.index].key.matrix[0].double(), paths[layer.index]
-        rank = layer.key_dim
         for part, tensor in model.get_submodule(f"{path}.{DOWN}").named_parameters():
             changes[f"{path}.{DOWN}.{part}"] = Change(tensor.shape, _rotate_first_rows(matrix))
         norm, up = f"{path}.{NORM}.weight", f"{path}.{UP}.weight"
-        changes[norm] = Change(torch.Size([rank]), torch.ones_like)
+        changes[norm] = Change(model.get_parameter(norm).shape, torch.ones_like)
         shape = model.get_parameter(up).shape
-
-        def read_rotated(
-            weight: torch.Tensor, scales: torch.Tensor, matrix: torch.Tensor = matrix
-        ) -> torch.Tensor:
-            return (weight * scales) @ matrix
-
-        changes[up] = Change(shape, read_rotated, reads=norm)
+        changes[up] = Change(shape, _read_rotated(matrix), reads=norm)
     return changes
 
 
 def _rotate_first_rows(matrix: torch.Tensor) -> Transform:
     """Rotate the latent that a projection computes, and leave the key with RoPE after it."""
+    rank = len(matrix)
+    return lambda tensor: torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
 
-    def transform(tensor: torch.Tensor) -> torch.Tensor:
-        rank = len(matrix)
-        return torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
 
-    return transform
+def _read_rotated(matrix: torch.Tensor) -> Transform:
+    """Read rotated latents that lack the scales of their norm."""
+    return lambda weight, scales: (weight * scales) @ matrix
 
 
 def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = silent) -> Path:

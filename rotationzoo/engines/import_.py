@@ -248,8 +248,8 @@ def _import_latents(job: Import, folder: Path, started: float) -> Artifact:
     source, geometry = fit_to_model(file, job.model, job.revision)
     check_group_size(job.group_size, head_dims(geometry))
     recipe, notes = recipe_of_latents(file, job.group_size, job.served)
-    size, hash = hash_of(folder)
-    identity = _identity(job, source, recipe, {LATENT: hash})
+    size, digest = hash_of(folder)
+    identity = _identity(job, source, recipe, {LATENT: digest})
     if (finished := _finished_artifact(job, identity)) is not None:
         return finished
     layers = {}
@@ -259,7 +259,7 @@ def _import_latents(job: Import, folder: Path, started: float) -> Artifact:
     objective = file.content.objective
     imported = {
         "format": file.format,
-        "files": {LATENT: {"name": objective, "size": size, "sha256": hash}},
+        "files": {LATENT: {"name": objective, "size": size, "sha256": digest}},
         "objectives": {LATENT: objective},
         "calibration": {},
         "notes": notes,
