@@ -16,7 +16,7 @@ import torch
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.capture import Attention, decoder, intercept
 from rotationzoo.model.centering import ignores_shift
-from rotationzoo.model.latent import expand, is_latent
+from rotationzoo.model.latent import OUTPUT, expand
 from rotationzoo.rotations import LATENT, SIDES
 
 if TYPE_CHECKING:
@@ -233,14 +233,15 @@ def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bo
     """Whether the keys and values of a call were made of cached latents and of cached keys with
     RoPE, which all heads share. On `meta` only shapes can tell."""
     attend = call.attend
-    if not is_latent(attend) or attend.latent is None or latents.shape != attend.latent.shape:
+    if attend.latent is None or not hasattr(attend.module, OUTPUT):
         return False
-    if latents.shape[1] != 1 or rope.shape[1] != 1 or rope.shape[-1] >= call.key.shape[-1]:
+    width = call.key.shape[-1] - rope.shape[-1]
+    if latents.shape != attend.latent.shape or (latents.shape[1], rope.shape[1]) != (1, 1):
         return False
     keys, values = expand(attend, attend.latent, call.key, call.value.shape[-1])
-    shared = call.key[..., call.key.shape[-1] - rope.shape[-1] :]
+    shared = call.key[..., width:]
     pairs = [(keys, call.key), (values, call.value), (latents, attend.latent)]
-    if any(one.shape != other.shape for one, other in pairs):
+    if width <= 0 or any(one.shape != other.shape for one, other in pairs):
         return False
     pairs.append((rope.expand_as(shared), shared))
     return call.key.is_meta or all(_are_close(one, other) for one, other in pairs)

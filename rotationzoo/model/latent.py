@@ -24,11 +24,6 @@ UP, DOWN, NORM, OUTPUT = "kv_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o
 """What transformers calls the parts of every attention of this kind."""
 
 
-def is_latent(attend: Attention) -> bool:
-    """Whether the keys and values of this call were made of a latent."""
-    return attend.latent is not None and hasattr(attend.module, OUTPUT)
-
-
 def expand(
     attend: Attention, latents: torch.Tensor, key: torch.Tensor, value_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
