@@ -14,6 +14,8 @@ from rotationzoo.linalg.compositions import orthogonality_error
 from rotationzoo.words import counted
 
 SIDES = ("key", "value")
+LATENT = "latent"
+"""The one side of a layer whose keys and values are both made of a latent."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,23 @@ class Rotation:
 
 @dataclass(frozen=True)
 class LayerRotations:
-    """The key and value rotations of one layer."""
+    """The key and value rotations of one layer; for latents, which are read as both, they are
+    one."""
 
     key: Rotation
     value: Rotation
+    sides: tuple[str, ...] = SIDES
+
+    @classmethod
+    def of_sides(cls, rotations: Mapping[str, Rotation]) -> "LayerRotations":
+        """The rotations of a layer by its sides: those of `key` and `value`, or of `latent`."""
+        if LATENT in rotations:
+            return cls(rotations[LATENT], rotations[LATENT], (LATENT,))
+        return cls(rotations["key"], rotations["value"])
 
     def __getitem__(self, side: str) -> Rotation:
-        """The rotation of a side, `key` or `value`."""
-        return {"key": self.key, "value": self.value}[side]
+        """The rotation of a side, `key` or `value`, or `latent`."""
+        return {"key": self.key, "value": self.value, LATENT: self.key}[side]
 
 
 class Rotations(Mapping[int, LayerRotations]):
@@ -113,20 +124,28 @@ class Rotations(Mapping[int, LayerRotations]):
 
     def each(self) -> Iterator[tuple[int, str, Rotation]]:
         """Yield `(layer, side, rotation)` for every layer, keys before values."""
-        for layer, sides in self._layers.items():
-            for side in SIDES:
-                yield layer, side, sides[side]
+        for layer, rotations in self._layers.items():
+            for side in rotations.sides:
+                yield layer, side, rotations[side]
 
     def replace(self, change: Callable[[int, str, Rotation], Rotation]) -> "Rotations":
         """New rotations, each replaced by what `change(layer, side, rotation)` returns."""
+        layers: dict[int, dict[str, Rotation]] = {layer: {} for layer in self._layers}
+        for layer, side, rotation in self.each():
+            layers[layer][side] = change(layer, side, rotation)
         return Rotations(
-            {
-                layer: LayerRotations(
-                    key=change(layer, "key", sides.key), value=change(layer, "value", sides.value)
-                )
-                for layer, sides in self._layers.items()
-            }
+            {layer: LayerRotations.of_sides(changed) for layer, changed in layers.items()}
         )
+
+    @property
+    def sides(self) -> set[str]:
+        """What the layers rotate: `key` and `value`, `latent`, or all of these."""
+        return {side for _, side, _ in self.each()}
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether any layer caches latents, and not keys and values of heads."""
+        return LATENT in self.sides
 
     @property
     def per_head(self) -> bool:

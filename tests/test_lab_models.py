@@ -84,6 +84,23 @@ def test_a_gpt_oss_is_trained_on_the_gradients_of_its_own_attention_and_experts(
         torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-3, atol=1e-6)
 
 
+def test_a_model_with_latents_learns_in_two_steps():
+    torch.manual_seed(0)
+    lab, size = train_lab_models.MODELS["deep-mla"], train_lab_models.SMALL
+    model = train_lab_models.new_model(lab, size, 0, size.vocabulary)
+    assert not [name for name, _ in model.named_modules() if name.endswith("experts")]
+    ids = torch.randint(size.vocabulary, (2, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lab.learning_rate)
+    losses = []
+    for _ in range(3):
+        loss = train_lab_models.loss_of(model, ids, torch.ones_like(ids))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
+
+
 @pytest.mark.parametrize(
     "config", [transformers.Qwen3Config, transformers.Qwen2Config, transformers.LlamaConfig]
 )

@@ -159,11 +159,12 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(space):
     assert "there is no model someone/nothing on the hub" in text
     publish_model(
         space.hub, "someone/latent", model_type="deepseek_v3", kv_lora_rank=512,
-        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, head_dim=64,
+        num_key_value_heads=32,
     )  # fmt: skip
     status, _, text = space.ask("/plan?model=someone/latent")
-    assert status == 200
-    assert "There can be no rotations for this model: it caches a compressed latent" in text
+    assert status == 200, text
+    assert "rotationzoo calibrate someone/latent" in text
 
 
 def test_a_visitor_signs_in_and_asks_for_rotations(space, browser, inside, monkeypatch):

@@ -13,7 +13,7 @@ from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
+from rotationzoo.rotations import LATENT, SIDES, LayerRotations, Rotation, Rotations
 
 OPTIONAL = ("eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels")
 """Fields of a rotation that may be missing; tensors have their names."""
@@ -70,8 +70,10 @@ def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
     layers = sorted({split_name(name)[0] for name in tensors})
     rotations = {}
     for layer in layers:
-        key, value = (_rotation_from(tensors, layer, side) for side in SIDES)
-        rotations[layer] = LayerRotations(key, value)
+        is_latent = matrix_name(layer, LATENT) in tensors
+        sides = (LATENT,) if is_latent else SIDES
+        by_side = {side: _rotation_from(tensors, layer, side) for side in sides}
+        rotations[layer] = LayerRotations.of_sides(by_side)
     return Rotations(rotations)
 
 
@@ -134,13 +136,14 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         heads = _matrices(recipe, layer.kv_heads)
-        for side, dim in zip(SIDES, (layer.key_dim, layer.value_dim), strict=True):
+        for side in layer.sides:
+            dim = layer.dims[side]
             fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
                 "rotation": (torch.float32, (heads, dim, dim)),
                 "eigenvalues": (torch.float32, (heads, dim)),
                 "clip": (torch.float64, (layer.kv_heads,)),
             }
-            if side in recipe.centered:
+            if recipe.centers(side):
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
             if recipe.feedback:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
@@ -175,10 +178,10 @@ def recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         heads = _matrices(recipe, layer.kv_heads)
-        key = recipe.key_statistic, layer.key_dim
-        value = recipe.value_statistic, layer.value_dim
-        for kind, dim in (key, value):
-            shapes[_moment_name(layer.index, kind)] = torch.float64, (heads, dim, dim)
+        for side in layer.sides:
+            dim, kinds = layer.dims[side], recipe.target_kinds(side)
+            for kind in kinds:
+                shapes[_moment_name(layer.index, kind)] = torch.float64, (heads, dim, dim)
     return shapes
 
 

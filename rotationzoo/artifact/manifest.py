@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from rotationzoo.artifact.measured import Summary
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import plain
 from rotationzoo.storage.strict_json import Count, Sha256, Strict
@@ -56,6 +56,7 @@ class Layer(Strict, extra="forbid"):
     key_dim: _Size
     value_dim: _Size
     shift_invariant: bool | None = None
+    rope_dim: Count | None = None
 
 
 class Calibration(Strict):
@@ -89,7 +90,8 @@ class Imported(Strict):
 
     @model_validator(mode="after")
     def _both_sides(self) -> "Imported":
-        if set(self.files) != set(SIDES) or set(self.objectives) != set(SIDES):
+        sides = {LATENT} if LATENT in self.files else set(SIDES)
+        if set(self.files) != sides or set(self.objectives) != sides:
             raise ValueError("it needs a file and an objective of keys and of values")
         return self
 
@@ -154,6 +156,11 @@ class Manifest(Strict):
     def clip_ratios(self) -> dict[str, float]:
         """The clip ratios to serve with, for `key` and `value`."""
         return {side: self.recipe[f"{side}_clip"] for side in SIDES}
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether the model caches latents, and not keys and values of heads."""
+        return any(layer.rope_dim is not None for layer in self.geometry)
 
     @field_validator("imported")
     @classmethod

@@ -82,7 +82,7 @@ class HeadMeasures(Figures):
     the output projection: the layer's own is measured behind it."""
     key_row_range: list[float | None]
     """`(max - min) / rms` of a key row, averaged over all rows past the sink, in the coordinates in
-    which it is rounded. None for keys that are not rounded, or not row by row."""
+    which it is rounded, or of a latent. None for keys not rounded, or not row by row."""
     value_row_range: list[float | None]
     """The same of values."""
 

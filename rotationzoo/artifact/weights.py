@@ -22,10 +22,10 @@ class Record(strict_json.Strict):
 
 
 def record_text(artifact: Artifact, published: Source, copy: Source) -> bytes:
-    """The record of a copy of a model that carries an artifact's value rotation."""
+    """The record of a copy of a model that carries an artifact's value or latent rotation."""
     record = {
         "rotationzoo": __version__,
-        "absorbed": "value rotation",
+        "absorbed": "latent rotation" if artifact.rotations.has_latents else "value rotation",
         "artifact": artifact.identity,
         "model": artifact.content["model"],
         "published_weights": weights_fingerprint(published),

@@ -17,7 +17,7 @@ from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import SIDES, Rotation, Rotations
+from rotationzoo.rotations import LATENT, SIDES, Rotation, Rotations
 
 COARSE = replace(FINE, fine_channels=0)
 """Codes of 2 bits with a scale: what a budget starts from."""
@@ -99,18 +99,24 @@ def check_budget(recipe: Recipe, geometry: Geometry) -> None:
     for sides, bits in _budgets(recipe):
         places = []
         for layer in cached_layers(geometry):
-            places += [Place(0, layer.kv_heads, layer.dims[side]) for side in sides]
+            mine = [side for side in layer.sides if side in sides]
+            places += [Place(0, layer.kv_heads, layer.dims[side]) for side in mine]
         _extra_bits(places, bits, recipe)
 
 
 def _budgets(recipe: Recipe) -> list[tuple[Sequence[str], float]]:
     """The budgets of a recipe: the sides that share one, and its bits an element."""
-    budgets = [(SIDES, recipe.bits), (["key"], recipe.key_bits), (["value"], recipe.value_bits)]
+    every = *SIDES, LATENT
+    budgets = [(every, recipe.bits), (["key"], recipe.key_bits), (["value"], recipe.value_bits)]
     return [(sides, bits) for sides, bits in budgets if bits is not None]
 
 
 def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
     """Bits an element that a budget leaves beyond codes of 2 bits and their scales."""
+    if not places:
+        raise RotationZooError(
+            "a budget for keys and one for values leave none for latents", hint="give --bits alone"
+        )
     taken = 0.0
     for place in places:
         taken += place.elements * int2.bits_per_element(place.dim, recipe.group_size, COARSE)

@@ -11,7 +11,7 @@ from rotationzoo.artifact.layout import expected_layout, rotation_tensors, stati
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
 from rotationzoo.calibration.budget import budget_problems
-from rotationzoo.calibration.fit import factor_problems, fit
+from rotationzoo.calibration.fit import factor_problems, fit, sum_moments
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering
@@ -73,9 +73,8 @@ class Claim:
 
     def _clip_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Clip ratios that differ from the recipe's."""
-        clips = {"key": self.recipe.key_clip, "value": self.recipe.value_clip}
         for layer, side, rotation in rotations.each():
-            if not (rotation.clip == clips[side]).all():
+            if not (rotation.clip == self.recipe.clip(side)).all():
                 yield f"{side} clip ratio not that of the recipe", layer
 
     def origin_problems(
@@ -106,7 +105,8 @@ class Claim:
         """Keys stored without their mean, although a layer's attention is known not to ignore
         it."""
         moved = shifted_layers(self.geometry)
-        centered = any(sides.key.mean is not None for sides in rotations.values())
+        keys = [rotation for _, side, rotation in rotations.each() if side == "key"]
+        centered = any(rotation.mean is not None for rotation in keys)
         if centered and moved:
             return [f"keys are stored without their mean: {centering.reason(moved)}"]
         return []
@@ -128,10 +128,11 @@ class Claim:
         from."""
         for layer, sides in rotations.items():
             averages = statistics.get(layer, {})
-            if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
+            if self._diagonalise(sides, averages, {side: side for side in sides.sides}):
                 continue
             # Swapped sides are the likeliest mistake, so they get a message of their own.
-            if self._diagonalise(sides, averages, {"key": "value", "value": "key"}):
+            swapped = {"key": "value", "value": "key"}
+            if sides.sides == SIDES and self._diagonalise(sides, averages, swapped):
                 yield "key and value swapped", layer
             else:
                 yield "rotations that do not come from the stored statistics", layer
@@ -141,12 +142,11 @@ class Claim:
     ) -> bool:
         """Whether each side's rotation diagonalises the statistic of the side that `statistic_of`
         names. A statistic that is missing counts as agreeing."""
-        kinds = {"key": self.recipe.key_statistic, "value": self.recipe.value_statistic}
-        for side in SIDES:
-            average = averages.get(kinds[statistic_of[side]])
-            if average is None:
+        for side, other in statistic_of.items():
+            kinds = self.recipe.target_kinds(other)
+            if not averages.keys() >= set(kinds):
                 continue
-            if not self._diagonalises(sides[side], average.second_moment):
+            if not self._diagonalises(sides[side], sum_moments(averages, kinds)):
                 return False
         return True
 

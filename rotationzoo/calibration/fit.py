@@ -3,7 +3,7 @@ factors with which a writer chooses codes by error feedback.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,13 +15,14 @@ from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
+from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
 
 Moments = Mapping[int, Mapping[str, Moment]] | Mapping[int, Mapping[str, Average]]
 """Layer -> kind -> moment, as sums or as averages."""
 
-METRIC_KINDS = {"key": "query", "value": "output"}
-"""Side -> the statistic in whose second moment errors of its rows count."""
+METRIC_KINDS = {"key": ("query",), "value": ("output",), LATENT: ("query", "output")}
+"""Side -> the statistics in whose second moments errors of its rows count. Both reads of a latent
+cost the same squares of the layer's output (`model.latent`), so they are added as they are."""
 # 0 was measured with the kernels and the number of threads that wrote them, and with others of the
 # same processor; calibrated anew with those, factors differ by 1.4e-5 of the largest.
 _CLOSE, _NOTHING = 1e-4, 1e-6
@@ -53,7 +54,7 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
         raise RotationZooError(f"the recipe {recipe.name} has error feedback and needs statistics")
 
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-        moment = statistics[layer][METRIC_KINDS[side]].second_moment
+        moment = sum_moments(statistics[layer], METRIC_KINDS[side])
         whitened = replace(rotation, whitening=whiten(statistics, recipe, layer, side))
         return replace(whitened, feedback=factorize(error_metric(whitened, moment)))
 
@@ -102,17 +103,26 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
     """
     layers = {}
     for layer in cached_layers(geometry):
-        key, value = (_fit_side(statistics, recipe, layer, side) for side in SIDES)
-        layers[layer.index] = LayerRotations(key, value)
+        rotations = {side: _fit_side(statistics, recipe, layer, side) for side in layer.sides}
+        layers[layer.index] = LayerRotations.of_sides(rotations)
     return add_factors(Rotations(layers), statistics, recipe)
 
 
 def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str) -> torch.Tensor:
     """The second moment `[H, D, D]` whose eigenbasis one side uses. H is 1 if the recipe pools the
     heads of a layer."""
-    kind = recipe.key_statistic if side == "key" else recipe.value_statistic
-    second_moment = statistics[layer][kind].second_moment.cpu()
+    second_moment = sum_moments(statistics[layer], recipe.target_kinds(side))
     return second_moment.mean(0, keepdim=True) if recipe.pooling == "layer" else second_moment
+
+
+def sum_moments(
+    moments: Mapping[str, Moment] | Mapping[str, Average], kinds: Sequence[str]
+) -> torch.Tensor:
+    """The sum of the second moments `[H, D, D]` of some kinds, on the CPU."""
+    total = moments[kinds[0]].second_moment.cpu()
+    for kind in kinds[1:]:
+        total = total + moments[kind].second_moment.cpu()
+    return total
 
 
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> Rotation:
@@ -123,8 +133,7 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         raise RotationZooError(
             f"the {side} rotation of layer {layer.index} is off orthogonality by {error:.1e}"
         )
-    ratio = recipe.key_clip if side == "key" else recipe.value_clip
-    clip = torch.full((layer.kv_heads,), ratio, dtype=torch.float64)
+    clip = torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64)
     return Rotation(
         matrix.float().contiguous(),
         clip,
@@ -137,7 +146,7 @@ def _mean(
     statistics: Statistics | None, recipe: Recipe, layer: int, side: str
 ) -> torch.Tensor | None:
     """The mean `[H, D]` that a side is stored without; None where the recipe does not center it."""
-    if side not in recipe.centered:
+    if not recipe.centers(side):
         return None
     assert statistics is not None
     return statistics[layer][side].mean.float().cpu().contiguous()
@@ -150,7 +159,7 @@ def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.
         return None
     average = statistics[layer][side]
     moment, mean = average.second_moment.double().cpu(), average.mean
-    if side in recipe.centered:
+    if recipe.centers(side):
         assert mean is not None
         moment = moment - torch.einsum("hi,hj->hij", mean.double().cpu(), mean.double().cpu())
     return whitening(moment)

@@ -93,25 +93,28 @@ class Footprint:
 
     @property
     def statistics(self) -> int:
-        """The statistics: four float64 second moments per layer, and one more with key energy."""
+        """The statistics: a float64 second moment per layer of whatever it has, and one more with
+        key energy."""
         if not self.recipe.needs_statistics:
             return 0
-        value_moments = 2 + int(self.recipe.value_statistic == "key_energy")
-        return sum(
-            8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
-            for layer in cached_layers(self.geometry)
-        )
+        more = int(self.recipe.value_statistic == "key_energy")
+        total = 0
+        for layer in cached_layers(self.geometry):
+            squares = sum(dim**2 for dim in layer.dims.values()) + more * layer.value_dim**2
+            total += 8 * layer.kv_heads * squares
+        return total
 
     @property
     def rotations(self) -> int:
-        """The rotations: two float32 matrices per KV head, or per layer if heads are pooled, and
-        the factors of error feedback of every KV head."""
+        """The rotations: a float32 matrix per side and KV head, or per layer if heads are pooled,
+        and the factors of error feedback of every KV head."""
         total = 0
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
-            total += 4 * heads * (layer.key_dim**2 + layer.value_dim**2)
+            squares = sum(layer.dims[side] ** 2 for side in layer.sides)
+            total += 4 * heads * squares
             if self.recipe.feedback:
-                total += 4 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2)
+                total += 4 * layer.kv_heads * squares
         return total
 
     def peak(self, weights: int) -> int:

@@ -1,13 +1,16 @@
-"""Observers that add each layer's queries, keys, values and attention outputs to the running
-sums."""
+"""Observers that add each layer's queries, keys, values and attention outputs, or its latents and
+what errors of them cost, to the running sums."""
 
 import torch
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.model.capture import Attention
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
+from rotationzoo.model.latent import read_errors
 from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import LATENT
 
 
 def zero_statistics(
@@ -17,7 +20,7 @@ def zero_statistics(
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
         dims = layer.dims
-        if recipe.value_statistic == "key_energy":
+        if recipe.value_statistic == "key_energy" and "value" in layer.sides:
             dims["key_energy"] = layer.value_dim
         statistics[layer.index] = {
             kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims.items()
@@ -41,13 +44,19 @@ def add_rows(
     # Sums stay on the device of the layer that owns them; weights may be spread over several.
     if layer.owner == layer.index:
         moments[kind] = moments[kind].to(tensor.device)
-    moment = moments[kind]
-    by_kv_head = torch.unflatten(tensor, 1, (layer.kv_heads, -1))
-    weight = None if weights is None else torch.unflatten(weights, 1, (layer.kv_heads, -1))
+    _add(moments[kind], tensor, weights)
+
+
+def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+    """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to a moment of as many heads or
+    fewer."""
+    heads = len(moment.weight)
+    by_kv_head = torch.unflatten(tensor, 1, (heads, -1))
+    weight = None if weights is None else torch.unflatten(weights, 1, (heads, -1))
     if run_sums.on_tensor_cores(tensor):
         if weight is not None:
             weight = weight.transpose(0, 1).flatten(1).to(moment.second.device)
-        rows = run_sums.rows_of_heads(tensor, layer.kv_heads).to(moment.second.device)
+        rows = run_sums.rows_of_heads(tensor, heads).to(moment.second.device)
         run_sums.add_runs(moment, rows, weight)
         return
     for number, row in enumerate(by_kv_head):  # one at a time limits the size of float64 copies
@@ -61,7 +70,8 @@ class MomentObserver:
     Keys and values count from position `skip` on.
     """
 
-    kinds: tuple[str, ...] = ("query", "key", "value", "output")
+    kinds: tuple[str, ...] = ("query", "key", "value", "output", LATENT)
+    """What it adds to, of what a layer has."""
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
         self.layers = {layer.index: layer for layer in geometry}
@@ -84,6 +94,46 @@ class MomentObserver:
         if layer.owner == layer.index:
             add_rows(self.statistics, layer, "key", key[:, :, self.skip :])
             add_rows(self.statistics, layer, "value", value[:, :, self.skip :])
+
+    def watch(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attend: Attention,
+    ) -> torch.Tensor:
+        """An `Intercept` that adds up what the attention of a layer reads, and changes nothing."""
+        output = attend(query, key, value)
+        layer = self.layer(index)
+        if layer.rope_dim is None:
+            self(index, query, key, value, output.transpose(1, 2))
+        else:
+            self._add_latents(layer, attend, query, key, value, output)
+        return output
+
+    def _add_latents(
+        self,
+        layer: Layer,
+        attend: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Add the latents of a call, and what errors of them cost."""
+        assert attend.latent is not None
+        add_rows(self.statistics, layer, LATENT, attend.latent[:, :, self.skip :])
+        errors = read_errors(attend, query, key, value, output, self.skip)
+        heads, dim = query.shape[1], errors.queries.shape[-1]
+        by_head = Moment.zeros(heads, dim, query.device)
+        _add(by_head, errors.queries)
+        absorbed = errors.absorb(by_head)
+        nothing = torch.zeros_like(absorbed.first)
+        reads = Moment(errors.value_metric[None], nothing, absorbed.weight)
+        moments = self.statistics[layer.index]
+        for kind, added in {"query": absorbed, "output": reads}.items():
+            moments[kind] = moments[kind].to(query.device) + added
 
     def layer(self, index: int) -> Layer:
         """The layer with this index. Raises `UnsupportedModel` if it was not found before."""

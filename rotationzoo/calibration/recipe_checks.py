@@ -10,9 +10,10 @@ from rotationzoo.calibration.budget import check_budget
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
-from rotationzoo.model.geometry import Geometry, check_group_size, head_dims
+from rotationzoo.model.geometry import Geometry, check_group_size, has_latents, head_dims
 from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import LATENT
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -29,6 +30,17 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
         raise RotationZooError(
             "the composition 'given' stands for imported matrices and cannot be calibrated",
             hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
+        )
+    if has_latents(geometry) and not recipe.target_kinds(LATENT):
+        raise RotationZooError(
+            f"latents have no statistics {recipe.key_statistic} and {recipe.value_statistic}, as "
+            f"the recipe {recipe.name} asks for",
+            hint="give key_statistic: query and value_statistic: output, or key and value",
+        )
+    if has_latents(geometry) and recipe.data.media:
+        raise RotationZooError(
+            "images and audio are not counted for models that cache latents yet",
+            hint="calibrate on text: leave out --images and --audio",
         )
     dims = head_dims(geometry)
     check_group_size(recipe.group_size, dims)

@@ -94,7 +94,7 @@ class RunningSums:
         self._torn = True
         totals, parts = [], []
         for layer, moments in self.batch.items():
-            for kind in kinds:
+            for kind in filter(moments.__contains__, kinds):
                 total = self.whole[layer][kind].to(moments[kind].second.device)
                 self.whole[layer][kind] = total
                 totals += _sums(total)
@@ -126,7 +126,8 @@ def check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
     """
     by_device = defaultdict(list)
     for layer, kind in itertools.product(statistics, kinds):
-        by_device[statistics[layer][kind].second.device].append((layer, kind))
+        if kind in statistics[layer]:
+            by_device[statistics[layer][kind].second.device].append((layer, kind))
     for of_device in by_device.values():
         moments = [statistics[layer][kind] for layer, kind in of_device]
         first = torch.stack(torch._foreach_norm([moment.first for moment in moments]))

@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.calibration.budget import COARSE
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.prediction import divergence_of, run_decoder
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import SIDES, Rotation, Rotations
+from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
@@ -41,7 +41,7 @@ def measure_sensitivities(
     `rows` are token ids `[T]`. The longest are read, once exact and once for every layer and side.
     Windows are those of the recipe, or a quarter of a shorter row.
     """
-    places = [(layer.index, side) for layer in cached_layers(geometry) for side in SIDES]
+    places = [(layer, side) for layer, side, _ in rotations.each()]
     readers: dict[int, set[int]] = {}
     for layer in geometry:
         readers.setdefault(layer.owner, set()).add(layer.index)

@@ -27,7 +27,8 @@ def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> i
     every cache.
 
     * `bf16`, `fp8`: 16 and 8 bits an element, nothing else.
-    * `int4`: 4 bits an element; each row of a head has a scale and an offset. No token is exact.
+    * `int4`: 4 bits an element; each row of a head, or latent, has a scale and an offset. No token
+      is exact, and the key beside a latent is.
     * `int2`: the same with 2 bits, and the exact windows of `storage`.
     """
     if cache in _PLAIN_BITS:
@@ -40,8 +41,7 @@ def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> i
 def elements(shape: Shape, context: int) -> int:
     """Cached elements of one request of `context` tokens, without the states of linear
     attention."""
-    of_layers = sum(layer.elements * layer.tokens_held(context) for layer in shape.layers)
-    return of_layers + shape.latent_elements * context
+    return sum(layer.elements * layer.tokens_held(context) for layer in shape.layers)
 
 
 def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> int | None:
@@ -63,12 +63,12 @@ def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> in
 
 def _quantized_bits(layer: CachedLayer, cache: str, context: int, storage: Storage) -> int:
     held = layer.tokens_held(context)
-    # Each head has a key and a value row per token, each with a scale and an offset.
-    metadata = layer.kv_heads * 2 * 2 * storage.format.metadata_bits
+    metadata = layer.rows * 2 * storage.format.metadata_bits
+    metadata += (layer.elements - layer.rounded) * _EXACT_BITS
     if cache == "int4":
-        return held * (4 * layer.elements + metadata)
+        return held * (4 * layer.rounded + metadata)
     exact = _exact_tokens(held, context, storage)
-    return exact * layer.elements * _EXACT_BITS + (held - exact) * (2 * layer.elements + metadata)
+    return exact * layer.elements * _EXACT_BITS + (held - exact) * (2 * layer.rounded + metadata)
 
 
 def _exact_tokens(held: int, context: int, storage: Storage) -> int:

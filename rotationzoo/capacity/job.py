@@ -4,17 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.capacity.cache_bytes import CACHES, Storage, longest_context, request_bytes
+from rotationzoo.capacity.cache_bytes import Storage, longest_context, request_bytes
 from rotationzoo.capacity.cards import Card
 from rotationzoo.capacity.shape import Shape, read_shape
 from rotationzoo.capacity.weights import Weights, text_config, weigh
 from rotationzoo.model.files import read_json
 from rotationzoo.model.source import Source, find
 
-LATENT_REASON = (
-    "it caches a compressed latent (MLA), which all heads share and which a rotation per KV head "
-    "does not fit"
-)
 # `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
 
@@ -33,7 +29,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Capacity:
-    """A model measured against a wish. `refusal` says why it cannot have a 2-bit cache."""
+    """A model measured against a wish."""
 
     wish: Wish
     source: Source
@@ -41,12 +37,11 @@ class Capacity:
     weights: Weights
     positions: int | None
     """How many positions the model was made for."""
-    refusal: str | None
 
     @property
-    def caches(self) -> tuple[str, ...]:
-        """The caches that this model can have: a latent has no 4-bit and 2-bit cache."""
-        return CACHES[:2] if self.refusal else CACHES
+    def caches_latents(self) -> bool:
+        """Whether the model caches latents, and not keys and values of heads."""
+        return any(layer.rope_dim is not None for layer in self.shape.layers)
 
     def sizes_of_weights(self) -> dict[str, int]:
         """Bytes of the weights, by the name of their format."""
@@ -78,10 +73,9 @@ def measure_capacity(wish: Wish) -> Capacity:
     config = read_json(source.folder / "config.json")
     shape = read_shape(source)
     weights = weigh(source, config, shape)
-    refusal = LATENT_REASON if shape.latent_elements else None
     positions = text_config(config).get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None
-    return Capacity(wish, source, shape, weights, positions, refusal)
+    return Capacity(wish, source, shape, weights, positions)
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def judge_wish(capacity: Capacity, card: Card) -> Answer:
         return Answer(words, context=_fitting_context(capacity, card))
     weights, cache = fitting
     words = f"Yes: {card.name} holds {wish} with {WEIGHTS_WORDS[weights]} and a cache in {cache}"
-    if (smallest := capacity.caches[-1]) != cache:
+    if (smallest := CACHES[-1]) != cache:
         words += f", or {capacity.most_requests(smallest, weights, card):,} in {smallest}"
     return Answer(words, weights, cache)
 
@@ -52,7 +52,7 @@ def judge_wish(capacity: Capacity, card: Card) -> Answer:
 def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
     """The weights and the cache with which a wish fits a card: weights as published come before
     weights in 4 bits, and larger caches before smaller ones."""
-    for weights, cache in product(WEIGHTS_WORDS, capacity.caches):
+    for weights, cache in product(WEIGHTS_WORDS, CACHES):
         if capacity.most_requests(cache, weights, card) >= capacity.wish.requests:
             return weights, cache
     return None
@@ -60,7 +60,7 @@ def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
 
 def _shortage(capacity: Capacity, card: Card) -> str:
     """Why a wish does not fit, even with the smallest weights and cache."""
-    cache, wish = capacity.caches[-1], capacity.wish
+    cache, wish = CACHES[-1], capacity.wish
     need = size_words(wish.requests * capacity.request_bytes(cache))
     four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
     if capacity.weights.four_bit > card.usable:
@@ -77,7 +77,7 @@ def _shortage(capacity: Capacity, card: Card) -> str:
 
 def _what_fits(capacity: Capacity, card: Card) -> str:
     """The nearest wishes that fit: fewer tokens, or more cards of the kind."""
-    cache, words = capacity.caches[-1], ""
+    cache, words = CACHES[-1], ""
     if tokens := _fitting_context(capacity, card):
         words += f"; --context {tokens} fits with weights in 4 bits and a cache in {cache}"
     for count in range(2, _MOST_CARDS + 1):
@@ -92,15 +92,13 @@ def _what_fits(capacity: Capacity, card: Card) -> str:
 def _fitting_context(capacity: Capacity, card: Card) -> int | None:
     """The most tokens of each request, in the smallest weights and cache; None if none fit."""
     free = (card.usable - capacity.weights.four_bit) // capacity.wish.requests
-    cache = capacity.caches[-1]
+    cache = CACHES[-1]
     return longest_context(capacity.shape, cache, free, capacity.wish.storage) or None
 
 
 def remarks(capacity: Capacity) -> list[str]:
     """Remarks: what the numbers leave out, and what prevents the wish on any card."""
     wish, lines = capacity.wish, []
-    if capacity.refusal:
-        lines.append(f"{wish.model} cannot have an int2 cache: {capacity.refusal}")
     if capacity.positions is not None and wish.context > capacity.positions:
         lines.append(
             f"{wish.model} was made for {counted(capacity.positions, 'position')}: a request of "
@@ -114,17 +112,12 @@ def remarks(capacity: Capacity) -> list[str]:
 
 
 def capacity_json(capacity: Capacity) -> dict[str, Any]:
-    """The report: sizes in bytes, None where something cannot be."""
+    """The report: sizes in bytes."""
     wish, shape = capacity.wish, capacity.shape
-    sizes = {cache: capacity.request_bytes(cache) for cache in capacity.caches}
-    of_all = dict.fromkeys(CACHES) | sizes
-    per_token: dict[str, float | None] = dict.fromkeys(CACHES)
-    for cache, size in sizes.items():
-        per_token[cache] = size / wish.context
-    bits = None
-    if not capacity.refusal:
-        kept = sizes["int2"] - shape.state_bytes
-        bits = kept * 8 / elements(shape, wish.context)
+    sizes = {cache: capacity.request_bytes(cache) for cache in CACHES}
+    per_token = {cache: size / wish.context for cache, size in sizes.items()}
+    kept = sizes["int2"] - shape.state_bytes
+    bits = kept * 8 / elements(shape, wish.context)
     chosen = card_json(capacity, wish.card)
     states = None if shape.uncounted_states else shape.state_bytes
     sliding = [layer for layer in shape.layers if layer.window is not None]
@@ -143,9 +136,9 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "weights_from": capacity.weights.origin,
         "bits_per_element": bits,
         "kv_bytes_per_token": per_token,
-        "kv_bytes_per_request": of_all,
+        "kv_bytes_per_request": sizes,
         "state_bytes_per_request": states,
-        "refusal": capacity.refusal,
+        "refusal": None,  # whatever can be planned has every cache
         "gpu": chosen,
         "max_context": chosen["weights"]["published"]["max_context"],
         "max_requests": chosen["weights"]["published"]["max_requests"],
@@ -159,7 +152,7 @@ def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
     weights: dict[str, dict[str, Any]] = {}
     for name, size in capacity.sizes_of_weights().items():
         contexts, requests = {}, {}
-        for cache in capacity.caches:
+        for cache in CACHES:
             contexts[cache] = capacity.longest_context(cache, name, card)
             requests[cache] = capacity.most_requests(cache, name, card)
         weights[name] = {

@@ -15,19 +15,32 @@ from rotationzoo.model.source import Source
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """One layer that stores keys and values of its own. Layers that read another layer's cache, and
-    layers without attention, have none."""
+    """One layer that stores keys and values of its own, or latents, which have one KV head. Layers
+    that read another layer's cache, and layers without attention, have none."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
     """How many tokens a layer with sliding attention keeps; None keeps all."""
+    rope_dim: int | None = None
+    """Elements of the key beside a latent, which stays exact; None for keys and values of heads."""
 
     @property
     def elements(self) -> int:
         """Cached elements per token."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
+        return self.rounded + (self.rope_dim or 0)
+
+    @property
+    def rounded(self) -> int:
+        """Those that a quantized cache rounds."""
+        dims = self.key_dim if self.rope_dim is not None else self.key_dim + self.value_dim
+        return self.kv_heads * dims
+
+    @property
+    def rows(self) -> int:
+        """The rows per token of these, each with its own scale and offset."""
+        return self.kv_heads * (2 if self.rope_dim is None else 1)
 
     def tokens_held(self, context: int) -> int:
         """How many tokens of a request of `context` tokens the layer keeps."""
@@ -47,8 +60,6 @@ class Shape:
     """All parameters."""
     expert_parameters: int = 0
     """Parameters of routed experts, in all layers together."""
-    latent_elements: int = 0
-    """Cached elements per token of a model that stores a latent (MLA), which has no `layers`."""
     state_bytes: int = 0
     """Bytes per request of linear attention's states, which do not grow with the context."""
     uncounted_states: bool = False
@@ -60,17 +71,12 @@ def read_shape(source: Source) -> Shape:
     transformers' cache keeps of it.
 
     Raises `ModelUnavailable` for a config that cannot be read, and `UnsupportedModel` for a cache
-    that holds neither the keys and values of KV heads nor a latent.
+    that holds neither the keys and values of KV heads nor latents.
     """
     config = loading.load_config(source)
     model = loading.on_meta(config, source.name)
     text: Any = config.get_text_config(decoder=True)
-    layers: list[CachedLayer] = []
-    latent, without = 0, 0
-    if rank := getattr(text, "kv_lora_rank", None):
-        latent = text.num_hidden_layers * (rank + text.qk_rope_head_dim)
-    else:
-        layers, without = _cached_layers(source, config, model)
+    layers, without = _cached_layers(source, config, model)
     state = _linear_state(text)
     embedding: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()
@@ -81,7 +87,6 @@ def read_shape(source: Source) -> Shape:
         tied=output is None or output.weight is embedding.weight,
         parameters=model.num_parameters(),
         expert_parameters=sum(routed),
-        latent_elements=latent,
         state_bytes=without * state,
         uncounted_states=without > 0 and state == 0,
     )
@@ -102,7 +107,8 @@ def _cached_layers(
     layers = []
     for layer in cached_layers(geometry):
         window = getattr(kept.get(layer.index), "sliding_window", None)
-        layers.append(CachedLayer(layer.kv_heads, layer.key_dim, layer.value_dim, window))
+        dims = layer.key_dim, layer.value_dim
+        layers.append(CachedLayer(layer.kv_heads, *dims, window, layer.rope_dim))
     return layers, config.get_text_config(decoder=True).num_hidden_layers - len(geometry)
 
 

@@ -84,10 +84,11 @@ def _compare_layers(
     comparison = KernelComparison(artifact.recipe.group_size, on_gpu)
     rotations, averages = artifact.rotations, artifact.statistics
     layers = cached_layers(artifact.geometry)
-    done, total = 0, 2 * len(layers)
+    done, total = 0, sum(len(layer.sides) for layer in layers)
     progress("validating", done, total)
     for layer in layers:
-        for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
+        for side in layer.sides:
+            dim = layer.dims[side]
             rotation = rotations[layer.index][side]
             moments = None if averages is None else averages[layer.index][side]
             # `done` differs for each side of each layer and is the same in every run.

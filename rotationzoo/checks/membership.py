@@ -4,7 +4,6 @@ The model is run on a text, and the artifact's rotations are compared with the r
 """
 
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 
@@ -12,18 +11,19 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.compatibility import check_artifacts
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.geometry import Geometry, cached_layers, geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
@@ -39,7 +39,7 @@ class Agreement:
     """How well the eigenbases inside the rotations match those of the model's statistics.
 
     The figures are means over layers and heads: 1 for the same eigenbases, about 0 for unrelated
-    ones. See `explained_share`.
+    ones. See `explained_share`. Latents, which are keys and values, have the same figure twice.
     """
 
     key: float
@@ -94,12 +94,23 @@ def check_membership(
             hint=f"import its files again with --model {candidate.model}, then ask again",
         )
     recipe = artifact.recipe
+    _check_shapes(artifact, candidate)
     statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
     moments = {
         (layer.index, side): target_moment(statistics, recipe, layer.index, side)
-        for layer, side in product(cached_layers(artifact.geometry), SIDES)
+        for layer in cached_layers(artifact.geometry)
+        for side in layer.sides
     }
     return measure_agreement(bases, moments)
+
+
+def _check_shapes(artifact: Artifact, candidate: Candidate) -> None:
+    """Raise `RotationZooError` for a model of other shapes, before its weights are fetched."""
+    source = candidate.source
+    config = loading.load_config(source, artifact.recipe.rope_scaling)
+    geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    if geometry is not None:
+        check_artifacts(candidate.model, [artifact], geometry)
 
 
 def _collect_statistics(
@@ -146,10 +157,12 @@ def measure_agreement(
 
     H is 1 if the rotations are pooled.
     """
-    shares: dict[str, list[torch.Tensor]] = {side: [] for side in SIDES}
+    shares: dict[str, list[torch.Tensor]] = {}
     for (layer, side), moment in moments.items():
-        shares[side].append(explained_share(bases[layer, side], moment))
-    key, value = (torch.cat(shares[side]).mean().item() for side in SIDES)
+        shares.setdefault(side, []).append(explained_share(bases[layer, side], moment))
+    means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
+    sides = (LATENT, LATENT) if LATENT in means else SIDES
+    key, value = (means[side] for side in sides)
     return Agreement(key, value)
 
 

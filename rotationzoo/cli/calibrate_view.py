@@ -8,7 +8,7 @@ from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import ModelUnavailable
-from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
+from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json, has_latents
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import Source, fetch
 from rotationzoo.recipe import Recipe
@@ -102,6 +102,8 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         say(f"{name}: what its layers cache shows only with its weights")
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
+        if has_latents(known.geometry):
+            heads = f"latents of {data['head_dim']} elements"
         say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
     weights, artifact = size_words(known.weights_bytes), size_words(known.artifact_bytes)
     say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")
@@ -109,7 +111,7 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
     if job.recipe.feedback:
-        say("Keys and values get the factors that a cache needs to choose codes by error feedback")
+        say("Their rows get the factors that a cache needs to choose codes by error feedback")
     if data["layers"]:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
         say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")

@@ -55,9 +55,7 @@ def export_command(
     ] = False,
     absorb: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="Write this model with the value rotation in its weights."
-        ),
+        typer.Option(metavar="MODEL", help="Write this model with its values or latents rotated."),
     ] = None,
     absorbed: Annotated[
         Path | None,
@@ -102,7 +100,7 @@ def export_command(
         check_writable(target)  # before the weights are fetched
         with show_progress(out) as progress:
             write_absorbed(opened, str(absorb), target, progress)
-        show_changed_model(out, target, artifact)
+        show_changed_model(out, target, opened)
         return
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export

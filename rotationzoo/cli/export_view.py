@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.engines.export import Exported, as_json, launch_line
 
@@ -21,13 +22,16 @@ def show_export(out: Output, exported: Exported) -> None:
     out.result(as_json(exported), str(exported.path), human)
 
 
-def show_changed_model(out: Output, model: Path, artifact: Path) -> None:
-    """Print the folder of the model whose weights carry the value rotation of `artifact`, and the
-    command that exports the rest for it."""
+def show_changed_model(out: Output, model: Path, artifact: Artifact) -> None:
+    """Print the folder of the model whose weights carry the value rotation of an artifact, and the
+    command that exports the rest for it. Of latents there is no rest."""
+    of_latents = artifact.rotations.has_latents
 
     def human() -> None:
         say(str(model))
-        out.note("Its engine needs the keys, too")
+        rest = "Its cache holds rotated latents" if of_latents else "Its engine needs the keys, too"
+        out.note(rest)
 
     out.result({"model": str(model)}, str(model), human)
-    out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(model))
+    if not of_latents:
+        out.suggest("export", str(artifact.folder), "--for", "sglang", "--absorbed", str(model))

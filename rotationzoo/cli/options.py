@@ -175,9 +175,7 @@ Budget = Annotated[
 Sink = Annotated[int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")]
 PrefillLayout = Annotated[
     Literal["server", "window"] | None,
-    typer.Option(
-        help="Exact between chunks: the sink alone, as in OSCAR's server, or the window too"
-    ),
+    typer.Option(help="Exact of earlier chunks"),
 ]
 
 Tasks = Annotated[str, typer.Option(help=f"Recall tasks: {', '.join(TASKS)}; all or none.")]

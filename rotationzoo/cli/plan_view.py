@@ -56,7 +56,9 @@ def _show_sizes(capacity: Capacity, data: dict[str, Any], format: str) -> None:
     layers = counted(data["layers"], "layer")
     if data["sliding_layers"]:
         layers += f" ({data['sliding_layers']} with a sliding window)"
-    kind = f"{layers} with a cache" if data["layers"] else "a latent cache"
+    kind = f"{layers} with a cache"
+    if capacity.caches_latents:
+        kind += " of latents"
     parameters = f"{data['parameters'] / 1e9:.1f} billion"
     if data["parameters"] < 1e9:
         parameters = f"{data['parameters'] / 1e6:.1f} million"
@@ -72,11 +74,10 @@ def _show_sizes(capacity: Capacity, data: dict[str, Any], format: str) -> None:
     if data["requests"] == 1:  # the last column would repeat the one before
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     table(f"Cache of a request of {data['context']:,} tokens", columns, rows, apart=True)
-    if not capacity.refusal:
-        say(
-            f"int2: the format of {format}, {data['sink']} first and {data['recent']} last tokens "
-            f"exact, {data['bits_per_element']:.2f} bits an element"
-        )
+    say(
+        f"int2: the format of {format}, {data['sink']} first and {data['recent']} last tokens "
+        f"exact, {data['bits_per_element']:.2f} bits an element"
+    )
 
 
 def _show_card(data: dict[str, Any]) -> None:
@@ -149,10 +150,7 @@ def _show_steps(answer: Answer, commands: list[str], model: str) -> None:
 
 
 def _commands(capacity: Capacity, format: str) -> list[str]:
-    """The commands that lead to the 2-bit cache of the plan; none for a model that cannot have
-    one."""
-    if capacity.refusal:
-        return []
+    """The commands that lead to the 2-bit cache of the plan."""
     model, storage = capacity.wish.model, capacity.wish.storage
     artifact = str(default_output(model, "oscar"))
     revision = capacity.wish.revision
@@ -170,4 +168,7 @@ def _commands(capacity: Capacity, format: str) -> list[str]:
         export += generate[generate.index("--sink") :] if "--sink" in generate else []
     elif windows != "64/256":
         export += ["--windows", windows]
-    return [shlex.join(words) for words in (calibrate, generate, export)]
+    commands = [calibrate, generate]
+    if not capacity.caches_latents:  # which engines with these formats do not take
+        commands.append(export)
+    return [shlex.join(words) for words in commands]

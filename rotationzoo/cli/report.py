@@ -73,7 +73,7 @@ def report_command(
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
     """What the decision calls for, or the export to the engine that it was measured for."""
     from rotationzoo.report.arms import gather_arms
-    from rotationzoo.report.commands import asked_options, decided_words
+    from rotationzoo.report.commands import asked_options, decided_words, usual_engine
 
     arms, words = gather_arms(artifact), None
     engine = arms and arms.evaluation.engine
@@ -81,7 +81,7 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     if arms and arms.decision:
         model, asked = [artifact.manifest.model.id], asked_options(arms.evaluation)
         words = decided_words(arms.decision, model, place, served, asked)
-    return words or ["export", place, "--for", engine or "vllm"]
+    return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 
 def add_report(artifact: "Artifact") -> "Artifact":

@@ -102,7 +102,12 @@ BUDGETED = "fine"
 FORMATS = {"sglang": SGLANG, "vllm": VLLM, "mlx": MLX}
 """The formats of engines."""
 
-SIMULATED = FORMATS | {"sglang-bisected": replace(SGLANG, bisected=True), "fine": FINE}
-"""The formats that a model can be evaluated with. SGLang sorts a row during prefill, but bisects
-when it stores tokens that leave the exact window. The longer a server decodes, the more its answers
-depend on bisection."""
+SIMULATED = FORMATS | {
+    "sglang-bisected": replace(SGLANG, bisected=True),
+    "fine": FINE,
+    "sglang-3": replace(SGLANG, bits=3),
+    "sglang-4": replace(SGLANG, bits=4),
+}
+"""The formats that a model can be evaluated with; no cache of ours stores 3 or 4 bits. SGLang sorts
+a row during prefill, but bisects when it stores tokens that leave the exact window. The longer a
+server decodes, the more its answers depend on bisection."""

@@ -1,4 +1,5 @@
-"""Writing a copy of a model whose weights rotate its values, which then costs nothing to serve."""
+"""Writing a copy of a model whose weights rotate its values, or its latents, which then costs
+nothing to serve."""
 
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,21 @@ from rotationzoo.artifact.weights import RECORD, read_record, record_text
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.weight_edits import (
     Change,
+    Transform,
     multiply_columns,
     multiply_rows,
     write_changed_copy,
 )
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import geometry_on_meta, same_shapes
+from rotationzoo.model.geometry import (
+    Geometry,
+    cached_layers,
+    geometry_on_meta,
+    has_latents,
+    same_shapes,
+)
+from rotationzoo.model.latent import DOWN, NORM, UP, find_latent_parts
 from rotationzoo.model.rope import same_scaling, scaling_of
 from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
@@ -40,6 +49,8 @@ def rotation_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> C
             f"what the layers of {name} do cannot be checked without its weights",
             hint=SERVE_UNABSORBED,
         )
+    if has_latents(geometry):
+        return _latent_changes(artifact, model, geometry, name)
     changes: Changes = {}
     projections = find_projections(model, geometry, name)
     for layer, (value, output) in zip(geometry, projections, strict=True):
@@ -53,6 +64,41 @@ def rotation_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> C
         inverse = torch.linalg.inv(matrix).repeat_interleave(layer.group, 0)
         changes[f"{output}.weight"] = Change(shape, multiply_columns(inverse))
     return changes
+
+
+def _latent_changes(
+    artifact: Artifact, model: PreTrainedModel, geometry: Geometry, name: str
+) -> Changes:
+    """The changes after which a model on `meta` computes latents that are rotated already.
+
+    A latent is the row x of a projection, normalized and times the weights g of a norm:
+    `c = n(x) g`. An orthogonal R leaves the norm of a row as it is, so `n(x R) = n(x) R`. The
+    weights g stand between, and move on into the projection that reads c: the copy caches
+    `n(x) R`, and makes heads of it by `W diag(g) R` in place of W. Raises `UnsupportedModel` for
+    another norm.
+    """
+    paths = find_latent_parts(model, name)
+    changes: Changes = {}
+    for layer in cached_layers(geometry):
+        matrix, path = artifact.rotations[layer.index].key.matrix[0].double(), paths[layer.index]
+        for part, tensor in model.get_submodule(f"{path}.{DOWN}").named_parameters():
+            changes[f"{path}.{DOWN}.{part}"] = Change(tensor.shape, _rotate_first_rows(matrix))
+        norm, up = f"{path}.{NORM}.weight", f"{path}.{UP}.weight"
+        changes[norm] = Change(model.get_parameter(norm).shape, torch.ones_like)
+        shape = model.get_parameter(up).shape
+        changes[up] = Change(shape, _read_rotated(matrix), reads=norm)
+    return changes
+
+
+def _rotate_first_rows(matrix: torch.Tensor) -> Transform:
+    """Rotate the latent that a projection computes, and leave the key with RoPE after it."""
+    rank = len(matrix)
+    return lambda tensor: torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
+
+
+def _read_rotated(matrix: torch.Tensor) -> Transform:
+    """Read rotated latents that lack the scales of their norm."""
+    return lambda weight, scales: (weight * scales) @ matrix
 
 
 def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = silent) -> Path:

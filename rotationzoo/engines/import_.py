@@ -19,6 +19,13 @@ from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.engines.gather import gather_pair
 from rotationzoo.engines.import_geometry import find_geometry
+from rotationzoo.engines.import_latents import (
+    find_latent_folder,
+    fit_to_model,
+    hash_of,
+    read_latents,
+    recipe_of_latents,
+)
 from rotationzoo.engines.objectives import Described, describe
 from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.engines.rotation_checks import check_pair
@@ -39,7 +46,7 @@ from rotationzoo.model.geometry import (
 )
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Recipe, name_of
-from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
 from rotationzoo.storage.files import sha256
 from rotationzoo.storage.folders import check_writable
 from rotationzoo.writer import check_replaceable, library_versions
@@ -125,7 +132,6 @@ def recover_statistics(rotations: Rotations, recipe: Recipe) -> Averages:
     averages: Averages = {}
     if not recipe.has_eigenbasis:
         return averages
-    names = {"key": recipe.key_statistic, "value": recipe.value_statistic}
     for layer, side, rotation in rotations.each():
         if rotation.eigenvalues is None:
             continue
@@ -133,7 +139,8 @@ def recover_statistics(rotations: Rotations, recipe: Recipe) -> Averages:
         basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
         moment = basis @ torch.diag_embed(rotation.eigenvalues.double()) @ basis.mT
         symmetric = (moment + moment.mT) / 2
-        averages.setdefault(layer, {})[names[side]] = Average(symmetric)
+        (kind,) = recipe.target_kinds(side)
+        averages.setdefault(layer, {})[kind] = Average(symmetric)
     return averages
 
 
@@ -204,6 +211,8 @@ def import_(job: Import) -> Artifact:
     started = time.monotonic()
     check_replaceable(job.output)
     check_writable(job.output)
+    if (folder := find_latent_folder(job.files)) is not None:
+        return _import_latents(job, folder, started)
     pair = Pair(*(normalise(file, job.transposed) for file in gather_pair(job.files)))
     described = {side: describe(file) for side, file in pair.items()}
     check_pair(pair, described)
@@ -221,19 +230,63 @@ def import_(job: Import) -> Artifact:
     notes += pair.notes
     recipe, assumed = recipe_of_files(pair, described, composition, group_size, job.served)
     notes += assumed
-    identity = _identity(job, source, pair, recipe)
+    identity = _identity(
+        job, source, recipe, {side: sha256(file.path) for side, file in pair.items()}
+    )
     if (finished := _finished_artifact(job, identity)) is not None:
         return finished
 
     rotations = rotations_of_files(pair, recipe, geometry)
+    imported = _imported_content(pair, identity, notes)
+    parts = source, geometry, recipe
+    return _write(job, parts, rotations, imported, identity, started)
+
+
+def _import_latents(job: Import, folder: Path, started: float) -> Artifact:
+    """The same of a folder with rotations of latents. Raises as `import_`."""
+    file = read_latents(folder, job.transposed)
+    source, geometry = fit_to_model(file, job.model, job.revision)
+    check_group_size(job.group_size, head_dims(geometry))
+    recipe, notes = recipe_of_latents(file, job.group_size, job.served)
+    size, digest = hash_of(folder)
+    identity = _identity(job, source, recipe, {LATENT: digest})
+    if (finished := _finished_artifact(job, identity)) is not None:
+        return finished
+    layers = {}
+    for layer in cached_layers(geometry):
+        rotation = _rotation(file.content, layer, recipe.clip(LATENT), recipe)
+        layers[layer.index] = LayerRotations.of_sides({LATENT: rotation})
+    objective = file.content.objective
+    imported = {
+        "format": file.format,
+        "files": {LATENT: {"name": objective, "size": size, "sha256": digest}},
+        "objectives": {LATENT: objective},
+        "calibration": {},
+        "notes": notes,
+    }
+    parts = source, geometry, recipe
+    return _write(job, parts, Rotations(layers), imported, identity, started)
+
+
+def _write(
+    job: Import,
+    parts: tuple[Source | None, Geometry, Recipe],
+    rotations: Rotations,
+    imported: dict[str, Any],
+    identity: dict[str, str],
+    started: float,
+) -> Artifact:
+    """Write the artifact of imported rotations, with the statistics that can be recovered."""
+    source, geometry, recipe = parts
     statistics, unrecovered = _statistics(rotations, recipe)
+    imported["notes"] = [*imported["notes"], *unrecovered]
     content = {
         "model": _model_content(source),
         "geometry": geometry_json(geometry),
         "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
         "calibration": None,
-        "imported": _imported_content(pair, identity, [*notes, *unrecovered]),
+        "imported": imported,
         "identity": identity,
         "versions": library_versions(),
         "run": {
@@ -266,10 +319,11 @@ def _stated_group(key: RotationFile) -> int | None:
     return group if isinstance(group, int) and group > 0 else None
 
 
-def _identity(job: Import, source: Source | None, pair: Pair, recipe: Recipe) -> dict[str, str]:
-    """Everything that determines the result of an import."""
-    identity = {side: sha256(file.path) for side, file in pair.items()}
-    identity["recipe"] = recipe.hash
+def _identity(
+    job: Import, source: Source | None, recipe: Recipe, hashes: Mapping[str, str]
+) -> dict[str, str]:
+    """Everything that determines the result of an import; `hashes` of the files by side."""
+    identity = {**hashes, "recipe": recipe.hash}
     if source:
         identity |= {"model": source.label, "revision": job.revision or ""}
     return identity

@@ -11,7 +11,7 @@ from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
 from rotationzoo.engines.registry import find_engine
 from rotationzoo.evaluation.arms import reduced_rotations
-from rotationzoo.rotations import SIDES, Rotations
+from rotationzoo.rotations import LATENT, SIDES, Rotations
 from rotationzoo.storage.files import digest
 
 Provenance = dict[str, str | int | float | bool]
@@ -107,10 +107,13 @@ class Settled(Request):
 
 
 def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
-    """The distinct clip ratios of all keys, and of all values, ascending."""
+    """The distinct clip ratios of all keys, and of all values, ascending; those of latents are
+    both."""
     ratios: dict[str, set[float]] = {side: set() for side in SIDES}
-    for _, side, rotation in rotations.each():
-        ratios[side].update(rotation.clip.tolist())
+    for layer in rotations.values():
+        for side in SIDES:
+            rotation = layer[LATENT if LATENT in layer.sides else side]
+            ratios[side].update(rotation.clip.tolist())
     return tuple(sorted(ratios[side]) for side in SIDES)
 
 
@@ -118,7 +121,8 @@ def dropped_means(artifact: Artifact, request: Request) -> list[str]:
     """The sides whose means are left out: the engine does not subtract them, or the user does not
     want them."""
     kept = () if request.uncentered else find_engine(request.engine).means
-    return [side for side in artifact.recipe.centered if side not in kept]
+    mine = [side for side in (*SIDES, LATENT) if side in artifact.rotations.sides]
+    return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
 def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | None) -> Payload:
@@ -161,7 +165,7 @@ def _objective(artifact: Artifact, side: str, pools: bool) -> str:
     """The objective name: what imported files stated, unless pooling has fitted new rotations."""
     imported = artifact.manifest.imported
     if imported and not pools:
-        return imported.objectives[side]
+        return imported.objectives[LATENT if LATENT in imported.objectives else side]
     return objective_of(artifact.recipe, side)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
-from rotationzoo.engines.registry import DEFAULT, choose_format, find_engine
+from rotationzoo.engines.registry import DEFAULT, check_sides, choose_format, find_engine
 from rotationzoo.errors import UsageError
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
@@ -19,13 +19,16 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
     Raises `UsageError` for a choice that the engine does not take.
     """
     engine = find_engine(request.engine)
+    check_sides(request.engine, artifact.rotations.sides)
     windows = (artifact.recipe.sink, artifact.recipe.recent) if engine.windows else (0, 0)
     if not engine.windows and request.windows not in (None, windows):
         raise UsageError(f"{request.engine} keeps no tokens exact", hint="leave out --windows")
     # The highest ratio clips least. Lower ones were chosen for heads that tolerate them, and other
     # heads may not.
     keys, values = map(max, distinct_clips(artifact.rotations))
-    clip = request.clip or (keys, values)
+    if engine.clip == "none" and request.clip:
+        raise UsageError(f"{request.engine} clips nothing", hint="leave out --clip")
+    clip = (1.0, 1.0) if engine.clip == "none" else request.clip or (keys, values)
     if engine.clip == "one" and clip[0] != clip[1]:
         if request.clip:
             raise UsageError(

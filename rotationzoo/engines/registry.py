@@ -6,6 +6,7 @@ row here.
 """
 
 import importlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -15,6 +16,10 @@ from rotationzoo.words import nearest
 
 if TYPE_CHECKING:
     from rotationzoo.engines.base import Engine
+
+# As `rotations` has them, which waits for torch.
+_HEADS = "key", "value"
+_SIDES = *_HEADS, "latent"
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,11 @@ class Entry:
     """Whether it takes one matrix per KV head, and not one per layer alone."""
     means: tuple[str, ...] = ()
     """The sides whose means it subtracts."""
-    clip: Literal["one", "side", "head"] = "side"
-    """`one` clip ratio for everything, one per `side` (keys and values), or one per `head`."""
+    takes: tuple[str, ...] = _HEADS
+    """The sides that it rotates: those of heads, or latents, or both."""
+    clip: Literal["none", "one", "side", "head"] = "side"
+    """`none`, `one` clip ratio for everything, one per `side` (keys and values), or one per
+    `head`."""
     windows: bool = True
     """Whether it keeps sink and recent tokens exact."""
     feedback: bool = False
@@ -46,7 +54,7 @@ class Entry:
     @property
     def uncentered(self) -> tuple[str, ...]:
         """The sides that keep their mean."""
-        return tuple(side for side in ("key", "value") if side not in self.means)
+        return tuple(side for side in self.takes if side not in self.means)
 
     @property
     def recipe(self) -> str:
@@ -67,10 +75,16 @@ ENGINES = {
     ),
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
     "sglang": Entry("sglang", format="sglang", means=("key",)),
+    "sglang-mla": Entry("sglang_latent", format="sglang", takes=("latent",), clip="none"),
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", needs_base=True),
     "mlx": Entry("mlx", format="mlx"),
     "transformers": Entry(
-        command="generate", format="sglang", means=("key", "value"), clip="head", feedback=True
+        command="generate",
+        format="sglang",
+        means=_SIDES,
+        takes=_SIDES,
+        clip="head",
+        feedback=True,
     ),
 }
 ENGINE_NAMES = tuple(ENGINES)
@@ -93,6 +107,19 @@ def find_engine(name: str) -> Entry:
             f"there is no engine {name!r}{nearest(name, ENGINES)}", hint=f"give one of {names}"
         )
     return ENGINES[name]
+
+
+def check_sides(name: str, sides: Collection[str]) -> None:
+    """Raise `UsageError` for an engine that does not take rotations of these sides."""
+    if set(sides) <= set(find_engine(name).takes):
+        return
+    others = [each for each, entry in ENGINES.items() if set(sides) <= set(entry.takes)]
+    rows = "keys and values" if "latent" in sides else "latents"
+    given = "latents (MLA)" if "latent" in sides else "keys and values"
+    raise UsageError(
+        f"{name} reads rotations of {rows}, and these are of {given}",
+        hint=f"--for {' or '.join(others)}",
+    )
 
 
 def choose_format(engine: str, has_budget: bool = False) -> str:

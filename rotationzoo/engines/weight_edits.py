@@ -24,8 +24,9 @@ from rotationzoo.storage.folders import install, temporary_sibling
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-Transform = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a parameter in float64, and returns it changed, in the same shape."""
+Transform = Callable[..., torch.Tensor]
+"""Takes a parameter in float64, and returns it changed, in the same shape. What a change `reads`
+comes second."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Change:
 
     shape: torch.Size
     transform: Transform
+    reads: str | None = None
+    """Another parameter that is changed, of which the transform gets what the model has."""
 
 
 def multiply_rows(matrix: torch.Tensor) -> Transform:
@@ -106,15 +109,21 @@ def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Plac
     return places
 
 
-def apply_change(path: Path, place: Place, change: Change) -> None:
+def apply_change(path: Path, place: Place, change: Change, *others: torch.Tensor) -> None:
     """Change one tensor in a copy of its file. It is computed in float64 and rounded once."""
+    tensor = read_tensor(path, place, change.shape)
+    result = change.transform(tensor, *others).to(place.dtype).contiguous()
     with path.open("r+b") as file:
         file.seek(place.begin)
-        data = bytearray(file.read(change.shape.numel() * place.dtype.itemsize))
-        tensor = torch.frombuffer(data, dtype=place.dtype).view(change.shape).double()
-        result = change.transform(tensor).to(place.dtype).contiguous()
-        file.seek(place.begin)
         file.write(result.view(torch.uint8).numpy().data)
+
+
+def read_tensor(path: Path, place: Place, shape: torch.Size) -> torch.Tensor:
+    """A tensor in a file, or in a copy of it, in float64."""
+    with path.open("rb") as file:
+        file.seek(place.begin)
+        data = bytearray(file.read(shape.numel() * place.dtype.itemsize))
+    return torch.frombuffer(data, dtype=place.dtype).view(shape).double()
 
 
 def _read_entries(path: Path) -> dict[str, _Entry]:
@@ -184,7 +193,11 @@ def write_changed_copy(
             shutil.copyfile(path, copy)
             for name, place in places.items():
                 if place.file == path:
-                    apply_change(copy, place, changes[name])
+                    others = []
+                    if (other := changes[name].reads) is not None:
+                        source_file = places[other].file
+                        others = [read_tensor(source_file, places[other], changes[other].shape)]
+                    apply_change(copy, place, changes[name], *others)
             copy.chmod(0o644)  # as for exports: the server may run as another user
         (work / RECORD).write_bytes(record(Source(source.name, work, None)))
         install(work, output)

@@ -13,6 +13,7 @@ from rotationzoo.model import centering
 from rotationzoo.model.geometry import (
     Geometry,
     check_group_size,
+    has_latents,
     head_dims,
     same_shapes,
     shifted_layers,
@@ -61,6 +62,14 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
             raise RotationZooError(
                 f"{artifact.folder} is bound to no model",
                 hint=f"import its files again with --model {model}",
+            )
+        made_for = artifact.manifest.has_latents
+        if made_for != has_latents(geometry):
+            rows = "latents (MLA)", "keys and values of heads"
+            of, cached = rows if made_for else reversed(rows)
+            raise RotationZooError(
+                f"{artifact.folder} holds rotations of {of}, and {model} caches {cached}",
+                hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
             )
         if not same_shapes(artifact.geometry, geometry):
             raise RotationZooError(

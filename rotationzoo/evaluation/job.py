@@ -51,7 +51,7 @@ from rotationzoo.evaluation.tasks.answering import (
 )
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
+from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta, has_latents
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
@@ -293,6 +293,11 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
         check_layers(job.model, job.layers, geometry)
     check_artifacts(job.model, artifacts, geometry)
     check_rivals(job.baselines, geometry)
+    if len(job.sides) < 2 and has_latents(geometry):
+        raise UsageError(
+            f"{job.model} caches latents, which are keys and values at once",
+            hint="leave out --keys-only and --values-only",
+        )
 
 
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:

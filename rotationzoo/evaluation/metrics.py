@@ -22,12 +22,15 @@ from rotationzoo.artifact.measured import (
 )
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.out_of_memory import Undo
+from rotationzoo.rotations import LATENT
 from rotationzoo.simulation.simulated import Observers
 
 COMPARED_TOKENS = 8192
 """Tokens of outputs that are compared at a time: float32 copies of long rows take gigabytes."""
 
-_KL, _ERROR, _RANGES = "head divergence", "head error", {"key": "key range", "value": "value range"}
+_KL, _ERROR = "head divergence", "head error"
+_RANGES = {"key": "key range", "value": "value range", LATENT: "key range"}
+"""Those of latents stand where those of keys do: no layer has both."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class HeadSums:
     """
 
     def __init__(self, layers: list[int]):
-        names = (_KL, _ERROR, *_RANGES.values())
+        names = {_KL, _ERROR, *_RANGES.values()}
         self.parts: dict[str, list[torch.Tensor]] = {
             f"{name} {layer}": [] for name in names for layer in layers
         }

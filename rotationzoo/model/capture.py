@@ -45,6 +45,9 @@ class Attention:
     function: AttentionFunction
     mask: torch.Tensor | LongMask | None
     options: dict[str, Any]
+    latent: torch.Tensor | None = None
+    """The latents `[B, 1, T, R]` that the keys and values were made of, where the module has a
+    projection of them (`model.latent`)."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # An outer `intercept` of the same model takes the whole call.
@@ -114,6 +117,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
     decoder_modules = set(map(id, tower.modules()))
     name = tower.config._attn_implementation
     swapped: list[tuple[AttentionInterface, AttentionFunction | None]] = []
+    latents: dict[int, torch.Tensor] = {}
 
     def replacement(original: AttentionFunction | None) -> AttentionFunction:
         def call(
@@ -129,13 +133,15 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
                 if isinstance(attention_mask, LongMask):
                     attention_mask = attention_mask.rows(slice(None))
                 return models_own(module, query, key, value, attention_mask, **options)
-            attend = Attention(module, models_own, attention_mask, options)
+            latent = latents.pop(id(module), None)
+            attend = Attention(module, models_own, attention_mask, options, latent)
             layer: Any = module.layer_idx
             return function(layer, query, key, value, attend), None
 
         setattr(call, _TAKES_LONG_MASKS, True)
         return call
 
+    hooks = _watch_latents(tower, latents)
     try:
         for registry in attention_registries(tower):
             original = registry.get(name)  # None for eager, which is in no registry
@@ -144,10 +150,30 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
         with long_masks(name):
             yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for registry, original in swapped:
             registry.pop(name, None)  # uncovers the library's own entry ...
             if registry.get(name) is not original:
                 registry[name] = original  # ... or puts back an override that was there before
+
+
+def _watch_latents(tower: "PreTrainedModel", latents: dict[int, torch.Tensor]) -> list[Any]:
+    """Keep what the projection of latents of each attention module reads, by the module's id: the
+    latents as its cache returned them."""
+
+    def watch(attention: torch.nn.Module) -> Callable[..., None]:
+        def note(projection: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            latents[id(attention)] = inputs[0].unsqueeze(1) if inputs[0].ndim == 3 else inputs[0]
+
+        return note
+
+    projections = [(module, getattr(module, "kv_b_proj", None)) for module in tower.modules()]
+    return [
+        projection.register_forward_pre_hook(watch(module))
+        for module, projection in projections
+        if isinstance(projection, torch.nn.Module)
+    ]
 
 
 @contextmanager

@@ -17,19 +17,23 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.capture import Attention, decoder, intercept
 from rotationzoo.model.centering import ignores_shift
+from rotationzoo.model.latent import OUTPUT, expand
+from rotationzoo.rotations import LATENT, SIDES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_TOKENS = 8
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
-_LATENT_HINT = "nothing to do: a rotation per KV head does not fit such a cache"
+_LATENT_HINT = "nothing to do: no rotation of heads or of latents fits such a cache"
 
 
 @dataclass(frozen=True)
 class Layer:
     """The attention of one layer. `owner` is the layer whose cache it reads: itself, or an earlier
-    layer whose cache it shares."""
+    layer whose cache it shares.
+
+    A layer that caches latents has one KV head, whose key and value are both the latent."""
 
     index: int
     owner: int
@@ -39,13 +43,32 @@ class Layer:
     value_dim: int
     shift_invariant: bool | None = None
     """Whether its attention ignores what all keys share, so that subtracting their mean changes
-    nothing. None where this was not tried: for files imported without a model."""
+    nothing. None where this was not tried: for files imported without a model, and for latents,
+    which are read with their mean."""
+    rope_dim: int | None = None
+    """Elements of the key with RoPE that is cached beside a latent, and stays exact. None for a
+    layer that caches keys and values of heads."""
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """What is rotated: keys and values, or latents."""
+        return SIDES if self.rope_dim is None else (LATENT,)
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dimensions of a head's queries, attention outputs, keys and values."""
+        """The dimensions of a head's queries, attention outputs, keys and values; or of a latent
+        and of what reads it."""
         key, value = self.key_dim, self.value_dim
+        if self.rope_dim is not None:
+            return {"query": key, "output": key, LATENT: key}
         return {"query": key, "output": value, "key": key, "value": value}
+
+    @property
+    def elements(self) -> int:
+        """How many numbers are cached of a token."""
+        if self.rope_dim is not None:
+            return self.key_dim + self.rope_dim
+        return self.kv_heads * (self.key_dim + self.value_dim)
 
     @property
     def group(self) -> int:
@@ -59,6 +82,11 @@ Geometry = list[Layer]
 def cached_layers(geometry: Geometry) -> Geometry:
     """The layers that store their own keys and values, and therefore get a rotation."""
     return [layer for layer in geometry if layer.owner == layer.index]
+
+
+def has_latents(geometry: Geometry) -> bool:
+    """Whether any layer caches latents, and not keys and values of heads."""
+    return any(layer.rope_dim is not None for layer in geometry)
 
 
 def shifted_layers(geometry: Geometry) -> list[int]:
@@ -126,10 +154,6 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
     `ids` `[B, T]` defaults to a few zeros. Raises `UnsupportedModel` with the reason.
     """
     name = type(model).__name__
-    # Older versions of transformers cache MLA's expanded keys and values, so the shapes would pass;
-    # servers store the latent.
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
     if ids is None:
         # On `meta`, where the model is not, accelerate keeps weights that are elsewhere.
         offloaded = hasattr(model, "hf_device_map") and model.device.type == "meta"
@@ -152,10 +176,11 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
     return [_layer(name, index, calls, stored) for index in sorted(calls)]
 
 
-def _run(
-    model: "PreTrainedModel", ids: torch.Tensor
-) -> tuple[dict[int, _Call], dict[int, tuple[_Shape, _Shape]]]:
-    """Layer -> inputs of its attention; and layer -> shapes of its cached keys and values."""
+_Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values in a cache
+
+
+def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call], dict[int, _Rows]]:
+    """Layer -> inputs of its attention; and layer -> its cached keys and values."""
     calls: dict[int, _Call] = {}
 
     def record(
@@ -171,16 +196,19 @@ def _run(
 
     with intercept(model, record):
         output = decoder(model)(input_ids=ids, use_cache=True)
-    return calls, _stored_shapes(returned_cache(output))
+    return calls, _stored_rows(returned_cache(output))
 
 
-def _layer(
-    name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, tuple[_Shape, _Shape]]
-) -> Layer:
+def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, _Rows]) -> Layer:
     """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
     call = calls[index]
     key_shape, value_shape = _shape(call.key), _shape(call.value)
-    differs = index in stored and stored[index] != (key_shape, value_shape)
+    if index in stored and _reads_latents(call, *stored[index]):
+        rank, rope_dim = (rows.shape[-1] for rows in stored[index])
+        return Layer(index, index, call.query.shape[1], 1, rank, rank, rope_dim=rope_dim)
+    differs = index in stored and tuple(map(_shape, stored[index])) != (key_shape, value_shape)
+    # Some versions of transformers cache what they made of a latent; servers store the latent.
+    differs = differs or call.attend.latent is not None
     # One tensor that serves as both keys and values is a latent, too, although it has the shape of
     # one head.
     if call.key is call.value or differs:
@@ -200,6 +228,30 @@ def _layer(
         value_dim=value_shape[1],
         shift_invariant=ignores_shift(call.attend, call.query, call.key, call.value),
     )
+
+
+def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bool:
+    """Whether the keys and values of a call were made of cached latents and of cached keys with
+    RoPE, which all heads share. On `meta` only shapes can tell."""
+    attend = call.attend
+    if attend.latent is None or not hasattr(attend.module, OUTPUT):
+        return False
+    width = call.key.shape[-1] - rope.shape[-1]
+    if latents.shape != attend.latent.shape or (latents.shape[1], rope.shape[1]) != (1, 1):
+        return False
+    keys, values = expand(attend, attend.latent, call.key, call.value.shape[-1])
+    shared = call.key[..., width:]
+    pairs = [(keys, call.key), (values, call.value), (latents, attend.latent)]
+    if width <= 0 or any(one.shape != other.shape for one, other in pairs):
+        return False
+    pairs.append((rope.expand_as(shared), shared))
+    return call.key.is_meta or all(_are_close(one, other) for one, other in pairs)
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same product, up to the order of its sums."""
+    allowed = 64 * torch.finfo(one.dtype).eps * float(other.abs().max())
+    return bool((one - other).abs().max() <= allowed)
 
 
 def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> int | None:
@@ -236,13 +288,13 @@ def _shape(tensor: torch.Tensor) -> _Shape:
     return tensor.shape[1], tensor.shape[-1]
 
 
-def _stored_shapes(cache: Any) -> dict[int, tuple[_Shape, _Shape]]:
-    """Layer -> shapes of the keys and of the values in the cache. Layers without any are absent."""
+def _stored_rows(cache: Any) -> dict[int, _Rows]:
+    """Layer -> the keys and the values in the cache. Layers without any are absent."""
     stored = {}
     for index, layer in enumerate(getattr(cache, "layers", [])):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
-            stored[index] = _shape(keys), _shape(values)
+            stored[index] = keys, values
     return stored
 
 

@@ -230,9 +230,31 @@ class Recipe(Section):
 
     @property
     def centered(self) -> tuple[str, ...]:
-        """The sides that are stored with their mean subtracted."""
+        """Which of keys and values are stored with their mean subtracted."""
         centers = {"key": self.center_keys, "value": self.center_values}
         return tuple(side for side, centered in centers.items() if centered)
+
+    def centers(self, side: str) -> bool:
+        """Whether a side is stored with its mean subtracted. That of latents is added back when
+        they are read, so whatever centers keys or values centers them."""
+        return side in self.centered or (side == "latent" and bool(self.centered))
+
+    def clip(self, side: str) -> float:
+        """The clip ratio of a side. A latent is read as keys and as values, and is clipped as the
+        side that is clipped less."""
+        ratios = {"key": self.key_clip, "value": self.value_clip}
+        return ratios.get(side, max(ratios.values()))
+
+    def target_kinds(self, side: str) -> tuple[str, ...]:
+        """The statistics whose second moments add up to the one that the side's eigenbasis
+        diagonalizes. Latents have `query` and `output`, the costs of errors in scores and in
+        outputs, or their own second moment. Empty for a pair of statistics that they lack."""
+        if side == "key":
+            return (self.key_statistic,)
+        if side == "value":
+            return (self.value_statistic,)
+        both = self.key_statistic, self.value_statistic
+        return {("query", "output"): both, ("key", "value"): ("latent",)}.get(both, ())
 
     def group(self, dim: int) -> int:
         """The quantization group size for a head dimension."""

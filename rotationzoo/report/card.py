@@ -19,6 +19,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
 from rotationzoo.report.conditions import describe_arms, describe_prefill
 from rotationzoo.report.tables import Table, cost_table, recall_tables
+from rotationzoo.rotations import LATENT
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.words import counted, numbers, perplexity, sentence
@@ -40,12 +41,14 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         name: bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
         for name, format in int2.FORMATS.items()
     }
+    sides = LATENT if manifest.has_latents else "{key,value}"
     return _template().render(
         **_evaluation_values(manifest),
         manifest=manifest,
         recipe=recipe,
         repo=repo,
         layers=layers,
+        sides=sides,
         title=title,
         front_matter=_front_matter(manifest, title),
         name=name_in_commands(manifest.model),
@@ -106,10 +109,10 @@ def _first_command(manifest: Manifest, repo: str | None) -> str:
 def describe_serving(manifest: Manifest, recipe: Recipe) -> str:
     """What to serve the rotations with."""
     clips = manifest.clip_ratios
-    return (
-        f"clip ratios {clips['key']:g} for keys and {clips['value']:g} for values, the first "
-        f"{recipe.sink} and the last {recipe.recent} tokens exact"
-    )
+    ratios = f"clip ratios {clips['key']:g} for keys and {clips['value']:g} for values"
+    if manifest.has_latents:
+        ratios = f"a clip ratio of {recipe.clip(LATENT):g} for latents"
+    return f"{ratios}, the first {recipe.sink} and the last {recipe.recent} tokens exact"
 
 
 def _sizes(bits: dict[str, float]) -> Table:

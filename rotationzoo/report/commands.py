@@ -70,6 +70,11 @@ def decided_words(
     return None
 
 
+def usual_engine(manifest: Manifest) -> str:
+    """The engine that is named where none was chosen: a released vLLM, which takes no latents."""
+    return "sglang-mla" if manifest.has_latents else "vllm"
+
+
 def use_commands(
     manifest: Manifest,
     decision: Decision | None,
@@ -77,8 +82,8 @@ def use_commands(
     asked: Sequence[str] = (),
 ) -> list[str]:
     """The commands that fit the decision on an artifact in FOLDER; None stands for no decision.
-    Where no `engine` was chosen, it is a released vLLM. `asked` is that of `decided_words`."""
-    model, named = manifest.model, engine or "vllm"
+    Where no `engine` was chosen, it is the usual one. `asked` is that of `decided_words`."""
+    model, named = manifest.model, engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]
     prompt = [] if name == ["demo"] else ["--prompt", "Once upon a time"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Self
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm
@@ -11,7 +10,7 @@ from rotationzoo.codec.formats import SGLANG, SIMULATED
 from rotationzoo.model.geometry import Layer, cached_layers
 from rotationzoo.report.figures import Section
 from rotationzoo.report.tables import Table
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.words import byte_count
@@ -105,5 +104,10 @@ def describe_memory(artifact: Artifact, measured: Measured | None, context: int)
 
 def _count_elements(layers: Iterable[Layer], sides: Iterable[str] = SIDES) -> int:
     """The elements that some layers cache of one token on some sides."""
-    pairs = product(layers, sides)
-    return sum(layer.kv_heads * layer.dims[side] for layer, side in pairs)
+    counts = {"key": 0, "value": 0, LATENT: 0}
+    for layer in layers:
+        for side in layer.sides:
+            counts[side] += layer.kv_heads * layer.dims[side]
+        counts[LATENT] += layer.rope_dim or 0
+    read = set(sides) | {LATENT}
+    return sum(count for side, count in counts.items() if side in read)

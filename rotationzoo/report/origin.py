@@ -34,10 +34,10 @@ def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
     model, recipe = manifest.model, artifact.recipe
     heads = sorted({layer.kv_heads for layer in cached})
     dims = sorted({layer.key_dim for layer in cached})
-    shape = (
-        f"{counted(len(cached), 'layer')} with a cache, KV heads {_listed(heads)}, head dimension "
-        f"{_listed(dims)}"
-    )
+    rows = f"KV heads {_listed(heads)}, head dimension {_listed(dims)}"
+    if manifest.has_latents:
+        rows = f"latents of {_listed(dims)} elements"
+    shape = f"{counted(len(cached), 'layer')} with a cache, {rows}"
     facts = [
         ("Model", model.id if artifact.bound else "not named yet"),
         ("Revision", model.revision or "a local folder"),

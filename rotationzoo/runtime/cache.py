@@ -223,7 +223,8 @@ def check_model(model: object) -> None:
 
 def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
     """Raise `RotationZooError` where keys may not lose their mean, as calibration does."""
-    if all(sides.key.mean is None for sides in rotations.values()):
+    keys = [rotation for _, side, rotation in rotations.each() if side == "key"]
+    if all(rotation.mean is None for rotation in keys):
         return
     if layers := shifted_layers(geometry_of(model)):
         raise RotationZooError(

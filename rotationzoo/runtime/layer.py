@@ -13,6 +13,7 @@ from transformers.cache_utils import (
 )
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.decoding_step import MOST_CANDIDATES, DecodingStep, LazyRows, MaskCheck
 from rotationzoo.runtime.padding import Padding
 from rotationzoo.runtime.settings import CacheSettings
@@ -133,6 +134,8 @@ class RotatedLayer(CacheLayerMixin):
         candidates, after a prompt."""
         reading = self.settings.reading
         if reading == "rows" or self.is_sliding or not self.streams:
+            return False
+        if self.streams[0].sides != SIDES:  # heads are made of latents before attention is called
             return False
         if reading == "auto" and not self.streams[0].has_kernel(key_states):
             return False
@@ -272,8 +275,7 @@ class RotatedLayer(CacheLayerMixin):
     def bf16_bytes(self) -> int:
         """The bytes of the same tokens in bfloat16: those that the next call reads."""
         tokens = self.columns - self._needed(self.columns)
-        rotations = self.settings.arm.rotations[self.index]
-        elements = len(rotations.key.clip) * (rotations.key.dim + rotations.value.dim)
+        elements = self.streams[0].elements if self.streams else 0
         return 2 * self.batch * tokens * elements
 
     def tensors(self) -> Iterator[torch.Tensor]:

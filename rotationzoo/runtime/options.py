@@ -9,7 +9,13 @@ from transformers import PreTrainedModel
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SGLANG, SIMULATED
-from rotationzoo.engines.registry import DEFAULT, ENGINE_NAMES, choose_format, find_engine
+from rotationzoo.engines.registry import (
+    DEFAULT,
+    ENGINE_NAMES,
+    check_sides,
+    choose_format,
+    find_engine,
+)
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, reduced_rotations
 from rotationzoo.model.geometry import check_group_size, geometry_of
@@ -111,6 +117,7 @@ def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
 def served_rotations(artifact: Artifact, engine: str, bits: float | None = None) -> Rotations:
     """What an engine reads of an artifact's rotations, with another budget of `bits`."""
     entry = find_engine(engine)
+    check_sides(engine, artifact.rotations.sides)
     return reduced_rotations(artifact, not entry.heads, entry.uncentered, bits)
 
 

@@ -12,14 +12,16 @@ from rotationzoo.codec import attention, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.runtime.settings import CacheSettings
 
-READ_TOGETHER = {"key": 16, "value": 2}
+READ_TOGETHER = {"key": 16, "value": 2, LATENT: 16}
 """Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block
 with 8 heads of 128. More blocks are faster, but values are restored while all keys are there, so
 what restoring values takes is added to the most that a layer needs."""
 Rows = tuple[torch.Tensor, torch.Tensor]
+_ROPE = "rope"
+"""The key with RoPE that is cached beside a latent."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Reach:
 
 class Stream:
     """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
-    computed them, and those between quantized.
+    computed them, and those between quantized. Or latents, and keys with RoPE beside them: those
+    all stay exact.
 
     All rows begin at the same token, and tokens are counted from there, without padding. Until a
     token is quantized for the first time, all of them are in the tail, and `head` is empty.
@@ -44,8 +47,10 @@ class Stream:
         """An empty stream for keys and values like these, which may hold any number of tokens."""
         self.settings, self.layer = settings, layer
         self.arm, self.layout = settings.arm, settings.layout
-        self.blocks = {side: Blocks(settings.page_layout(layer, side)) for side in SIDES}
-        self.tail = {"key": key[:, :, :0], "value": value[:, :, :0]}
+        self.sides = self.arm.rotations[layer].sides
+        self.blocks = {side: Blocks(settings.page_layout(layer, side)) for side in self.sides}
+        names = (LATENT, _ROPE) if LATENT in self.sides else SIDES
+        self.tail = {name: rows[:, :, :0] for name, rows in zip(names, (key, value), strict=True)}
         self.head: dict[str, torch.Tensor] = {}
         self.tail_start = 0
         """The first token of the tail; all after it are exact."""
@@ -60,12 +65,17 @@ class Stream:
 
     @property
     def batch(self) -> int:
-        return self.tail["key"].shape[0]
+        return next(iter(self.tail.values())).shape[0]
 
     @property
     def exact_tokens(self) -> int:
         """How many tokens at the end are exact."""
-        return self.tail["key"].shape[2]
+        return next(iter(self.tail.values())).shape[2]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers a token has."""
+        return sum(rows.shape[1] * rows.shape[3] for rows in self.tail.values())
 
     def update(
         self,
@@ -81,7 +91,7 @@ class Stream:
         `now` is what these queries need, and `later` what the next ones do: a token is quantized
         once, as soon as it leaves the tokens that must stay exact.
         """
-        for side, rows in zip(SIDES, (key, value), strict=True):
+        for side, rows in zip(list(self.tail), (key, value), strict=True):
             tail = self.tail[side]
             # The first tokens are not copied: a prompt may be long.
             self.tail[side] = torch.cat([tail, rows], dim=2) if tail.shape[2] else rows
@@ -113,7 +123,7 @@ class Stream:
             memory = torch.contiguous_format
             head = {side: rows.clone(memory_format=memory) for side, rows in heads.items()}
         forgotten = min(max(self._whole_groups(self.first), start), end)
-        for side in SIDES:
+        for side in self.sides:
             leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
             blocks = self.blocks[side]
             # A call that ran out of memory may have written some of them. Forgotten tokens are
@@ -126,8 +136,12 @@ class Stream:
             if end - start > self.arm.token_group or blocks.length % step == 0:
                 # Not after each token of decoding, because it waits for the GPU.
                 self.arm.check_packed(self.layer, side, format, leaving.device)
+        for name, rows in self.tail.items():
             # A copy, so that a long prompt is freed after its last reader.
-            tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
+            tail[name] = rows[:, :, end - self.tail_start :].clone()
+        if _ROPE in tail:
+            kept = self.tail[_ROPE][:, :, start - self.tail_start : end - self.tail_start]
+            head = head | {_ROPE: torch.cat([head[_ROPE], kept], dim=2)}
         self.head, self.tail, self.tail_start = head, tail, end
 
     def _whole_groups(self, token: int) -> int:
@@ -137,10 +151,15 @@ class Stream:
 
     def read(self, start: int = 0) -> Rows:
         """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
-        and type. Keys are without their mean where they are centered."""
-        return self._read_side("key", start), self._read_side("value", start)
+        and type. Keys are without their mean where they are centered. Or latents, and the keys with
+        RoPE beside them."""
+        first, second = (self._read_side(name, start) for name in self.tail)
+        return first, second
 
     def _read_side(self, side: str, start: int) -> torch.Tensor:
+        if side == _ROPE:
+            kept = [rows[side] for rows in (self.head, self.tail) if side in rows]
+            return torch.cat(kept, dim=2)[:, :, start:]
         arm, sink, blocks = self.arm, self.layout.sink, self.blocks[side]
         exact = arm.keep_exact(self.tail[side], self.layer, side)
         if not self.head:
@@ -167,7 +186,9 @@ class Stream:
 
     def has_kernel(self, query: torch.Tensor) -> bool:
         """Whether a kernel reads the pages and windows, with queries `[B, H_q, T, D]` of this
-        device and type."""
+        device and type. None reads latents."""
+        if LATENT in self.sides:
+            return False
         exact = self.tail["key"].dtype, self.tail["value"].dtype
         if exact != (query.dtype, query.dtype) or not kernels_run_on(query.device):
             return False

@@ -65,8 +65,8 @@ class Arm:
         ignores it.
         """
         mean = self._mean(rows, layer, side)
-        # Values come back with their mean, so exact values stay as they are.
-        if mean is None or side == "value":
+        # Values and latents come back with their mean, so exact ones stay as they are.
+        if mean is None or side != "key":
             return rows
         return (rows.float() - mean).to(rows.dtype)
 
@@ -190,7 +190,7 @@ class Arm:
 
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
-        their mean, values with it."""
+        their mean, values and latents with it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
         mean = self._mean(rows, layer, side)
@@ -219,8 +219,10 @@ class Arm:
         `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
         if layer not in self.rotations:
             raise RotationZooError(f"there is no rotation for layer {layer}", hint=_HINT)
-        sides = self.rotations[layer]
-        for rotation, rows in ((sides.key, key), (sides.value, value)):
+        rotations = self.rotations[layer]
+        # Beside a latent, there is a key with RoPE in place of a value.
+        stored = zip(rotations.sides, (key, value), strict=False)
+        for rotation, rows in ((rotations[side], rows) for side, rows in stored):
             heads, dim = rows.shape[1], rows.shape[3]
             if (len(rotation.clip), rotation.dim) != (heads, dim):
                 raise RotationZooError(
@@ -228,8 +230,8 @@ class Arm:
                     f"for {len(rotation.clip)} of {rotation.dim}",
                     hint=_HINT,
                 )
-        moved = LayerRotations(_on(sides.key, key.device), _on(sides.value, key.device))
-        return replace(self, rotations=Rotations({layer: moved}))
+        moved = {side: _on(rotations[side], key.device) for side in rotations.sides}
+        return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not

@@ -179,6 +179,11 @@ class EngineArm(Arm):
     def check(self, geometry: Geometry) -> None:
         """Raise `UsageError` for a model with a head dimension that the cache cannot store."""
         for layer in cached_layers(geometry):
+            if layer.rope_dim is not None:
+                raise UsageError(
+                    f"{self.name} stores keys and values, and this model caches latents",
+                    hint=f"leave {self.name} out of --rivals",
+                )
             for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
                 if dim % self.cache.side(side).group:
                     raise UsageError(

@@ -25,9 +25,9 @@ class KiviArm(Arm):
     * Keys: `tokens` successive tokens of a channel share a scale. Groups are counted from the end
       of the sink. A group is quantized once all of its tokens have left the recent window, so that
       up to `tokens - 1` more tokens stay exact.
-    * Values: `channels` channels of one token share a scale (or their greatest common divisor with
-      the head dimension). They stay exact as long as their keys do. KIVI itself quantizes a value
-      as soon as it leaves the window, so this is slightly in its favour.
+    * Values, and latents: `channels` channels of one token share a scale (or their greatest common
+      divisor with the head dimension). They stay exact as long as their keys do. KIVI itself
+      quantizes a value as soon as it leaves the window, so this is slightly in its favour.
     * The sink stays exact, which KIVI does not do.
 
     Of the other arms' format only the bits matter, and the clip ratios of the rotations do not.
@@ -65,7 +65,7 @@ class KiviArm(Arm):
         """Choose the codes of complete groups. A key channel has a scale per group of tokens: those
         of keys are `[B, H, T / tokens, D]`."""
         stored = self.stored_format(layer, side, format)
-        if side == "value":
+        if side != "key":
             return int2.quantize(rows, 1.0, self._value_group(rows.shape[-1]), stored)
         # One row per channel, cut into groups of tokens.
         return _swap(int2.quantize(rows.mT, 1.0, self.tokens, stored))
@@ -79,12 +79,12 @@ class KiviArm(Arm):
 
     def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
         layout = super().page_layout(layer, side, tokens, format)
-        if side == "value":
+        if side != "key":
             return replace(layout, groups=layout.dim // self._value_group(layout.dim))
         return replace(layout, groups=layout.dim, tokens_per_scale=self.tokens)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
-        if side == "value":
+        if side != "key":
             return int2.dequantize(quantized, FORMAT)
         return int2.dequantize(_swap(quantized), FORMAT).mT
 

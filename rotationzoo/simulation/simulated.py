@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.latent import expand
+from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
@@ -109,6 +111,8 @@ class _SimulatedAttention:
         self.simulation = simulation
         self.observers = observers
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
+        self.kv_heads = {layer.index: layer.kv_heads for layer in simulation.geometry}
+        self.latents = {each.index for each in simulation.geometry if LATENT in each.sides}
         token_group = simulation.arm.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
         self.switched_off = False
@@ -135,17 +139,16 @@ class _SimulatedAttention:
         """The attention output `[B, T, H_q, D_v]`. The arguments are those that `intercept`
         passes."""
         if self.switched_off:
-            return self._compare_heads(layer, attend(query, key, value), key.shape[1])
+            return self._compare_heads(layer, attend(query, key, value))
         if layer not in self.simulation.layers:
             return attend(query, key, value)
         assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
-        keys = self._both_copies(key, self.owners[layer], "key")
-        values = self._both_copies(value, self.owners[layer], "value")
-        self._observe_ranges(layer, {"key": key, "value": value})
+        keys, values = self._read_cache(layer, key, value, attend)
         mask = self.masks.mask_for(attend, query)
         queries = self.simulation.queries
         if queries is not None and self.observers is not None:
             kl = _attention_kl(attend, query, key, keys, mask, queries)
+            kl = kl.unflatten(1, (self.kv_heads[layer], -1)).mean(2)
             self.observers.kl(layer, kl, queries)
         outputs = []
         # Each block of queries reads only the positions that it sees.
@@ -158,10 +161,31 @@ class _SimulatedAttention:
             self._latest = output
         return output
 
+    def _read_cache(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[exact; quantized]` of twice the length. Those of latents are made of
+        what the cache stores of these, and of exact keys with RoPE."""
+        owner = self.owners[layer]
+        if owner not in self.latents:
+            self._observe_ranges(layer, {"key": key, "value": value})
+            return self._both_copies(key, owner, "key"), self._both_copies(value, owner, "value")
+        assert attend.latent is not None
+        self._observe_ranges(layer, {LATENT: attend.latent})
+        copies = self._both_copies(attend.latent, owner, LATENT)
+        stored = copies[:, :, key.shape[2] :]
+        keys, values = expand(attend, stored, key, value.shape[-1])
+        return torch.cat([key, keys], dim=2), torch.cat([value, values], dim=2)
+
+    def _stores(self, side: str) -> bool:
+        """Whether rows of a side are stored in few bits; latents are where keys and values are."""
+        sides = self.simulation.sides
+        return side in sides or (side == LATENT and set(SIDES) <= set(sides))
+
     def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
         """Keys or values `[exact; quantized]` of twice the length, rotated as the layer that owns
         the cache stores them."""
-        if side not in self.simulation.sides:
+        if not self._stores(side):
             # Both copies are exact, but the mask still expects two.
             return torch.cat([rows, rows], dim=2)
         arm, cache = self.simulation.arm, self.simulation.cache
@@ -183,20 +207,20 @@ class _SimulatedAttention:
         if self.observers is None:
             return
         arm, owner = self.simulation.arm, self.owners[layer]
-        for side in self.simulation.sides:
+        for side in filter(self._stores, sides):
             past = sides[side][:, :, self.simulation.cache.sink :]
             parts = (arm.row_range(part, owner, side) for part in past.split(TOKENS, dim=2))
             # Some arms have none to tell.
             if ranges := [part for part in parts if part is not None]:
                 self.observers.row_range(layer, side, torch.cat(ranges, dim=2))
 
-    def _compare_heads(self, layer: int, exact: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def _compare_heads(self, layer: int, exact: torch.Tensor) -> torch.Tensor:
         """Report the simulated and the exact output `[B, T, H_q, D_v]`, and return the exact one.
 
         Successive query heads read the same KV head.
         """
         if self.observers is not None and self._latest is not None:
-            shape = (*exact.shape[:2], kv_heads, -1)
+            shape = (*exact.shape[:2], self.kv_heads[layer], -1)
             self.observers.heads(layer, self._latest.reshape(shape), exact.reshape(shape))
         return exact
 
@@ -229,8 +253,7 @@ def _attention_kl(
     mask: TwoCopyMask,
     queries: torch.Tensor,
 ) -> torch.Tensor:
-    """`KL(exact || simulated)` `[B, H, Q]` of selected queries' attention, averaged over the query
-    heads that read each of H KV heads.
+    """`KL(exact || simulated)` `[B, H_q, Q]` of selected queries' attention.
 
     * `query`, `key`: of the exact model, before any mean is subtracted;
     * `keys`: `[exact; quantized]`, as the simulated cache holds them;
@@ -253,7 +276,7 @@ def _divergence_of(
     keys: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The divergence `[B, H, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask
+    """The divergence `[B, H_q, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask
     `[B, 1, Q, 2T]`, float32 and additive."""
     length = key.shape[2]
     # The query sees a position if it sees either copy.
@@ -263,9 +286,7 @@ def _divergence_of(
     simulated = both[..., :length] + both[..., length:]
     # In float64, because the KL divergence of nearly equal weights is a small difference of large
     # terms.
-    by_query_head = divergence(exact.double(), simulated.double())
-    batch, _, count = by_query_head.shape
-    return by_query_head.view(batch, key.shape[1], -1, count).mean(2)
+    return divergence(exact.double(), simulated.double())
 
 
 def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:

@@ -41,11 +41,13 @@ def arm_bits(geometry: Geometry, arm: Arm, layout: CacheLayout, length: int = CO
 
 
 def _average(geometry: Geometry, bits: Callable[[int, str, int], float]) -> float:
-    """The mean of `bits(layer, side, dim)` over every element that the model caches."""
+    """The mean of `bits(layer, side, dim)` over every element that the model caches. Keys with RoPE
+    beside a latent stay exact."""
     total, elements = 0.0, 0
     for layer in cached_layers(geometry):
-        for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
-            count = layer.kv_heads * dim  # elements per token
-            total += count * bits(layer.index, side, dim)
-            elements += count
+        for side in layer.sides:
+            dim = layer.dims[side]
+            total += layer.kv_heads * dim * bits(layer.index, side, dim)
+        total += EXACT_BITS * (layer.rope_dim or 0)
+        elements += layer.elements
     return total / elements

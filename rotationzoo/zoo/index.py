@@ -113,7 +113,8 @@ class Entry(_Growing):
     """`rotationzoo` is an artifact. OSCAR's authors publish the other formats:
 
     * `oscar`: two `.pt` files.
-    * `latent`: one matrix per layer for the latent that MLA stores. Nothing here reads it.
+    * `latent`: a folder with one matrix per layer for the latent that MLA stores. It is listed but
+      not pulled.
     * `gguf`: a whole model with rotations in it. It is listed but not pulled.
     """
     note: Annotated[str, Field(max_length=500)] | None = None

@@ -46,6 +46,8 @@ More deep models belong to neither set and are trained with --models:
 
     deep-gpt-oss    gpt-oss of 12 layers, 16 on 4 heads of 64: learned sinks, a window of 128 in
                     every other layer, biases, two experts that every token mixes
+    deep-mla        12 layers, 12 heads of 64 + 64 (RoPE); the architecture of DeepSeek V3,
+                    without experts: the cache holds a latent of 256 and a RoPE key of 64
 """
 
 import argparse
@@ -148,7 +150,7 @@ def deep(
     prepare: Callable[[PreTrainedModel], None] | None = None,
     **config: object,
 ) -> Lab:
-    """A deep model with so many query and KV heads of 128."""
+    """A deep model with so many query and KV heads, of 128 unless `config` says otherwise."""
     shape = {
         "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 3 * width,
         "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 128,
@@ -171,8 +173,16 @@ SETS = {
     },
 }
 """The deep models. The set `test` was named before anything was measured on either."""
+DEEP_MLA = deep(
+    "deepseek_v3", 12, 768, (12, 12), first_k_dense_replace=12, q_lora_rank=None, kv_lora_rank=256,
+    # Queries and keys get as wide as values, or flash attention would refuse them.
+    qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128, num_nextn_predict_layers=0,
+    head_dim=64,  # what DeepSeek's configuration calls so: the RoPE part
+)  # fmt: skip
+"""Three inputs of a layer share one element of its latent; in DeepSeek V2 Lite, four do."""
 DEEP = SETS["dev"] | SETS["test"]
 DEEP |= {
+    "deep-mla": DEEP_MLA,
     "deep-gpt-oss": deep(
         "gpt_oss", 12, 768, (16, 4), lab_sinks.train_densely, head_dim=64, sliding_window=128,
         intermediate_size=1152, num_local_experts=2, num_experts_per_tok=2,

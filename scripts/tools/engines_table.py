@@ -10,7 +10,7 @@ was done.
 from pathlib import Path
 from typing import NamedTuple
 
-from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES
+from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES, Entry
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 PICKED = [
@@ -31,7 +31,9 @@ FILES = [
     "reads",
     "what is not served, or done in its own way",
 ]
-CLIP_RATIOS = {"one": "one", "side": "one for keys, one for values", "head": "all"}
+CLIP_RATIOS = {
+    "none": "none", "one": "one", "side": "one for keys, one for values", "head": "all"
+}  # fmt: skip
 EARLIER = {"server": "the first tokens", "window": "the first tokens and the window"}
 
 
@@ -58,6 +60,12 @@ DESCRIPTIONS = {
         reads="`.pt` pair: version 2 (per KV head), 1 (`--pooled`), 3 (key mean)",
         limits="head dimensions and groups that are no power of two; windows that are no multiple "
         "of 8",
+    ),
+    "sglang-mla": Description(
+        cache="[OSCAR's SGLang](https://github.com/FutureMLS-Lab/OSCAR)",
+        reads="a folder with `layer_N.pt` for each layer, one bare matrix each",
+        limits="clips; latents of another size than 512 are not packed; its codes round halves to "
+        "even",
     ),
     "llama.cpp": Description(
         cache="[OSCAR's fork](https://github.com/FutureMLS-Lab/OSCAR/tree/zhongzhu/llamacpp) "
@@ -102,8 +110,8 @@ def _picks(name: str) -> list[str]:
     return [
         f"`{name}`",
         f"`{entry.recipe}`",
-        "per KV head" if entry.heads else "per layer",
-        " and ".join(f"{side}s" for side in entry.means) or "none",
+        _rotations(entry),
+        ", ".join(f"{side}s" for side in entry.means) or "none",
         CLIP_RATIOS[entry.clip],
         "the artifact's" if entry.windows else "none",
         "error feedback" if entry.feedback else "nearest",
@@ -111,6 +119,13 @@ def _picks(name: str) -> list[str]:
         EARLIER[entry.prefill_layout] if entry.windows else "nothing",
         start,
     ]
+
+
+def _rotations(entry: Entry) -> str:
+    if "key" not in entry.takes:
+        return "of latents"
+    rotations = "per KV head" if entry.heads else "per layer"
+    return f"{rotations}, or of latents" if "latent" in entry.takes else rotations
 
 
 def _files(name: str) -> list[str]:

@@ -87,11 +87,15 @@ def test_a_window_forgets_the_sink():
         assert request_bytes(shape, "int2", context, storage) == exact * 32 + (100 - exact) * 20
 
 
-def test_a_latent_has_no_rows_of_heads():
-    """DeepSeek-V3: 61 layers x (512 + 64) elements."""
+def test_a_latent_is_one_row_and_the_key_beside_it_stays_exact():
+    """DeepSeek-V3: 61 layers x (512 + 64) elements; a quantized latent takes 512 / 4 bytes and two
+    float32, and its key 128 bytes."""
     latent = shape_of("DeepSeek-V3")
     assert request_bytes(latent, "bf16", CONTEXT, Storage()) == CONTEXT * 70_272
     assert request_bytes(latent, "fp8", CONTEXT, Storage()) == CONTEXT * 35_136
+    assert request_bytes(latent, "int4", CONTEXT, Storage()) == CONTEXT * 61 * (256 + 8 + 128)
+    quantized = (CONTEXT - 320) * 61 * (128 + 8 + 128)
+    assert request_bytes(latent, "int2", CONTEXT, Storage()) == 320 * 70_272 + quantized
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -67,17 +67,16 @@ def test_what_fits_is_what_the_bytes_say(measure):
     assert report["weights_bytes"]["published"] == report["parameters"] * 2
 
 
-def test_a_latent_is_refused_for_int2_alone(measure):
-    capacity = measure("DeepSeek-V3", "8x H200")
-    report = capacity_json(capacity)
-    assert "MLA" in report["refusal"]
+def test_latents_have_every_cache(measure):
+    report = capacity_json(measure("DeepSeek-V3", "8x H200"))
+    assert report["refusal"] is None
+    exact = 320 / 131_072
+    bytes_of_int2 = exact * 70_272 + (1 - exact) * 61 * (128 + 8 + 128)
     assert report["kv_bytes_per_token"] == {
-        "bf16": 70_272, "fp8": 35_136, "int4": None, "int2": None,
+        "bf16": 70_272, "fp8": 35_136, "int4": 61 * 392, "int2": bytes_of_int2,
     }  # fmt: skip
-    assert report["bits_per_element"] is None
-    assert set(report["max_requests"]) == {"bf16", "fp8"}
-    assert report["max_requests"]["bf16"] > 1
-    assert any("cannot have an int2 cache" in line for line in remarks(capacity))
+    assert report["bits_per_element"] == bytes_of_int2 * 8 / (61 * 576)
+    assert report["max_requests"]["int2"] > report["max_requests"]["fp8"] > 1
 
 
 def test_more_tokens_than_positions(measure):

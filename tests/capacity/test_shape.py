@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.architectures import WINDOW, families
+from support.architectures import EXPECTED, LATENTS, WINDOW, families
 from support.models import save_family
 
 from rotationzoo.capacity.shape import CachedLayer, Shape, read_shape
@@ -50,11 +50,11 @@ def test_states_of_unknown_size_are_admitted(name, tmp_path):
     assert shape(name, tmp_path).uncounted_states
 
 
-@families(["deepseek_v3"])
-def test_a_latent_is_told_by_the_config(name, tmp_path):
+@families(LATENTS)
+def test_latents_count_with_the_keys_beside_them(name, tmp_path):
     latent = shape(name, tmp_path)
-    assert latent.latent_elements == 4 * (20 + 8)
-    assert not latent.layers
+    assert len(latent.layers) == len(EXPECTED[name].layers)
+    assert {(layer.elements, layer.rounded, layer.rows) for layer in latent.layers} == {(28, 20, 1)}
     assert latent.parameters > latent.expert_parameters > 0
 
 

@@ -67,7 +67,7 @@ def test_dry_run_reads_the_config_and_writes_nothing(inside):
     assert known.items() <= shown.items()
     assert all(shown[key] > 0 for key in ("weights_bytes", "peak_memory_bytes", "artifact_bytes"))
     latent = inside.folder.parent / "mla"
-    architectures.config("deepseek_v3").save_pretrained(latent)
+    architectures.config("deepseek_v4").save_pretrained(latent)
     short = ["--length", "64", "--tokens", "64"]
     planned = inside("calibrate", latent, "--dry-run", "--json", *short)
     assert planned.returncode == 0

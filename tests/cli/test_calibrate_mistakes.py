@@ -137,7 +137,7 @@ def test_models_that_cannot_be_calibrated(inside):
         "is an encoder": bert,
         "is an encoder-decoder": transformers.T5Config(),
         "is not a causal language model": transformers.ViTConfig(),
-        "compressed latent": architectures.config("deepseek_v3", max_position_embeddings=4096),
+        "compressed latent": architectures.config("deepseek_v4", max_position_embeddings=4096),
         "code of its own": architectures.config("falcon", max_position_embeddings=4096),
     }
     for number, (says, config) in enumerate(configs.items()):

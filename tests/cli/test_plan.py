@@ -122,11 +122,12 @@ def test_a_model_that_nobody_can_calibrate_is_refused(inside):
     assert "in code of its own" in only_error(inside("plan", "falcon"))
 
 
-def test_a_latent_has_no_commands(inside):
+def test_latents_are_planned_for_our_own_cache(inside):
     (inside.folder / "deepseek").mkdir()
     content = json.dumps(CONFIGS["DeepSeek-V3"])
     (inside.folder / "deepseek" / "config.json").write_text(content)
     shown = inside("plan", "deepseek", "--gpu", "8x H200").stdout
-    assert "deepseek cannot have an int2 cache: it caches a compressed latent (MLA)" in shown
-    assert "rotationzoo calibrate" not in shown
+    assert "deepseek: 61 layers with a cache of latents, 67" in shown
+    assert "rotationzoo calibrate deepseek" in shown
+    assert "rotationzoo export" not in shown, "no engine with a pair of files takes latents"
     assert inside("plan", "deepseek", "--quiet").stdout.startswith("No: even in 4 bits")

@@ -16,7 +16,7 @@ import yaml
 from safetensors.numpy import load_file
 from support import process_server
 from support.hubs import huggingface, modelscope
-from support.models import save_tiny
+from support.models import save_family, save_tiny
 from support.places import ROOT
 
 from rotationzoo.text.documents import BUNDLED, HELD_OUT
@@ -27,6 +27,7 @@ IMPORTED = (
     "rotationzoo.engines.export", "rotationzoo.runtime.job", "rotationzoo.zoo.regenerate",
 )  # fmt: skip
 NAMED = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]  # beside the models of configs/
+WITH_LATENTS = "deepseek-ai/DeepSeek-V2-Lite"
 SIZES = dict(
     hidden_size=64, head_dim=64, max_position_embeddings=40960,
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
@@ -48,6 +49,7 @@ rotationzoo calibrate demo --recipe oscar-v1
 mv rotations assumed
 rotationzoo calibrate demo
 rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
+rotationzoo calibrate deepseek-ai/DeepSeek-V2-Lite
 rotationzoo push rotations/Qwen3-8B-oscar rotationzoo/zoo --to both
 rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
 rotationzoo calibrate my-model -o ROTATIONS
@@ -90,9 +92,11 @@ class World:
         files = {path.name: path.read_bytes() for path in model.iterdir()}
         configs = sorted((ROOT / "configs").iterdir())
         configured = [yaml.safe_load(path.read_text("utf-8"))["model"] for path in configs]
-        for name in dict.fromkeys([*NAMED, *configured]):
+        latents = save_family("deepseek_v2", self.folder / "latents")
+        of_latents = {path.name: path.read_bytes() for path in latents.iterdir()}
+        for name in dict.fromkeys([*NAMED, *configured, WITH_LATENTS]):
             self.hf.create(name)
-            self.hf.commit(name, files)
+            self.hf.commit(name, of_latents if name == WITH_LATENTS else files)
 
     def serve_data_sets(self) -> None:
         for name, (subset, splits, lines) in DATA_SETS.items():

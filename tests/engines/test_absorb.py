@@ -24,7 +24,7 @@ from rotationzoo.engines import weight_edits
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
-from rotationzoo.model.capture import capture, decoder
+from rotationzoo.model.capture import decoder, intercept
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data
 
@@ -58,15 +58,20 @@ def rotate(folder: Path, preset: str = "random", **changes) -> Artifact:
 
 def look(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The logits of a saved model, and the values `[B, H_kv, T, D]` that each layer's attention is
-    handed."""
-    values = {}
+    handed, or the latents that these are made of."""
+    values: dict[int, torch.Tensor] = {}
+
+    def note(layer, query, key, value, attend):
+        values[layer] = value if attend.latent is None else attend.latent
+        return attend(query, key, value)
+
     source = find(str(folder))
     model = loading.load(source, loading.load_config(source), "cpu", dtype)
     if getattr(decoder(model).config, "_experts_implementation", None):
         model.set_experts_implementation("eager")  # the others have no float64
     with (
         torch.no_grad(),
-        capture(model, lambda layer, query, key, value, output: values.update({layer: value})),
+        intercept(model, note),
     ):
         return model(input_ids=IDS, use_cache=False).logits, values
 
@@ -80,7 +85,12 @@ def check(folder: Path, artifact: Artifact, output: Path) -> None:
     assert (look(folder, torch.float32)[0] - look(output, torch.float32)[0]).abs().max() <= 1e-4
     rotations = artifact.rotation_tensors()
     for layer, value in values.items():
-        rotation = rotations[f"layers.{layer}.value.rotation"].double()
+        side = "value"
+        if f"layers.{layer}.latent.rotation" in rotations:
+            side, norms = "latent", tensors(folder / "model.safetensors")
+            # The copy caches latents without the weights of their norm.
+            value = value / norms[f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"].double()
+        rotation = rotations[f"layers.{layer}.{side}.rotation"].double()
         size = value.abs().max()
         assert (rotated[layer] - value @ rotation).abs().max() <= 2e-6 * size
         assert (rotated[layer] - value @ rotation.mT).abs().max() > 0.1 * size, (
@@ -96,6 +106,10 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 @families(CALIBRATED)
 def test_every_family_absorbs_or_says_why_not(name, tmp_path):
     model = architectures.build(name)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "kv_a_layernorm" in parameter_name:  # ones would hide what becomes of them
+                parameter.uniform_(0.5, 2)
     model.save_pretrained(tmp_path / name)
     artifact = rotate(tmp_path / name)
     if name in REFUSED:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from support.models import save_tiny
+from support.models import save_family, save_tiny
 from support.places import ROOT
 from support.reports import summary
 
@@ -69,6 +69,25 @@ def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, cha
             rows = rows - mean
             assert torch.equal(stored, rows @ matrix[head % len(matrix)])
         assert ("- key_mean[head]" in code) == changes.get("center_keys", True)
+
+
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_snippet_for_latents_restores_them(tmp_path, monkeypatch, centered):
+    model = save_family("deepseek_v3", tmp_path / "model")
+    artifact = made(model, tmp_path, center_keys=centered)
+    page = (artifact.folder / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(artifact.folder)
+    names: dict = {}
+    exec(code, names)
+    latents = torch.randn(12, 20) + 3
+    rotation, stored = artifact.rotations[0].key, names["rotate"](latents)
+    mean = rotation.mean[0] if centered else torch.zeros(20)
+    assert torch.equal(stored, (latents - mean) @ rotation.matrix[0])
+    assert torch.allclose(names["restore"](stored), latents, atol=1e-5)
+    assert "--for sglang-mla" in page
+    assert "R_K" not in page
+    assert "layers.N.latent.feedback" in page
 
 
 def test_the_size_is_said_for_each_format_and_is_right(model, tmp_path):

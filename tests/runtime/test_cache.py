@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
-from support.architectures import CALIBRATED, families
+from support.architectures import CALIBRATED, SPARSE, families
 from support.float64 import CLOSE, to_float64
 from transformers import DynamicCache
 
@@ -68,7 +68,7 @@ def distance(logits, expected):
 
 
 @pytest.mark.parametrize(("step", "windows"), LAYOUTS.values(), ids=LAYOUTS)
-@families(CALIBRATED)
+@families([name for name in CALIBRATED if name not in SPARSE])
 def test_it_is_read_as_the_simulation_says(name, step, windows):
     model = architectures.build(name, torch.float64)
     arm = Arm("random", random_rotations(model))
@@ -94,7 +94,7 @@ def centered(rotations):
     return rotations.replace(change)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "deepseek_v3"])
 def test_means_are_honored(name):
     model, (step, windows) = architectures.build(name, torch.float64), LAYOUTS["token by token"]
     plain = random_rotations(model)
@@ -147,9 +147,10 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused():
         cache_for(model, Arm("none", {}), CacheLayout())
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("format", ["sglang", "fine", "budget"])
-def test_whitened_rows_are_read_as_the_simulation_says(format):
-    model, (step, windows) = architectures.build("llama", torch.float64), LAYOUTS["chunks"]
+def test_whitened_rows_are_read_as_the_simulation_says(format, name):
+    model, (step, windows) = architectures.build(name, torch.float64), LAYOUTS["chunks"]
     generator = torch.Generator().manual_seed(3)
 
     def whiten(_, side, rotation):

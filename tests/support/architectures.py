@@ -1,4 +1,4 @@
-"""Twenty-eight attention families as tiny random models, built in code: what the capture is held
+"""Twenty-nine attention families as tiny random models, built in code: what the capture is held
 against.
 
 Dimensions are as small as each family allows. `EXPECTED` says what calibration makes of each.
@@ -78,6 +78,7 @@ _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", "Lfm2", dict(layer_types=["conv", "conv", "full_attention", "conv"])),
     "kimi_linear": ("KimiLinear", "KimiLinear", dict(
         LATENT, head_dim=16, layer_types=MOSTLY_LINEAR, linear_head_dim=16, linear_num_heads=4)),
+    "deepseek_v2": ("DeepseekV2", "DeepseekV2", LATENT),
     "deepseek_v3": ("DeepseekV3", "DeepseekV3", LATENT),
     "glm4_moe_lite": ("Glm4MoeLite", "Glm4MoeLite", LATENT),
     "deepseek_v32": ("DeepseekV32", "DeepseekV32", INDEXER),
@@ -121,17 +122,29 @@ _LAST = Expectation((3,))
 EXPECTED = dict.fromkeys(NAMES, Expectation())
 EXPECTED |= dict.fromkeys(["qwen3_next", "qwen3_5", "minimax", "qwen3_5-vlm"], _LAST)
 EXPECTED |= {"lfm2": Expectation((2,)), "gemma4": Expectation((0, 1))}
-EXPECTED |= dict.fromkeys(
-    ["deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "kimi_linear"], _LATENT_CACHE
-)
-EXPECTED |= {"deepseek_v4": _LATENT_CACHE, "falcon": _OWN_CODE}
+EXPECTED |= {
+    "kimi_linear": _LAST,
+    "deepseek_v4": _LATENT_CACHE,
+    "falcon": _OWN_CODE,
+}
+SPARSE = ["deepseek_v32", "glm_moe_dsa"]
+"""Families whose cache also keeps what an indexer reads."""
+CACHES_HEADS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
+"""Whether transformers caches what sparse attention reads, and not the latent."""
+if CACHES_HEADS:
+    EXPECTED |= dict.fromkeys(SPARSE, _LATENT_CACHE)
 IS_OLD = Version(transformers.__version__) < Version("5.24")
 if IS_OLD:
     EXPECTED["gptj"] = _OWN_CODE
 # One for each way through the code: plain, with norms of queries and keys, with soft caps and
-# windows, with sinks and experts, with linear attention between, and refused.
+# windows, with sinks and experts, with linear attention between, and with latents.
 REPRESENTATIVE = {"llama", "qwen3", "gemma2", "gpt_oss", "qwen3_5", "deepseek_v3"}
 CALIBRATED = [name for name in NAMES if not EXPECTED[name].refusal]
+LATENTS = ["kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE]
+LATENTS = [name for name in LATENTS if name in CALIBRATED]
+"""Families that cache latents."""
+HEADS = [name for name in CALIBRATED if name not in LATENTS]
+"""Families that cache keys and values of heads."""
 
 
 def config(name: str, **changes: Any) -> transformers.PretrainedConfig:

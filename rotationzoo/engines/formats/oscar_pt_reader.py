@@ -65,6 +65,35 @@ def read_pt(path: Path) -> RotationFile:
     return RotationFile(path, version, side, matrices, primitives(table.get("calibration")))
 
 
+def read_latent(path: Path, layer: int) -> SideMatrices:
+    """One layer's rotation of latents (MLA): a bare matrix, or a table with its mean and
+    eigenvalues beside it.
+
+    Raises `RotationZooError` as `read_pt` does.
+    """
+    content = _load(path, layer)
+    entries = _entries(path, content, layer)
+    entry = entries[layer]
+    rotation, second = entry.get("rotation"), entry.get("q_rotation")
+    if _are_equal(rotation, second):
+        del entry["q_rotation"]  # the inverse transposed of an orthogonal matrix is itself
+    _check_orthogonal(path, as_mapping(content), entries)
+    tensors = {name: _tensors(path, entries, name) for name in _TENSORS}
+    for name, by_layer in tensors.items():
+        for tensor in by_layer.values():
+            check_tensor(path, name, tensor)
+    if not tensors["rotation"]:
+        raise RotationZooError(f"{path.name} is no rotation file: it has no rotation")
+    means = {number: mean.flatten() for number, mean in tensors["k_mean"].items()}
+    return SideMatrices(tensors["rotation"], "unknown", tensors["eigenvalues"], means)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and torch.allclose(one, other)
+
+
 def _check_orthogonal(path: Path, table: Mapping[str, Any], entries: _Entries) -> None:
     """Raise `RotationZooError` for a file that declares non-orthogonal rotations.
 
@@ -125,8 +154,8 @@ def _stated_side(objective: str, transform: Mapping[str, Any]) -> str | None:
     return next((side for side in ("key", "value") if side in transform), None)
 
 
-def _load(path: Path) -> Any:
-    """The content of a file.
+def _load(path: Path, layer: int | None = None) -> Any:
+    """The content of a file, of one layer alone if it is given.
 
     Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
     bytes can ask for terabytes.
@@ -134,7 +163,7 @@ def _load(path: Path) -> Any:
     check_regular(path)
     try:
         _check_archive(path)
-        _check_sizes(path, torch.load(path, map_location="meta", weights_only=True))
+        _check_sizes(path, torch.load(path, map_location="meta", weights_only=True), layer)
         return torch.load(path, map_location="cpu", weights_only=True)
     except RotationZooError:
         raise
@@ -170,10 +199,10 @@ def _check_archive(path: Path) -> None:
         )
 
 
-def _check_sizes(path: Path, content: Any) -> None:
+def _check_sizes(path: Path, content: Any, layer: int | None) -> None:
     """Raise `RotationZooError` if the tensors on `meta` need more bytes than the file can hold."""
     size, total = path.stat().st_size, 0
-    entries = _entries(path, content).values()
+    entries = _entries(path, content, layer).values()
     for tensor in (entry.get(name) for entry in entries for name in _TENSORS):
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             continue
@@ -189,11 +218,16 @@ def _check_sizes(path: Path, content: Any) -> None:
             )
 
 
-def _entries(path: Path, content: Any) -> _Entries:
+def _entries(path: Path, content: Any, layer: int | None = None) -> _Entries:
     """The entries of all layers.
 
     They come from a table of layers, a bare table of tensors, or one tensor that stacks all layers.
+    With a `layer`, the file holds this layer's matrix or entry alone.
     """
+    if layer is not None:
+        if isinstance(content, Mapping) and "mean" in content:
+            content = {**content, "k_mean": content["mean"]}
+        content = {layer: content}
     if isinstance(content, torch.Tensor) and content.ndim == 3:
         content = dict(enumerate(content))
     table = as_mapping(as_mapping(content).get("layers", content))

@@ -17,6 +17,7 @@ from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.int2 import check_shape
+from rotationzoo.engines.registry import check_sides
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
@@ -103,6 +104,7 @@ def has_windows(config: PretrainedConfig) -> bool:
 def check_model(artifact: Artifact, source: Source) -> None:
     """Raise `RotationZooError` for an artifact of another model, and `UnsupportedModel` for a model
     of which vLLM's pages cannot hold every layer, or that runs with scaled RoPE."""
+    check_sides("vllm", artifact.rotations.sides)
     made_for = artifact.manifest.model
     if not artifact.bound or made_for.config_sha256 != config_hash(source):
         raise RotationZooError(

@@ -1,0 +1,69 @@
+"""The SGLang engine of models with latents (MLA), which reads a folder of `.pt` files, one a layer.
+
+The 2-bit cache of latents is in OSCAR's own server, which finds the folder by an environment
+variable. Each file holds one float32 matrix R `[D, D]`, for `c @ R`.
+"""
+
+import io
+import shlex
+from pathlib import Path
+
+import torch
+
+from rotationzoo.engines.base import Launch, Options, Payload
+from rotationzoo.errors import RotationZooError
+from rotationzoo.storage.files import write_new
+
+_PACKED = 512  # elements of the latents that the server's own kernels pack
+_GROUPS = 32, 128  # channels that share a scale, with which its makers measured
+
+
+def file_name(layer: int) -> str:
+    """The name of a layer's file; layers count all of the model."""
+    return f"layer_{layer}.pt"
+
+
+def check_payload(payload: Payload) -> None:
+    """Raise `RotationZooError` for weights that carry the rotation already."""
+    if payload.value is None:
+        raise RotationZooError(
+            "a copy whose weights rotate its latents needs no files",
+            hint="serve the copy as it is, or export without --absorbed",
+        )
+
+
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+    """Write a file for each layer to `work`. The environment variables name the folder `final`."""
+    for layer, matrix in payload.key.rotation.items():
+        buffer = io.BytesIO()  # torch's file writer does not report a full disk as OSError
+        torch.save(matrix.float().contiguous().clone(), buffer)
+        write_new(work / file_name(layer), buffer.getvalue())
+    environment = {
+        "SGLANG_OSCAR_MLA_KV_ROTATION_PATH": str(final),
+        "SGLANG_OSCAR_MLA_KV_GROUP_SIZE": str(payload.largest_group),
+        "SGLANG_OSCAR_MLA_KV_BITS": "2",
+        "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
+        "SGLANG_MIXED_KV_PREFIX_TOKENS": str(payload.sink),
+        "SGLANG_MIXED_KV_RECENT_TOKENS": str(payload.recent),
+        "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
+        "SGLANG_MIXED_KV_SCALE_DTYPE": "float32",
+    }
+    model = shlex.quote(payload.model or "MODEL")
+    # In fp8, entries of a rotation of 512 x 512 become subnormal.
+    command = f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype bfloat16"
+    return Launch([command], environment, _notes(payload))
+
+
+def _notes(payload: Payload) -> list[str]:
+    notes = [
+        "needs OSCAR's SGLang; these files follow its own tools, and no server has read them here",
+        "a layer without its file is served without rotation, and nothing says so",
+    ]
+    if payload.head_dims != {_PACKED}:
+        notes.append(f"the server packs latents of {_PACKED} elements, and stores others unpacked")
+    if payload.largest_group not in _GROUPS:
+        groups = " and ".join(map(str, _GROUPS))
+        notes.append(
+            f"one scale for {payload.largest_group} channels; its makers measured {groups}"
+        )
+    return notes

@@ -1,0 +1,187 @@
+"""The attention of a layer that caches latents (MLA): what it reads of a latent, and how errors of
+a latent count.
+
+For every token such a layer caches a latent `c`, a row that all heads share, and a key `k` with
+RoPE. A projection `kv_b_proj` makes each head's keys `[c W_K^T, k]` and values `c W_V^T` of them.
+Transformers makes both before attention is called, so that attention reads heads as in any model.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rotationzoo.errors import UnsupportedModel
+from rotationzoo.linalg.moments import Moment
+from rotationzoo.model.capture import Attention, decoder, intercept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SEED = 0
+UP, DOWN, NORM, OUTPUT = "kv_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj"
+"""What transformers calls the parts of every attention of this kind."""
+
+
+def expand(
+    attend: Attention, latents: torch.Tensor, key: torch.Tensor, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]`. The parts
+    with RoPE are those of `key`, which has the keys of the same tokens."""
+    # `forward`, because calling the module would run the hook that captures latents.
+    up: Any = getattr(attend.module, UP)
+    expanded: torch.Tensor = up.forward(latents[:, 0].to(key.dtype))
+    heads = expanded.unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
+    plain, values = heads.split([heads.shape[-1] - value_dim, value_dim], dim=-1)
+    return torch.cat([plain, key[..., plain.shape[-1] :]], dim=-1), values.contiguous()
+
+
+def find_latent_parts(model: "PreTrainedModel", name: str) -> dict[int, str]:
+    """Layer -> the path of its attention, in a model on `meta` that caches latents.
+
+    Raises `UnsupportedModel` for a layer whose latent does not come from a projection and a norm,
+    `x / rms(x) * weight`, as those of DeepSeek V2 do.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    attentions: dict[int, str] = {}
+
+    def note(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        parts = [getattr(attend.module, part, None) for part in (DOWN, NORM, UP)]
+        if any(part is None for part in parts) or not _is_plain_norm(parts[1]):
+            raise UnsupportedModel(
+                f"layer {layer} of {name} makes its latents in a way that cannot carry a rotation",
+                hint="serve the model as it is, with the artifact",
+            )
+        attentions[layer] = paths[attend.module]
+        return attend(query, key, value)
+
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    with torch.no_grad(), intercept(model, note):
+        decoder(model)(input_ids=tokens, use_cache=True)
+    return attentions
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    """Whether a module on `meta` computes `x / rms(x) * weight`, tried on random numbers."""
+    tried = copy.deepcopy(norm).to_empty(device="cpu").double()
+    parameters = dict(tried.named_parameters())
+    if list(parameters) != ["weight"]:
+        return False
+    generator = torch.Generator().manual_seed(_SEED)
+    width = len(parameters["weight"])
+    rows, weight = torch.randn(2, width, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        parameters["weight"].copy_(weight)
+        expected = rows / rows.square().mean().sqrt() * weight
+        return torch.allclose(tried(rows).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a layer multiplies latents of R elements by, head by head, in one type."""
+
+    key: torch.Tensor
+    """`[H, N, R]`: keys without RoPE are `c @ key.mT`."""
+    value: torch.Tensor
+    """`[H, D_v, R]`: values are `c @ value.mT`."""
+    output: torch.Tensor
+    """`[H, D_v, D_v]`: an error `e` of a head's output changes the layer's by `e @ output @ e`, as
+    a square of its length."""
+
+    @classmethod
+    def of(cls, attend: Attention, rank: int, heads: int, value_dim: int) -> "Weights":
+        """The weights of a call, at least in float32. They are read from what the modules make of
+        an identity matrix: that works wherever accelerate keeps them, and for any type of them."""
+        assert attend.latent is not None
+        dtype, device = attend.latent.dtype, attend.latent.device
+        wide = torch.promote_types(dtype, torch.float32)
+        up: Any = getattr(attend.module, UP)
+        out: Any = getattr(attend.module, OUTPUT)
+        up_weight = up.forward(torch.eye(rank, dtype=dtype, device=device)).T.to(wide)
+        by_head = up_weight.unflatten(0, (heads, -1))
+        key, value = by_head.split([by_head.shape[1] - value_dim, value_dim], dim=1)
+        width = heads * value_dim
+        nothing = out.forward(torch.zeros(1, width, dtype=dtype, device=device)).to(wide)
+        grams = []
+        for head in range(heads):
+            rows = torch.zeros(value_dim, width, dtype=dtype, device=device)
+            rows[:, head * value_dim : (head + 1) * value_dim].fill_diagonal_(1)
+            weight = out.forward(rows).to(wide) - nothing
+            grams.append(weight @ weight.T)
+        return cls(key, value, torch.stack(grams))
+
+
+@dataclass(frozen=True)
+class ReadErrors:
+    """What errors of latents cost, to first order, by the queries of one attention call.
+
+    An error `e` of the latent of token s changes the output of the layer at token t by the sum over
+    heads of `p (e W_V^T W_O^T)`, because the head reads another value with the weight p, and of
+    `p (a e^T) (v_s - o) W_O^T`, because its score changes by `a e^T`: a is the absorbed query
+    `q W_K` times the scale of the softmax, v_s the value and o the head's output. For errors of
+    mean 0 that are independent from token to token, the expected squares add up over tokens, as
+
+        e (a^T a) e^T * sum of p^2 |(v_s - o) W_O^T|^2  +  |e W_V^T W_O^T|^2 * sum of p^2,
+
+    where products of two heads, and of both reads of a head, are left out.
+    """
+
+    queries: torch.Tensor
+    """`[B, H, T, N]`: queries without RoPE, so long that the first term is `(query W_K e^T)^2`."""
+    key_weight: torch.Tensor
+    """W_K `[H, N, R]`, float64."""
+    value_metric: torch.Tensor
+    """`[R, R]`, float64: the second term is `e value_metric e^T`, summed over all queries."""
+
+    def absorb(self, moment: Moment) -> Moment:
+        """The sums of all heads' absorbed queries, as of one head, by those `moment` of `queries`
+        head by head."""
+        weight = self.key_weight
+        second = weight.mT @ moment.second @ weight
+        first = (moment.first[:, None] @ weight)[:, 0]
+        return Moment(*(each.sum(0, keepdim=True) for each in (second, first, moment.weight)))
+
+
+@torch.no_grad()
+def read_errors(
+    attend: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    skip: int,
+) -> ReadErrors:
+    """What errors of latents cost by the arguments and the output `[B, T, H, D_v]` of a call, if
+    the first `skip` tokens are never rounded.
+
+    Sums over tokens of `p^2 f_s` are the mean square of `sum of p z_s f_s` for random signs z. So
+    the model's own attention function estimates them, of any length, and no matrix of all p is
+    made.
+    """
+    assert attend.latent is not None
+    rank, heads, dim = attend.latent.shape[-1], query.shape[1], value.shape[-1]
+    weights = Weights.of(attend, rank, heads, dim)
+    wide = weights.key.dtype
+    signs = _signs(value.shape[2], dim, skip).to(value)
+    shares = attend(query, key, signs.expand_as(value).contiguous()).transpose(1, 2).to(wide)
+    moved = attend(query, key, value * signs[:, :1]).transpose(1, 2).to(wide)
+    # The first column of the signs is the one that the values were multiplied by.
+    moved = moved - shares[..., :1] * output.transpose(1, 2).to(wide)
+    cost = ((moved @ weights.output) * moved).sum(-1, keepdim=True).clamp(min=0)
+    scale = attend.options.get("scaling") or query.shape[-1] ** -0.5
+    queries = query[..., : weights.key.shape[1]].to(wide) * (scale * cost.sqrt())
+    value_weights = shares.double().square().mean(-1).sum((0, 2))
+    through = weights.value.double()
+    metric = through.mT @ (value_weights[:, None, None] * weights.output.double()) @ through
+    return ReadErrors(queries, weights.key.double(), metric.sum(0))
+
+
+def _signs(tokens: int, columns: int, skip: int) -> torch.Tensor:
+    """Random signs `[T, columns]`, the same in every call, and 0 for the first `skip` tokens."""
+    generator = torch.Generator().manual_seed(_SEED)
+    signs = torch.randint(2, (tokens, columns), generator=generator).float() * 2 - 1
+    signs[:skip] = 0
+    return signs

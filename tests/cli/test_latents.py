@@ -1,0 +1,83 @@
+"""A model with latents (MLA) through the commands, and one sentence for what does not fit it."""
+
+import json
+
+import pytest
+from support.command_line import only_error
+from support.models import save_family, save_tiny
+
+SHORT = ["--tokens", "1024", "--length", "512"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two models, one with latents, and an artifact of each."""
+    from rotationzoo.calibration.job import calibrate
+    from rotationzoo.calibration.plan import Job
+    from rotationzoo.recipe import load, override
+
+    folder = tmp_path_factory.mktemp("latents")
+    save_family("deepseek_v3", folder / "latent", kv_lora_rank=32)
+    save_tiny(folder / "heads")
+    recipe = override(load("oscar"), tokens=1024, length=512)
+    for name in ("latent", "heads"):
+        output = folder / f"of-{name}"
+        calibrate(Job(model=str(folder / name), recipe=recipe, output=output, device="cpu"))
+    return folder
+
+
+@pytest.fixture
+def names(folder):
+    return {path.name: str(path) for path in folder.iterdir()}
+
+
+def test_calibrate_says_what_is_cached(inside, names):
+    shown = inside("calibrate", names["latent"], "--dry-run").stdout
+    assert "4 layers with a cache, latents of 32 elements" in shown
+    table = inside("inspect", names["of-latent"]).stdout
+    assert "L dim" in table
+    assert "V dim" not in table
+    assert "Centered: latents lose the mean" in table
+
+
+def test_evaluate_measures_latents_at_2_3_and_4_bits(inside, names):
+    errors = []
+    for format in ("sglang", "sglang-3", "sglang-4"):
+        words = [names["latent"], names["of-latent"], *SHORT, "--windows", "16/32"]
+        options = ["--tasks", "none", "--format", format, "--json"]
+        result = inside("evaluate", *words, *options)
+        assert result.returncode == 0, result.stderr
+        arms = json.loads(result.stdout)["arms"]
+        assert arms["of-latent+feedback"]["output_error"] < arms["hadamard"]["output_error"]
+        heads = arms["of-latent"]["by_layer"][0]["heads"]
+        assert [len(figures) for figures in heads.values()] == [1, 1, 1, 1]
+        errors.append(arms["of-latent"]["output_error"])
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate", "verify"])
+@pytest.mark.parametrize(("model", "other"), [("latent", "heads"), ("heads", "latent")])
+def test_rotations_of_the_other_kind_are_refused(inside, names, command, model, other):
+    words = {
+        "evaluate": ["evaluate", names[model], names[f"of-{other}"]],
+        "generate": ["generate", names[model], "--rotations", names[f"of-{other}"], "-p", "x"],
+        "verify": ["verify", names[f"of-{other}"], "--model", names[model], "--run"],
+    }[command]
+    kinds = {"latent": "latents (MLA)", "heads": "keys and values of heads"}
+    said = only_error(inside(*words))
+    assert f"of-{other} holds rotations of {kinds[other]}, and " in said
+    assert said.splitlines()[0].endswith(f"caches {kinds[model]}")
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "code"),
+    [
+        (["calibrate", "--recipe", "oscar-v1"], "latents have no statistics query and key_", 1),
+        (["calibrate", "--key-bits", "3", "--value-bits", "3"], "leave none for latents", 1),
+        (["evaluate", "--keys-only"], "caches latents, which are keys and values at once", 2),
+        (["evaluate", "--rivals", "q4_0"], "q4_0 stores keys and values, and this model", 2),
+    ],
+)
+def test_what_latents_do_not_have_is_refused(inside, names, words, says, code):
+    command, *options = words
+    assert says in only_error(inside(command, names["latent"], *options), code)
