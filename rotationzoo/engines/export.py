@@ -172,11 +172,11 @@ def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
     """How rotationzoo starts an engine that reads the artifact itself."""
     if request != Request(request.engine):
         raise UsageError(
-            f"{request.engine} reads the artifact as it is, and nothing is written for it",
+            f"{request.engine} reads the folder as it is, and nothing is written for it",
             hint=f"leave out all options but --for {request.engine}, or give another engine",
         )
     words = ["rotationzoo", command, *model_words(artifact), "--rotations", str(artifact.folder)]
-    notes = [f"nothing is written: {request.engine} reads the artifact itself"]
+    notes = [f"nothing is written: {request.engine} reads the folder itself"]
     if command == "serve":
         notes += ["vLLM must be installed; its CPU engine was tried, and on a GPU only parts of it"]
     launch = Launch([shlex.join(words)], {}, notes)

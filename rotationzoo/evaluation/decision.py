@@ -95,7 +95,7 @@ def decide(
             f"Without a 2-bit cache, the model answers {percent(_share(right))} of "
             f"{counted(len(right), 'question')}; {plain_name(arm)} keeps {percent(kept)} of these "
             f"answers (95% sure: {' to '.join(map(percent, interval))}).",
-            _compare_words(plain_name(arm), rivals, shares),
+            _compare_words(arm, rivals, shares),
             advice,
         ],
     )
@@ -212,8 +212,9 @@ def _share(correct: torch.Tensor) -> float:
     return correct.double().mean().item()
 
 
-def _compare_words(name: str, rivals: Sequence[Rival], kept: Mapping[Action, float]) -> str:
-    """How an artifact of this name compares, and the shares that its rivals keep."""
+def _compare_words(arm: str, rivals: Sequence[Rival], kept: Mapping[Action, float]) -> str:
+    """How an arm compares, and the shares that its rivals keep, which have nearest codes."""
+    name, has_feedback = plain_name(arm), arm.endswith("+feedback")
     if not rivals:
         return f"Not compared with {' or '.join(RIVALS.values())}."
     shares = [f"{RIVALS[rival.name]} keeps {percent(kept[rival.name])}" for rival in rivals]
@@ -223,7 +224,8 @@ def _compare_words(name: str, rivals: Sequence[Rival], kept: Mapping[Action, flo
         if len(names) > 1:
             names = ["either" if outlook == "open" else "both"]
         parts += [f"{phrase} {each}" for each in names]
-    return f"At the same size, {' and '.join(shares)}: {name} is {' and '.join(parts)}."
+    size = "At the same size, rounded one by one" if has_feedback else "At the same size"
+    return f"{size}, {' and '.join(shares)}: {name} is {' and '.join(parts)}."
 
 
 def _advise(action: Action, more: int, kept: float, at_most: float) -> str:

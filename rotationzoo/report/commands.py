@@ -81,12 +81,12 @@ def use_commands(
     engine: str | None = None,
     asked: Sequence[str] = (),
 ) -> list[str]:
-    """The commands that fit the decision on an artifact in FOLDER; None stands for no decision.
-    Where no `engine` was chosen, it is the usual one. `asked` is that of `decided_words`."""
+    """The commands that fit the decision on an artifact in FOLDER, with a text LONG.txt; None
+    stands for no decision. Where no `engine` was chosen, it is the usual one. `asked` is that of `decided_words`."""
     model, named = manifest.model, engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]
-    prompt = [] if name == ["demo"] else ["--prompt", "Once upon a time"]
+    prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
     generate = ["generate", *name, "--rotations", "FOLDER", *prompt]
     served = ["--for", engine] if engine else []
     measure = ["evaluate", *name, "FOLDER", "--for", named, "--save"]

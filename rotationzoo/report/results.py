@@ -74,15 +74,18 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
         if share is None:
             continue
         is_chosen = arm is arms.chosen
+        is_less = arm.all_tasks is not None and arm.all_tasks.questions < exact.questions
         interval = decision.interval if is_chosen and decision is not None else None
         point = Point(
             name=label,
             memory=request.arm_bits(arm, measured) * scale,
             share=share,
-            percent=percent(share),
+            percent=percent(share) + "*" * is_less,
             accent=is_chosen,
             interval=None if interval is None else (interval[0], interval[1]),
         )
         points.append(point)
     title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
+    if any(point.percent.endswith("*") for point in points):
+        title += "; *: of fewer questions"
     return Figure(title, draw_answers(points, unit))
