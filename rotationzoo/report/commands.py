@@ -82,7 +82,8 @@ def use_commands(
     asked: Sequence[str] = (),
 ) -> list[str]:
     """The commands that fit the decision on an artifact in FOLDER, with a text LONG.txt; None
-    stands for no decision. Where no `engine` was chosen, it is the usual one. `asked` is that of `decided_words`."""
+    stands for no decision. Where no `engine` was chosen, it is the usual one. `asked` is that of
+    `decided_words`."""
     model, named = manifest.model, engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]

@@ -150,6 +150,6 @@ def test_a_codec_that_is_not_simulated_is_refused(inside, made):
 
 def test_nothing_is_written_for_an_engine_that_reads_the_artifact(inside, made):
     refused = only_error(inside("export", made, "--for", "vllm", "-o", "out"), 2)
-    assert "vllm reads the artifact as it is" in refused
+    assert "vllm reads the folder as it is" in refused
     result = inside("export", made, "--to", "vllm")
     assert result.stdout == f"rotationzoo serve demo --rotations {made}\n"
