@@ -23,9 +23,9 @@ def serve_command(
         list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
     ] = None,
     format: Annotated[
-        Literal["sglang", "vllm", "fine"],
-        typer.Option(help="How scales, offsets and third bits are stored."),
-    ] = "vllm",
+        Literal["sglang", "vllm", "fine"] | None,
+        typer.Option(help="How rows are stored (fine for a budget of bits, else vllm)."),
+    ] = None,
     rounding: Rounding = None,
     sink: Sink = None,
     recent: Annotated[
@@ -63,8 +63,9 @@ def serve_command(
     options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
     settings = make_settings(options, source)
+    artifact = Artifact.open(Path(options.artifact))
     if has_weights(source):
-        check_weights([Artifact.open(Path(options.artifact))], source, anyway)
+        check_weights([artifact], source, anyway)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     words = server_command(place, has_windows(load_config(source)))
@@ -72,6 +73,11 @@ def serve_command(
     named = {KEY: options.model_dump(exclude_none=True)}
     words += [_OURS, dumps(named), *handed_on]
     layout = settings.layout
+    if artifact.rotations.has_budget and not settings.arm.rotations.has_budget:
+        out.note(
+            "The budget of bits is left out: beside layers with a sliding window, all others have "
+            "blocks of the same bytes"
+        )
     out.note(
         f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} and "
         f"the last {layout.recent} tokens exact"
