@@ -9,7 +9,17 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Anyway, Json, ModelName, Quiet, Revision, Rounding, Sink, given
+from rotationzoo.cli.options import (
+    Anyway,
+    Budget,
+    Json,
+    ModelName,
+    Quiet,
+    Revision,
+    Rounding,
+    Sink,
+    given,
+)
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.errors import UsageError
 
@@ -26,6 +36,7 @@ def serve_command(
         Literal["sglang", "vllm", "fine"] | None,
         typer.Option(help="How rows are stored (fine for a budget of bits, else vllm)."),
     ] = None,
+    bits: Budget = None,
     rounding: Rounding = None,
     sink: Sink = None,
     recent: Annotated[
@@ -59,7 +70,7 @@ def serve_command(
     from rotationzoo.runtime.vllm.plugin import server_command
     from rotationzoo.runtime.vllm.settings import KEY, Options, has_windows, make_settings
 
-    chosen = given(format=format, rounding=rounding, sink=sink, recent=recent)
+    chosen = given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
     options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
     settings = make_settings(options, source)

@@ -79,11 +79,15 @@ def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm
     model = save_tiny(tmp_path / "model", **(changes if windows else {}))
     made = inside("calibrate", model, *SMALL, "--bits", "3.5", "-o", "made")
     assert made.returncode == 0, made.stderr
-    done = inside("serve", model, "--rotations", "made", "--dry-run")
+    done = inside("serve", model, "--rotations", "made", "--bits", "3", "--dry-run")
     assert ("The budget of bits is left out" in done.stderr) == windows
-    settings = make_settings(Options(artifact="made"), find(str(model)))
+    options = json.loads(shlex.split(done.stdout)[-1])["rotationzoo"]
+    settings = make_settings(Options(**options), find(str(model)))
     assert settings.arm.rotations.has_budget != windows
     assert settings.layout.format == SIMULATED["vllm" if windows else "fine"]
+    if not windows:
+        bits = [int(each.fine_channels) for _, _, each in settings.arm.rotations.each()]
+        assert sum(bits) == 0, "rows of 16 channels with a scale take 3 bits an element"
 
 
 def test_rotations_of_other_weights_are_served_only_if_asked_for(inside, made, tmp_path, vllm):

@@ -21,7 +21,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, settle
+from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, served_rotations, settle
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.plugin import check_version
 from rotationzoo.storage import strict_json
@@ -37,6 +37,8 @@ class Options(strict_json.Strict, extra="forbid"):
     """The folder of the artifact."""
     format: Literal["sglang", "vllm", "fine"] | None = None
     """By default `fine` where the artifact has a budget of bits, and else `vllm`."""
+    bits: float | None = Field(default=None, gt=0)
+    """Another budget of bits an element than the artifact's, which must have one."""
     rounding: Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
     sink: int | None = Field(default=None, ge=0)
@@ -87,7 +89,7 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     check_model(artifact, source)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
-    rotations = artifact.rotations
+    rotations = served_rotations(artifact, "vllm", options.bits)
     if rotations.has_budget and has_windows(load_config(source)):
         # vLLM would pad the pages of all layers to the largest.
         rotations = rotations.replace(lambda _, __, each: replace(each, fine_channels=None))
