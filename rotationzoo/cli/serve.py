@@ -8,18 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    Anyway,
-    Budget,
-    Json,
-    ModelName,
-    Quiet,
-    Revision,
-    Rounding,
-    Sink,
-    given,
-)
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.errors import UsageError
 
@@ -27,7 +17,7 @@ _OURS = "--additional-config"
 
 
 def serve_command(
-    model: ModelName,
+    model: options.ModelName,
     rotations: Annotated[Path, typer.Option(help="The folder of rotations.")],
     vllm_options: Annotated[
         list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
@@ -36,19 +26,19 @@ def serve_command(
         Literal["sglang", "vllm", "fine"] | None,
         typer.Option(help="How rows are stored (fine for a budget of bits, else vllm)."),
     ] = None,
-    bits: Budget = None,
-    rounding: Rounding = None,
-    sink: Sink = None,
+    bits: options.Budget = None,
+    rounding: options.Rounding = None,
+    sink: options.Sink = None,
     recent: Annotated[
         int | None, typer.Option(min=1, help="Last tokens kept exact (the recipe's).")
     ] = None,
-    anyway: Anyway = False,
-    revision: Revision = None,
+    anyway: options.Anyway = False,
+    revision: options.Revision = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, and print the line alone.")
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
     to vLLM.
@@ -70,18 +60,18 @@ def serve_command(
     from rotationzoo.runtime.vllm.plugin import server_command
     from rotationzoo.runtime.vllm.settings import KEY, Options, has_windows, make_settings
 
-    chosen = given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
-    options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
+    chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
+    asked = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
-    settings = make_settings(options, source)
-    artifact = Artifact.open(Path(options.artifact))
+    settings = make_settings(asked, source)
+    artifact = Artifact.open(Path(asked.artifact))
     if has_weights(source):
         check_weights([artifact], source, anyway)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     words = server_command(place, has_windows(load_config(source)))
     words += ["--revision", revision] if revision else []
-    named = {KEY: options.model_dump(exclude_none=True)}
+    named = {KEY: asked.model_dump(exclude_none=True)}
     words += [_OURS, dumps(named), *handed_on]
     layout = settings.layout
     if artifact.rotations.has_budget and not settings.arm.rotations.has_budget:

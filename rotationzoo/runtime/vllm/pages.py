@@ -85,11 +85,8 @@ class LayerPages:
             self.copies[side] = torch.zeros(shape, dtype=dtype, device=cache.device)
             begin += layout.bytes
         if begin != memory.shape[1]:
-            raise RotationZooError(
-                f"a page of layer {layer} takes {begin} bytes, and the server gave it "
-                f"{memory.shape[1]}",
-                hint="leave the budget of bits out: --format vllm",
-            )
+            given = memory.shape[1]
+            raise RotationZooError(f"a page of layer {layer} takes {begin} bytes, and has {given}")
 
     def holds(self, cache: torch.Tensor) -> bool:
         """Whether these are the pages of this tensor."""

@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,27 +193,19 @@ def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None
     value. Without a layer, those of all layers. Raises `UnsupportedModel` for another head size
     than the rotations', and `RotationZooError` for one that the format cannot store, and where no
     layer is given and their bytes differ."""
-    layers = settings.arm.rotations if layer is None else [layer]
-    sizes = {_cell_bytes(settings, head_size, each) for each in layers}
-    if len(sizes) > 1:
+    arm, format, tokens = settings.arm, settings.layout.format, 64
+    sizes = dict.fromkeys(arm.rotations if layer is None else [layer], 0)
+    for number, side in product(sizes, SIDES):
+        page = arm.page_layout(number, side, tokens, format)
+        if page.dim != head_size:
+            raise UnsupportedModel(
+                f"the model has heads of {head_size}, and the rotations are for {page.dim}"
+            )
+        check_shape(head_size, arm.group_size or head_size, page.format)
+        sizes[number] += page.bytes // (page.heads * tokens)
+    if len({*sizes.values()}) > 1:
         raise RotationZooError(
-            "layers take different bytes here, and vLLM did not say which layer it asks for",
+            "layers take different bytes, and vLLM did not say which one it asks for",
             hint="leave the budget of bits out: --format vllm",
         )
-    return sizes.pop()
-
-
-def _cell_bytes(settings: CacheSettings, head_size: int, layer: int) -> int:
-    total = 0
-    group = settings.arm.group_size or head_size
-    for side in SIDES:
-        rotation = settings.arm.rotations[layer][side]
-        if rotation.dim != head_size:
-            raise UnsupportedModel(
-                f"the model has heads of {head_size}, and the rotations are for {rotation.dim}"
-            )
-        format = settings.arm.stored_format(layer, side, settings.layout.format)
-        check_shape(head_size, group, format)
-        numbers = format.metadata_numbers * head_size // group
-        total += format.row_bytes(head_size) + numbers * format.metadata_bits // 8
-    return total
+    return max(sizes.values())
