@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Anyway, Json, ModelName, Quiet, Revision, Rounding, Sink, given
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.errors import UsageError
 
@@ -17,27 +17,28 @@ _OURS = "--additional-config"
 
 
 def serve_command(
-    model: ModelName,
+    model: options.ModelName,
     rotations: Annotated[Path, typer.Option(help="The folder of rotations.")],
     vllm_options: Annotated[
         list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
     ] = None,
     format: Annotated[
-        Literal["sglang", "vllm", "fine"],
-        typer.Option(help="How scales, offsets and third bits are stored."),
-    ] = "vllm",
-    rounding: Rounding = None,
-    sink: Sink = None,
+        Literal["sglang", "vllm", "fine"] | None,
+        typer.Option(help="How rows are stored (fine for a budget of bits, else vllm)."),
+    ] = None,
+    bits: options.Budget = None,
+    rounding: options.Rounding = None,
+    sink: options.Sink = None,
     recent: Annotated[
         int | None, typer.Option(min=1, help="Last tokens kept exact (the recipe's).")
     ] = None,
-    anyway: Anyway = False,
-    revision: Revision = None,
+    anyway: options.Anyway = False,
+    revision: options.Revision = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, and print the line alone.")
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
     to vLLM.
@@ -59,19 +60,25 @@ def serve_command(
     from rotationzoo.runtime.vllm.plugin import server_command
     from rotationzoo.runtime.vllm.settings import KEY, Options, has_windows, make_settings
 
-    chosen = given(format=format, rounding=rounding, sink=sink, recent=recent)
-    options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
+    chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
+    asked = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
-    settings = make_settings(options, source)
+    settings = make_settings(asked, source)
+    artifact = Artifact.open(Path(asked.artifact))
     if has_weights(source):
-        check_weights([Artifact.open(Path(options.artifact))], source, anyway)
+        check_weights([artifact], source, anyway)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     words = server_command(place, has_windows(load_config(source)))
     words += ["--revision", revision] if revision else []
-    named = {KEY: options.model_dump(exclude_none=True)}
+    named = {KEY: asked.model_dump(exclude_none=True)}
     words += [_OURS, dumps(named), *handed_on]
     layout = settings.layout
+    if artifact.rotations.has_budget and not settings.arm.rotations.has_budget:
+        out.note(
+            "The budget of bits is left out: beside layers with a sliding window, all others have "
+            "blocks of the same bytes"
+        )
     out.note(
         f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} and "
         f"the last {layout.recent} tokens exact"

@@ -5,7 +5,7 @@ from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
-from rotationzoo.engines.registry import DEFAULT, check_sides, choose_format, find_engine
+from rotationzoo.engines.registry import check_sides, choose_format, find_engine
 from rotationzoo.errors import UsageError
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
@@ -57,7 +57,7 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
         reduced.append(f"windows {chosen} instead of {recipe.sink}/{recipe.recent}")
     if rotations.has_feedback and not engine.feedback:
         reduced.append("nearest codes instead of error feedback")
-    if rotations.has_budget and request.engine != DEFAULT:
+    if rotations.has_budget and not engine.budget:
         reduced.append("the same bits for all layers instead of a budget")
     return reduced
 

@@ -46,6 +46,8 @@ class Entry:
     """Whether it keeps sink and recent tokens exact."""
     feedback: bool = False
     """Whether it chooses codes by error feedback, and not the nearest."""
+    budget: bool = False
+    """Whether it stores the rows of each layer with the bits that a budget gives them."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks of a prompt stay exact, as in `simulation.layout`."""
     needs_base: bool = False
@@ -71,6 +73,7 @@ ENGINES = {
         means=("key", "value"),
         clip="head",
         feedback=True,
+        budget=True,
         prefill_layout="window",
     ),
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
@@ -85,6 +88,7 @@ ENGINES = {
         takes=_SIDES,
         clip="head",
         feedback=True,
+        budget=True,
     ),
 }
 ENGINE_NAMES = tuple(ENGINES)
@@ -123,10 +127,11 @@ def check_sides(name: str, sides: Collection[str]) -> None:
 
 
 def choose_format(engine: str, has_budget: bool = False) -> str:
-    """The format in which an engine's cache is simulated; rotations may have a budget of bits,
-    which only our own cache stores. Raises `UsageError` for a codec that only the engine has."""
-    if format := find_engine(engine).format:
-        return BUDGETED if has_budget and engine == DEFAULT else format
+    """The format in which an engine's cache is simulated, for rotations that may have a budget of
+    bits. Raises `UsageError` for a codec that only the engine has."""
+    entry = find_engine(engine)
+    if entry.format:
+        return BUDGETED if has_budget and entry.budget else entry.format
     raise UsageError(
         f"{engine} rounds to a codebook of its own, which is not simulated here",
         hint="measure on that engine; for another format, leave out --for: --format sglang",

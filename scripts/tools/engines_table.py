@@ -10,6 +10,7 @@ was done.
 from pathlib import Path
 from typing import NamedTuple
 
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES, Entry
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -107,6 +108,9 @@ def _markdown(columns: list[str], rows: list[list[str]]) -> str:
 def _picks(name: str) -> list[str]:
     entry = ENGINES[name]
     start = f"`rotationzoo {entry.command}`" if entry.command else "`export` prints it"
+    format = f"`{entry.format}`" if entry.format else "its own, not simulated"
+    if entry.budget:
+        format += f", or `{BUDGETED}` with a budget of bits"
     return [
         f"`{name}`",
         f"`{entry.recipe}`",
@@ -115,7 +119,7 @@ def _picks(name: str) -> list[str]:
         CLIP_RATIOS[entry.clip],
         "the artifact's" if entry.windows else "none",
         "error feedback" if entry.feedback else "nearest",
-        f"`{entry.format}`" if entry.format else "its own, not simulated",
+        format,
         EARLIER[entry.prefill_layout] if entry.windows else "nothing",
         start,
     ]

@@ -26,16 +26,18 @@ WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "5
 def tiny_of_heads(tmp_path_factory):
     """A tiny model with two KV heads, and an artifact of it with every part that engines lose."""
     from rotationzoo.api import calibrate
-    from rotationzoo.recipe import PRESETS, Data
+    from rotationzoo.recipe import PRESETS, Data, with_budget
 
     folder = tmp_path_factory.mktemp("heads")
     model = save_tiny(folder / "model", num_key_value_heads=2)
     data = Data(tokens=1024, length=256)
-    recipe = PRESETS["oscar"].model_copy(update={"data": data, "sink": 8, "recent": 16})
+    recipe = with_budget(PRESETS["oscar"], bits=3.5)
+    recipe = recipe.model_copy(update={"data": data, "sink": 8, "recent": 16})
     artifact = calibrate(str(model), output=folder / "made", recipe=recipe, device="cpu")
     assert artifact.rotations.per_head
     assert artifact.rotations.has_feedback
     assert artifact.recipe.centered == ("key",)
+    assert len({int(each.fine_channels) for _, _, each in artifact.rotations.each()}) > 1
     return str(model), artifact
 
 
@@ -80,8 +82,12 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     assert read.layout == served.layout
     assert served.layout.prefill_layout == "window"
     assert read.arm.rounding == served.arm.rounding == "feedback"
+    for layer, side, _ in artifact.rotations.each():
+        pages = [each.page_layout(layer, side) for each in (read, served)]
+        assert pages[0] == pages[1]
     job = evaluation_job(model, artifact, engine="vllm", prefill_chunk=64)
-    assert (job.format, job.prefill_layout) == ("vllm", "window")
+    assert (job.format, job.prefill_layout) == ("fine", "window")
+    assert job.notes[0].endswith("format fine. Lost: nothing")
     assert (job.pooled, job.uncentered, job.rounding) == (False, (), None)
 
 
@@ -118,7 +124,8 @@ def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     assert result.returncode == 0, result.stderr
     line = (
         "For mlx: a rotation per KV head, nearest codes, format mlx. Lost: keys that keep "
-        "their mean; nearest codes instead of error feedback"
+        "their mean; nearest codes instead of error feedback; the same bits for all layers "
+        "instead of a budget"
     )
     assert line in result.stderr
     assert json.loads(result.stdout)["notes"][0] == line

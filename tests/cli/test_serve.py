@@ -7,10 +7,13 @@ import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.command_line import SMALL
 from support.models import save_tiny
 
-from rotationzoo.model.source import DEMO
+from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.model.source import DEMO, find
 from rotationzoo.runtime.vllm import plugin
+from rotationzoo.runtime.vllm.settings import Options, make_settings
 
 
 @pytest.fixture
@@ -26,7 +29,7 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     line = shlex.split(done.stdout)
     assert line[:5] == ["vllm", "serve", str(DEMO), *plugin.EVERY_LAYER]
     assert line[5:8] == ["--max-num-seqs", "64", "--additional-config"]
-    options = {"artifact": str(made), "format": "vllm", "sink": 4}
+    options = {"artifact": str(made), "sink": 4}
     assert json.loads(line[8]) == {"rotationzoo": options}
     assert line[9:] == ["--port", "8123"]
     assert "codes written by feedback rounding, the first 4 and the last 256" in done.stderr
@@ -68,6 +71,23 @@ def test_a_line_with_the_artifact_of_another_config_is_refused(inside, made, tmp
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     refused = inside("serve", model, "--rotations", made, "--dry-run")
     assert "was made for demo, and not for" in refused.stderr
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm, windows):
+    changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=1)
+    model = save_tiny(tmp_path / "model", **(changes if windows else {}))
+    made = inside("calibrate", model, *SMALL, "--bits", "3.5", "-o", "made")
+    assert made.returncode == 0, made.stderr
+    done = inside("serve", model, "--rotations", "made", "--bits", "3", "--dry-run")
+    assert ("The budget of bits is left out" in done.stderr) == windows
+    options = json.loads(shlex.split(done.stdout)[-1])["rotationzoo"]
+    settings = make_settings(Options(**options), find(str(model)))
+    assert settings.arm.rotations.has_budget != windows
+    assert settings.layout.format == SIMULATED["vllm" if windows else "fine"]
+    if not windows:
+        bits = [int(each.fine_channels) for _, _, each in settings.arm.rotations.each()]
+        assert sum(bits) == 0, "rows of 16 channels with a scale take 3 bits an element"
 
 
 def test_rotations_of_other_weights_are_served_only_if_asked_for(inside, made, tmp_path, vllm):

@@ -27,7 +27,8 @@ from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import PRESETS, Data, with_budget
+from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.vllm.probe import record_probes
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
@@ -118,7 +119,7 @@ def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, c
     """The log probability of each token but the first, with a prompt in chunks, of which one begins
     at `cut`, and tokens after it one by one."""
     row, prompt = torch.tensor(ids)[None], len(ids) - tokens
-    cache = RotatedCache(Artifact.open(artifact), model, format="vllm", prefill_layout="window")
+    cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         if layer.is_sliding:  # which vLLM's own backend serves
             cache.layers[index] = layer
@@ -362,6 +363,26 @@ def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
         read = model(ids[None]).logits[0, :-1].log_softmax(-1)
     exact = read.gather(1, ids[1:, None])[:, 0]
     assert_same([*answer["prompt"], *answer["answer"]], exact.tolist())
+
+
+def test_each_layer_takes_the_bytes_that_a_budget_gives_it(alone, prompts, tmp_path):
+    """Cells of 36 to 52 bytes, of which some are no whole number of float32. The second request
+    finds a prefix, where a step is cut."""
+    recipe = with_budget(PRESETS["oscar"], bits=2.7)
+    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
+    artifact = calibrate(Job("demo", recipe, tmp_path / "budgeted", device="cpu"))
+    cells = [
+        sum(18 + int(sides[side].fine_channels) // 8 for side in SIDES)
+        for sides in (artifact.rotations[layer] for layer in artifact.rotations)
+    ]
+    assert len(set(cells)) > 1
+    served = serve(tmp_path, artifact.folder, [[prompts[1]]] * 2, enable_prefix_caching=True)
+    assert served["blocks"] == pytest.approx(alone["blocks"] * 4 * 40 / sum(cells), rel=1e-3)
+    model = load(DEMO)
+    for (answer,), cached in zip(served["rounds"], (False, True), strict=True):
+        assert (answer["cached"] > 0) == cached
+        expected = read_in_transformers(artifact.folder, model, answer["ids"], cut=answer["cached"])
+        assert_same(answer["answer"], expected[-TOKENS:])
 
 
 def test_an_artifact_of_another_model_ends_the_server_with_a_sentence(made, tmp_path):

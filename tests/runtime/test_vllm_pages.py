@@ -27,6 +27,7 @@ from rotationzoo.simulation.layout import CacheLayout
 HEADS, DIM, TOKENS = 2, 16, 8
 GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
 STORED = FORMATS | {"fine": replace(FINE, fine_channels=DIM)}
+STORED["budget"] = FINE  # keys have a bit more in every channel, and values in none
 # A prompt in chunks, tokens, and a prompt that goes on.
 CALLS = [11, 9, 1, 1, 1, 1, 1, 14, 1, 1]
 CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
@@ -38,7 +39,9 @@ def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=Fals
     def complete(_, side, rotation):
         mean = torch.randn(HEADS, DIM, generator=generator)
         above = torch.randn(HEADS, DIM, DIM, generator=generator).triu(1) / 4
-        return replace(rotation, mean=mean, feedback=above + torch.eye(DIM))
+        fine = torch.tensor(DIM if side == "key" else 0) if format == "budget" else None
+        factor = above + torch.eye(DIM)
+        return replace(rotation, mean=mean, feedback=factor, fine_channels=fine)
 
     rotations = fit(None, PRESETS["random"], GEOMETRY).replace(complete)
     if not kernel:
@@ -147,7 +150,7 @@ def read_in_transformers(settings: CacheSettings, rows, calls=CALLS) -> list[tor
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "feedback"])
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
 def test_every_call_reads_what_the_cache_of_transformers_reads(format, rounding):
     settings, rows, server = settings_of(format, rounding), draw(sum(CALLS)), None
     server = Server(settings)
@@ -251,7 +254,7 @@ def test_padding_writes_to_nobodys_page():
 
 
 def test_a_process_holds_its_heads():
-    settings = settings_of()
+    settings = settings_of("budget")
     white = torch.eye(settings.arm.rotations[0].key.dim).repeat(2, 1, 1)
     whitened = settings.arm.rotations.replace(
         lambda _, side, rotation: replace(rotation, whitening=white)
@@ -264,6 +267,7 @@ def test_a_process_holds_its_heads():
     assert torch.equal(chosen.matrix, whole.matrix[1:])
     assert torch.equal(chosen.whitening, whole.whitening[1:])
     assert len(chosen.clip) == 1
+    assert chosen.fine_channels == DIM, "all heads of a layer have the same"
 
 
 @on_gpu
@@ -349,3 +353,30 @@ def test_a_cell_takes_what_the_format_says():
     short = replace(settings, layout=replace(settings.layout, format=FINE))
     with pytest.raises(RotationZooError, match="rows of 16 channels have no 48 of three bits"):
         cell_bytes(short, DIM)
+
+
+def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
+    """Settings with a layer for each of these third bits of keys and values."""
+    settings = settings_of("budget")
+    geometry = [replace(GEOMETRY[0], index=index, owner=index) for index in range(len(bits))]
+    rotations = fit(None, PRESETS["random"], geometry).replace(
+        lambda layer, side, each: replace(each, fine_channels=torch.tensor(bits[layer][side]))
+    )
+    return replace(settings, arm=replace(settings.arm, rotations=rotations))
+
+
+def test_the_cells_of_a_layer_take_what_its_budget_says():
+    settings = of_layers([{"key": 0, "value": 0}, {"key": DIM, "value": 0}])
+    assert [cell_bytes(settings, DIM, layer) for layer in (0, 1)] == [2 * (4 + 2), 2 * (4 + 2) + 2]
+    with pytest.raises(RotationZooError, match="vLLM did not say which one it asks for"):
+        cell_bytes(settings, DIM)
+    plain = replace(settings, layout=replace(settings.layout, format=FORMATS["vllm"]))
+    assert cell_bytes(plain, DIM) == 2 * (4 + 4), "a format with an offset takes no budget"
+
+
+def test_pages_of_another_layer_are_refused():
+    settings = of_layers([{"key": 0, "value": 0}, {"key": DIM, "value": 0}])
+    pages = torch.zeros(4, HEADS, TOKENS, cell_bytes(settings, DIM, 0), dtype=torch.uint8)
+    LayerPages(settings, 0, pages, 2, torch.float32)
+    with pytest.raises(RotationZooError, match="a page of layer 1 takes 224 bytes, and has 192"):
+        LayerPages(settings, 1, pages, 2, torch.float32)

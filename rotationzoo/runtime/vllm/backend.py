@@ -7,7 +7,7 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype. A `
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -136,6 +136,13 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.cache_config = config.cache_config
         self.reserved: torch.Tensor | None = None
 
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Let the layer of this ask a backend that knows the layer's number for its spec: vLLM
+        calls this before it asks, and names no layer to a backend."""
+        for name, layer in _current.compilation_config.static_forward_context.items():
+            if getattr(layer, "impl", None) is self:
+                layer.attn_backend = _for_layer(layer.attn_backend, extract_layer_index(name))
+
     def do_kv_cache_update(self, *_: Any) -> None:
         """Nothing: `forward` stores new tokens. vLLM's CPU backend would write rows as they are
         over the codes."""
@@ -196,6 +203,8 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update = True
+    layer: int | None = None
+    """The number of the layer whose backend this is; None for that of all layers."""
 
     @staticmethod
     def get_name() -> str:
@@ -236,7 +245,7 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        return _in_two_bits(spec)
+        return _in_two_bits(spec, cls.layer)
 
 
 class _CpuBuilder(RotatedBuilder):
@@ -261,6 +270,9 @@ class _CpuImpl(RotatedImpl):
 class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's backend for CPUs, or ours where an artifact is named."""
 
+    layer: int | None = None
+    """As in `RotatedBackend`."""
+
     @classmethod
     def get_impl_cls(cls) -> Any:
         """The class of a layer's attention."""
@@ -276,7 +288,7 @@ class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
         if _read_current() is None or isinstance(spec, SlidingWindowSpec):
             return super().customize_spec(spec)
-        return _in_two_bits(spec)
+        return _in_two_bits(spec, cls.layer)
 
 
 _current: Any = None
@@ -290,7 +302,15 @@ def _read_current() -> CacheSettings | None:
     return None if _current is None else read_settings(_current)
 
 
-def _in_two_bits(spec: Any) -> Any:
+@cache
+def _for_layer(backend: Any, layer: int) -> Any:
+    """The backend of one layer: for vLLM, which compares names, the same as the one of all."""
+    if backend.layer is not None:  # weights may be loaded again
+        return backend
+    return type(backend.__name__, (backend,), {"layer": layer, "__doc__": backend.__doc__})
+
+
+def _in_two_bits(spec: Any, layer: int | None) -> Any:
     """Raises `UnsupportedModel` for a layer that is not of full attention."""
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedModel(
@@ -299,10 +319,13 @@ def _in_two_bits(spec: Any) -> Any:
         )
     settings = _read_current()
     assert settings is not None
-    cell = cell_bytes(settings, spec.head_size)
+    cell = cell_bytes(settings, spec.head_size, layer)
     stored = replace(spec, state_content_bytes=cell)
+    if settings.arm.rotations.has_budget:
+        # A cell may not be a whole number of the model's elements.
+        stored = replace(stored, dtype=torch.uint8)
     layers = _current.compilation_config.static_forward_context.values()
-    if all(getattr(layer, "sliding_window", None) is None for layer in layers):
+    if all(getattr(each, "sliding_window", None) is None for each in layers):
         return stored
     # Of another dtype, so that vLLM clears blocks that change hands: what layers with a window left
     # in one may be no numbers as scales, and codes may be none as rows.

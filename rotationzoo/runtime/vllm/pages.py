@@ -20,6 +20,7 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, S
 from rotationzoo.codec.cuda import Argument, Launcher, Packed, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.steps import Chunk, Reading, Step, Window
@@ -65,7 +66,8 @@ class LayerPages:
         dtype: torch.dtype,
     ):
         """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
-        slots of copies of this type. `settings` have the rotations on the tensor's device."""
+        slots of copies of this type. `settings` have the rotations on the tensor's device. Raises
+        `RotationZooError` for pages of other bytes than this layer's."""
         self.arm, self.format, self.layer = settings.arm, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
@@ -82,6 +84,9 @@ class LayerPages:
             shape = slots, self.heads, self.tokens, layout.dim
             self.copies[side] = torch.zeros(shape, dtype=dtype, device=cache.device)
             begin += layout.bytes
+        if begin != memory.shape[1]:
+            given = memory.shape[1]
+            raise RotationZooError(f"a page of layer {layer} takes {begin} bytes, and has {given}")
 
     def holds(self, cache: torch.Tensor) -> bool:
         """Whether these are the pages of this tensor."""

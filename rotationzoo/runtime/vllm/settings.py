@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,10 @@ from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.int2 import check_shape
 from rotationzoo.engines.registry import check_sides
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.options import Rounding, as_engine, settle
+from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, served_rotations, settle
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.plugin import check_version
 from rotationzoo.storage import strict_json
@@ -35,7 +37,10 @@ class Options(strict_json.Strict, extra="forbid"):
 
     artifact: str
     """The folder of the artifact."""
-    format: Literal["sglang", "vllm", "fine"] = "vllm"
+    format: Literal["sglang", "vllm", "fine"] | None = None
+    """By default `fine` where the artifact has a budget of bits, and else `vllm`."""
+    bits: float | None = Field(default=None, gt=0)
+    """Another budget of bits an element than the artifact's, which must have one."""
     rounding: Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
     sink: int | None = Field(default=None, ge=0)
@@ -86,9 +91,12 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     check_model(artifact, source)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
-    chosen = as_engine({"engine": "vllm", "recent": max(1, recipe.recent)} | asked)
-    # All layers have cells of the same size, so a budget of bits is left out.
-    rotations = artifact.rotations.replace(lambda _, __, each: replace(each, fine_channels=None))
+    rotations = served_rotations(artifact, "vllm", options.bits)
+    if rotations.has_budget and has_windows(load_config(source)):
+        # vLLM would pad the pages of all layers to the largest.
+        rotations = rotations.replace(lambda _, __, each: replace(each, fine_channels=None))
+    chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
+    chosen = as_engine(chosen | asked, rotations.has_budget)
     return settle(artifact.folder.name, recipe, rotations, chosen)
 
 
@@ -156,12 +164,12 @@ def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
             "reading pages on this GPU needs NVIDIA's cuda.core", hint=f"install it with: {INSTALL}"
         )
     arm, format = settings.arm, settings.layout.format
-    layer = min(arm.rotations)
-    key, value = (arm.page_layout(layer, side, 64, format) for side in SIDES)
-    if not cuda_attention.supports(key, value, dtype):
-        raise UnsupportedModel(
-            f"no kernel reads heads of {key.dim} channels in {key.groups} groups with {dtype}"
-        )
+    for layer in arm.rotations:
+        key, value = (arm.page_layout(layer, side, 64, format) for side in SIDES)
+        if not cuda_attention.supports(key, value, dtype):
+            raise UnsupportedModel(
+                f"no kernel reads heads of {key.dim} channels in {key.groups} groups with {dtype}"
+            )
 
 
 def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
@@ -182,18 +190,24 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     return replace(settings, arm=arm)
 
 
-def cell_bytes(settings: CacheSettings, head_size: int) -> int:
-    """The bytes of one token of one KV head: codes, scale and offset of its key and its value.
-    Raises `UnsupportedModel` for another head size than the rotations', and `RotationZooError` for
-    one that the format cannot store."""
-    layer = min(settings.arm.rotations)
-    rotation = settings.arm.rotations[layer].key
-    if rotation.dim != head_size:
-        raise UnsupportedModel(
-            f"the model has heads of {head_size}, and the rotations are for {rotation.dim}"
+def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None) -> int:
+    """The bytes of one token of one KV head of a layer: codes, scale and offset of its key and its
+    value. Without a layer, those of all layers. Raises `UnsupportedModel` for another head size
+    than the rotations', and `RotationZooError` for one that the format cannot store, and where no
+    layer is given and their bytes differ."""
+    arm, format, tokens = settings.arm, settings.layout.format, 64
+    sizes = dict.fromkeys(arm.rotations if layer is None else [layer], 0)
+    for number, side in product(sizes, SIDES):
+        page = arm.page_layout(number, side, tokens, format)
+        if page.dim != head_size:
+            raise UnsupportedModel(
+                f"the model has heads of {head_size}, and the rotations are for {page.dim}"
+            )
+        check_shape(head_size, arm.group_size or head_size, page.format)
+        sizes[number] += page.bytes // (page.heads * tokens)
+    if len({*sizes.values()}) > 1:
+        raise RotationZooError(
+            "layers take different bytes, and vLLM did not say which one it asks for",
+            hint="leave the budget of bits out: --format vllm",
         )
-    group, format = settings.arm.group_size or head_size, settings.layout.format
-    check_shape(head_size, group, format)
-    groups = head_size // group
-    metadata = format.metadata_numbers * groups * format.metadata_bits // 8
-    return 2 * (format.row_bytes(head_size) + metadata)
+    return max(sizes.values())
