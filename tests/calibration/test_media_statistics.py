@@ -241,6 +241,11 @@ def row_of(ids, token, **inputs):
     return MediaRow(ids, is_media, is_media | True, inputs)
 
 
+@pytest.mark.xfail(
+    transformers.__version__ == "5.24.0",
+    raises=AttributeError,
+    reason="its Llama 4 reads image_outputs, which its text model does not return",
+)
 def test_a_llama_4_reads_images_in_its_chunks(monkeypatch):
     """Its processor needs torchvision, so its inputs are made here. Chunks of 8 tokens."""
     torch.manual_seed(0)
