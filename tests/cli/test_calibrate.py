@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import pytest
 from safetensors.torch import load_file, save_file
 from support import architectures
 from support.command_line import SMALL, left_behind, only_error
@@ -124,6 +125,7 @@ configs:
 """
 
 
+@pytest.mark.thorough
 def test_chats_of_a_data_set_on_the_hub(command, tiny):
     model, chats = command.folder.parent / "model", command.folder.parent / "chats"
     shutil.copytree(tiny, model)
@@ -147,6 +149,7 @@ def test_chats_of_a_data_set_on_the_hub(command, tiny):
     assert json.loads(done.stdout)["tokens"] == 2048
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_number_of_tokens(command):
     text = (DATA / "calibration.jsonl").read_text()
     (command.folder / "long.jsonl").write_text(text)

@@ -37,7 +37,7 @@ def write(demo, cache=None, text=TEXT, **options) -> str:
     return demo.tokenizer.decode(ids[inputs["input_ids"].shape[1] :])
 
 
-@pytest.mark.parametrize("chunk", [2048, 24])
+@pytest.mark.parametrize("chunk", [pytest.param(2048, marks=pytest.mark.thorough), 24])
 def test_the_text_is_that_of_the_cache_and_its_bytes_are_too(demo, made, chunk):
     report = generate("demo", TEXT, rotations=str(made), prefill_chunk=chunk, compare=True, **SMALL)
     chunks = {"prefill_chunk_size": chunk} if chunk == 24 else {}

@@ -49,6 +49,7 @@ def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
     assert planned(zoo)[0]["reason"] == "the recipe has changed"
 
 
+@pytest.mark.thorough
 def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
     from rotationzoo.zoo import regenerate
 
