@@ -51,7 +51,7 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     assert following == f"Next: rotationzoo evaluate demo {made} --save"
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_after_the_demos_own_prompt_it_is_asked_without_rotations(inside, made, named):
     rotations = str(made) if named else "none"
     shown = inside("generate", "demo", "--rotations", rotations, *SMALL)

@@ -40,6 +40,7 @@ def test_calibrate_says_what_is_cached(inside, names):
     assert "Centered: latents lose the mean" in table
 
 
+@pytest.mark.thorough
 def test_evaluate_measures_latents_at_2_3_and_4_bits(inside, names):
     errors = []
     for format in ("sglang", "sglang-3", "sglang-4"):

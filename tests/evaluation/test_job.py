@@ -201,6 +201,7 @@ def test_windows_and_layers_on_the_command_line():
             parse_layers(text)
 
 
+@pytest.mark.thorough
 def test_the_command_line(inside, artifacts, monkeypatch):
     folder = Path(shutil.copytree(artifacts[0], inside.folder / "made"))
     words = ["evaluate", "demo", folder, "--windows", "16/64,64/256"]

@@ -34,6 +34,7 @@ def with_folder_hub(command):
     return run
 
 
+@pytest.mark.thorough
 def test_a_new_hub_takes_a_module_and_a_row(with_folder_hub, made):
     sent = ok(with_folder_hub("push", made, ZOO, "--to", "folder", "--json"))
     tag = sent["hubs"]["folder"]["revision"]
