@@ -47,7 +47,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_on_meta
+from rotationzoo.model.geometry import Geometry, geometry_on_meta, has_latents
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Data, Recipe
@@ -294,13 +294,13 @@ def stored_arms(name: str, study: Study) -> Iterator[Arm]:
         yield Arm(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
 
 
-def code_arms(study: Study) -> Iterator[Arm]:
-    """No rotation, Hadamard, and the default with each writer, in codes of 2, 3 and 4 bits."""
-    for codes in ("", ", 3-bit codes", ", 4-bit codes"):
-        for name in ("identity", "hadamard", DEFAULT):
-            yield Arm(f"{name} written nearest{codes}", study.rotations(name))
-        rotations = study.rotations(DEFAULT, whiten=True)
-        yield Arm(f"{DEFAULT} whitened{FEEDBACK}{codes}", rotations, rounding="feedback")
+def code_arms(codes: str, study: Study) -> Iterator[Arm]:
+    """No rotation, and Hadamard and the default with each writer, in codes of some bits."""
+    for name in ("hadamard centered", DEFAULT):
+        rotations = study.rotations(name, whiten=True)
+        yield Arm(f"{name} whitened{FEEDBACK}{codes}", rotations, rounding="feedback")
+    for name in ("hadamard centered", DEFAULT, "identity"):
+        yield Arm(f"{name} written nearest{codes}", study.rotations(name))
 
 
 def budget_arms(name: str, study: Study) -> Iterator[Arm]:
@@ -370,7 +370,9 @@ ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     **{name: functools.partial(stored_arms, name) for name in WHITENED},
     **{name: functools.partial(budget_arms, name) for name in BUDGETS},
     **{name: functools.partial(clip_arms, name) for name in CLIPS},
-    "codes": code_arms,
+    "codes": functools.partial(code_arms, ""),
+    "3-bit codes": functools.partial(code_arms, ", 3-bit codes"),
+    "4-bit codes": functools.partial(code_arms, ", 4-bit codes"),
     "kivi": kivi_arms,
     "rivals": rival_arms,
     "sides": side_arms,
@@ -514,7 +516,9 @@ def collect_first(options: argparse.Namespace, folder: Path, device: str) -> Non
         torch.cuda.set_device(device)
     started = time.time()
     study = Study(folder, options.text, options.work, device, options.small)
-    study.statistics(), study.statistics(True)
+    study.statistics()
+    if not has_latents(study.geometry):  # the published recipe is one for heads
+        study.statistics(True)
     with torch.no_grad():
         towering = describe_queries(study.statistics())
     print(f"{folder.name}: statistics in {time.time() - started:.0f} s; {towering}", flush=True)

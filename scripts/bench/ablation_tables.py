@@ -99,6 +99,20 @@ STEPS = {
         "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "hadamard whitened 0.5, 2.5 bits+fb, budget",
     ),
     "the real cache beside its simulation": ("RotatedCache", "oscar centered+fb"),
+    **{
+        f"{step}, {bits}-bit codes": (f"{arm}{end}", f"{other}{end}")
+        for bits, end in ((2, ""), (3, ", 3-bit codes"), (4, ", 4-bit codes"))
+        for step, arm, other in (
+            ("error feedback beside nearest codes",
+             "oscar centered whitened+fb", "oscar centered written nearest"),
+            ("eigenbasis beside Hadamard, error feedback",
+             "oscar centered whitened+fb", "hadamard centered whitened+fb"),
+            ("eigenbasis beside Hadamard, nearest",
+             "oscar centered written nearest", "hadamard centered written nearest"),
+            ("Hadamard beside no rotation, nearest",
+             "hadamard centered written nearest", "identity written nearest"),
+        )
+    },
 }  # fmt: skip
 """Step -> the arm with it and the arm without. Error feedback writes unless it says nearest."""
 ABLE = 0.1  # the share of the questions that a model must answer to count

@@ -1,5 +1,5 @@
 """What collecting the statistics of all layers costs beside the plain forward passes of the same
-rows, and how long fitting the rotations takes after that."""
+rows, and how long fitting the rotations and measuring what each layer loses take after that."""
 
 import statistics
 from dataclasses import asdict, dataclass
@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.sensitivity import LONGEST, ROWS, measure_sensitivities
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import decoder
 from rotationzoo.model.geometry import Geometry, geometry_of
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.progress import silent
+from rotationzoo.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,16 @@ class Bench:
 
 def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
     """Times of the recipe `oscar` and of the plain forward passes, in turns."""
-    recipe = PRESETS["oscar"]
+    recipe = Recipe(feedback=True, whiten=True)
     with measure_peak() as peak:
         totals = bench.collect(recipe)
     jobs = {"forward": bench.forward, "statistics": lambda: bench.collect(recipe)}
     times = interleave(jobs, repeats)
     fits = [seconds_of(lambda: fit(totals, recipe, bench.geometry)) for _ in range(3)]
+    rotations, text = fit(totals, recipe, bench.geometry), random_text(bench.shape, ROWS, LONGEST)
+    sensitivities = seconds_of(
+        lambda: measure_sensitivities(bench.model, bench.geometry, rotations, text, recipe, silent)
+    )
     rows, length = bench.text.rows, bench.text.length
     forward = bench.shape.forward_flops(rows, length)
     flops = {
@@ -111,6 +117,7 @@ def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
         "jobs": jobs_measured,
         "ratio": median_ratio(times, "statistics", "forward"),
         "fit_seconds": statistics.median(fits),
+        "sensitivity_seconds": sensitivities,
         "device_peak_bytes": peak.device,
         "host_peak_bytes": peak.host,
         "host_bytes_before": peak.host_before,
@@ -129,6 +136,8 @@ def statistics_lines(result: dict[str, Any]) -> list[str]:
         )
     lines.append(f"statistics take {result['ratio']:.3f} x the forward passes")
     lines.append(f"fitting all layers then takes {result['fit_seconds']:.2f} s")
+    seconds = result["sensitivity_seconds"]
+    lines.append(f"a budget of bits takes {seconds:.0f} s more (`--bits`)")
     lines.append(
         f"peak {result['device_peak_bytes'] / 1e9:.1f} GB on the device, "
         f"{result['weights_bytes'] / 1e9:.1f} GB of them weights"

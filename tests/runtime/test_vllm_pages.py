@@ -302,7 +302,7 @@ def describe(server, step) -> list:
 
 
 @on_gpu
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
 def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device):
     """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
     stay where they are."""
