@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 import torch
 
-from rotationzoo.codec import cuda_encoder, feedback, int2
+from rotationzoo.codec import clip, cuda_encoder, feedback, int2
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.pages import PageLayout
@@ -118,7 +118,8 @@ class Arm:
         """
         rotation, stored = self.rotations[layer][side], self.stored_format(layer, side, format)
         if self.rounding == "nearest" or rotation.feedback is None:
-            return int2.quantize(rows, rotation.clip[..., None], self.group_size, stored)
+            ratio = clip.ratio_for_bits(rotation.clip[..., None], stored.bits)
+            return int2.quantize(rows, ratio, self.group_size, stored)
         # By its definition, error feedback takes thousands of operations on a GPU.
         if encode := self.encoder(layer, side, format, rows.device):
             packed = encode(rows)

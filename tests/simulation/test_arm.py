@@ -12,9 +12,11 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.arm import Arm
+
+LAYER = Layer(0, 0, 4, 2, 64, 64)
 
 
 def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
@@ -73,6 +75,17 @@ def test_rows_are_rotated_in_float32_as_in_float64(made, side, format, order):
     expected.codes[..., 0, 3] ^= 1
     with pytest.raises(AssertionError):
         assert_same_codes(stored, expected, exact, format)
+
+
+@pytest.mark.parametrize(("bits", "ratio"), [(2, 0.92), (3, 0.96), (4, 0.98)])
+def test_further_bits_clip_a_smaller_share_of_a_row(bits, ratio):
+    rotations = fit(None, PRESETS["identity"].model_copy(update={"value_clip": 0.92}), [LAYER])
+    rows = torch.randn(1, LAYER.kv_heads, 8, LAYER.value_dim)
+    stored = replace(FORMATS["sglang"], bits=bits)
+    quantized = Arm("", rotations).quantize(rows, 0, "value", stored)
+    expected = int2.quantize(rows, ratio, format=stored)
+    assert torch.equal(quantized.codes, expected.codes)
+    assert torch.equal(quantized.scale, expected.scale)
 
 
 def test_rows_are_whitened_where_error_feedback_chooses_their_codes(made):
