@@ -91,6 +91,7 @@ def choose_measures(
     chosen: dict[str, Any] = {
         "engine": name,
         "format": choose_format(name, has_budget),
+        "beside_windows": None if engine.sliding else engine.format,
         "uncentered": engine.uncentered,
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
         "notes": [describe_choice(name, artifacts, settings)],

@@ -48,6 +48,9 @@ class Entry:
     """Whether it chooses codes by error feedback, and not the nearest."""
     budget: bool = False
     """Whether it stores the rows of each layer with the bits that a budget gives them."""
+    sliding: bool = True
+    """Whether it stores layers with a sliding window in 2 bits. Where not, a budget of bits is left
+    out beside them."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks of a prompt stay exact, as in `simulation.layout`."""
     needs_base: bool = False
@@ -74,6 +77,7 @@ ENGINES = {
         clip="head",
         feedback=True,
         budget=True,
+        sliding=False,
         prefill_layout="window",
     ),
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),

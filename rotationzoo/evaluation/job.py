@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Measured, Probe, Text
 from rotationzoo.artifact.store import Artifact
@@ -115,6 +115,9 @@ class Evaluation(RunSettings):
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
     engine: str | None = None
     """The engine that these settings were picked for."""
+    beside_windows: str | None = None
+    """The format of layers with full attention beside layers with a sliding window, which stay
+    exact. None stores all layers alike."""
     notes: list[str] = field(default_factory=list)
     """What the report says of these settings."""
     batch: int = 1
@@ -152,15 +155,15 @@ def evaluate(
         artifact.check_writable()
     if job.pooled:
         check_pooled(artifacts)
-    job = _settle_format(job, artifacts)
-    pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
-    caches = _build_caches(job, artifacts)
-    # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
-    start = max(cache.first_quantized for cache in caches)
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
     config = loading.load_config(source, scaling)
+    job = _settle_format(_leave_windows(job, artifacts, config), artifacts)
+    pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
+    caches = _build_caches(job, artifacts)
+    # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
+    start = max(cache.first_quantized for cache in caches)
     if job.fit_length:
         job = replace(job, data=fit_rows(job.data, start, config))
     device = job.torch_device
@@ -300,10 +303,32 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
         )
 
 
+def _leave_windows(
+    job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
+) -> Evaluation:
+    """The job whose layers with a sliding window stay exact, if its engine leaves them so. A real
+    cache stores every layer."""
+    full = loading.full_attention_layers(config)
+    if not job.beside_windows or full is None or job.layers or job.real_cache or job.drift:
+        return job
+    notes = [*job.notes, f"{job.engine} keeps layers with a sliding window exact, and so was this"]
+    format = job.format
+    if format == BUDGETED and any(artifact.rotations.has_budget for artifact in artifacts):
+        format = job.beside_windows
+        notes.append("The budget of bits is left out beside them")
+    return replace(job, layers=full, format=format, notes=notes)
+
+
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     """The job with the format that it leaves to the artifacts."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    return replace(job, format=job.format or (BUDGETED if has_budget else "sglang"))
+    name = job.format or (BUDGETED if has_budget else "sglang")
+    if job.bits is not None and int2.SIMULATED[name].offset != "none":
+        raise UsageError(
+            f"rows of the format {name} have the same bits in all layers",
+            hint=f"leave out --bits, or add: --format {BUDGETED}",
+        )
+    return replace(job, format=name)
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:

@@ -80,6 +80,16 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
     )
 
 
+def full_attention_layers(config: "PretrainedConfig") -> set[int] | None:
+    """The layers with full attention and a cache that stand beside layers with a sliding window, as
+    a config says; None where all are alike."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or []
+    owners = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    full = {index for index in range(owners) if kinds[index] == "full_attention"}
+    return full if full and "sliding_attention" in kinds else None
+
+
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
     """Build the model from its config on `meta`: shapes without weights. Raises `ModelUnavailable`,
     also for more layers than any model has, which some configs count in ways of their own."""

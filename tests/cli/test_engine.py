@@ -1,13 +1,16 @@
 """`--for ENGINE`: what is measured and read is what the engine serves."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from support import architectures
 from support.command_line import SMALL, only_error
-from support.models import save_tiny
+from support.models import save_family, save_tiny
+from support.reports import evaluate
 
-from rotationzoo.api import calibration_job, evaluation_job
+from rotationzoo.api import calibrate, calibration_job, evaluation_job
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
@@ -16,6 +19,7 @@ from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.model.source import find
+from rotationzoo.recipe import PRESETS, Data, with_budget
 from rotationzoo.runtime.options import build_settings
 from rotationzoo.runtime.vllm.settings import Options, make_settings
 
@@ -25,9 +29,6 @@ WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "5
 @pytest.fixture(scope="module")
 def tiny_of_heads(tmp_path_factory):
     """A tiny model with two KV heads, and an artifact of it with every part that engines lose."""
-    from rotationzoo.api import calibrate
-    from rotationzoo.recipe import PRESETS, Data, with_budget
-
     folder = tmp_path_factory.mktemp("heads")
     model = save_tiny(folder / "model", num_key_value_heads=2)
     data = Data(tokens=1024, length=256)
@@ -99,6 +100,22 @@ def test_options_come_before_what_the_engine_picks(tiny_of_heads):
     assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
     settings = build_settings(artifact, _loaded(model), {"engine": "mlx", "rounding": "feedback"})
     assert settings.arm.rounding == "feedback"
+
+
+def test_layers_that_the_engine_keeps_exact_are_exact(tmp_path):
+    """Layers with a sliding window on vLLM, and no budget of bits beside them."""
+    model, data = str(save_family("gemma3", tmp_path / "model")), Data(tokens=64, length=32)
+    recipe = with_budget(PRESETS["oscar"], bits=3.5)
+    recipe = recipe.model_copy(update={"data": data, "sink": 2, "recent": 4})
+    artifact = calibrate(model, output=tmp_path / "made", recipe=recipe, device="cpu")
+    job = evaluation_job(model, artifact, engine="vllm", tokens=64, length=32, tasks=())
+    report = evaluate(job)
+    full = [n for n, kind in enumerate(architectures.MOSTLY_SLIDING) if "full" in kind]
+    assert (job.format, report["format"], report["layers"]) == ("fine", "vllm", full)
+    assert any("sliding window exact" in note for note in report["notes"])
+    assert any("budget of bits is left out" in note for note in report["notes"])
+    with pytest.raises(UsageError, match="format vllm have the same bits in all layers"):
+        evaluate(replace(job, bits=3.25))
 
 
 def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
