@@ -115,7 +115,7 @@ answers, or with as many bits for keys as for values."""
 CLIPS = {
     f"{name}, clip {key:g}/{value:g}": (key, value)
     for name in ("oscar", "oscar-v1")
-    for key, value in ((0.92, 0.92), (1.0, 1.0), (0.98, 0.96))
+    for key, value in ((0.88, 0.88), (0.92, 0.92), (1.0, 1.0), (0.98, 0.96))
 }
 """Name -> other clip ratios. Error feedback searches ranges, and has none."""
 FEEDBACK = "+fb"
