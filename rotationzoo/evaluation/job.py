@@ -323,7 +323,7 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     """The job with the format that it leaves to the artifacts."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
-    if job.bits is not None and int2.SIMULATED[name].offset != "none":
+    if job.bits is not None and has_budget and int2.SIMULATED[name].offset != "none":
         raise UsageError(
             f"rows of the format {name} have the same bits in all layers",
             hint=f"leave out --bits, or add: --format {BUDGETED}",
