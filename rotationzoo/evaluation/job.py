@@ -311,11 +311,11 @@ def _leave_windows(
     full = loading.full_attention_layers(config)
     if not job.beside_windows or full is None or job.layers or job.real_cache or job.drift:
         return job
-    notes = [*job.notes, f"{job.engine} keeps layers with a sliding window exact, and so was this"]
+    notes = [*job.notes, f"Layers with a sliding window stay exact, as {job.engine} serves them"]
     format = job.format
     if format == BUDGETED and any(artifact.rotations.has_budget for artifact in artifacts):
         format = job.beside_windows
-        notes.append("The budget of bits is left out beside them")
+        notes.append("Beside them, the budget of bits is left out")
     return replace(job, layers=full, format=format, notes=notes)
 
 

@@ -112,7 +112,7 @@ def test_layers_that_the_engine_keeps_exact_are_exact(tmp_path):
     report = evaluate(job)
     full = [n for n, kind in enumerate(architectures.MOSTLY_SLIDING) if "full" in kind]
     assert (job.format, report["format"], report["layers"]) == ("fine", "vllm", full)
-    assert any("sliding window exact" in note for note in report["notes"])
+    assert any("sliding window stay exact" in note for note in report["notes"])
     assert any("budget of bits is left out" in note for note in report["notes"])
     with pytest.raises(UsageError, match="format vllm have the same bits in all layers"):
         evaluate(replace(job, bits=3.25))
