@@ -94,11 +94,12 @@ def choose_measures(
     chosen: dict[str, Any] = {
         "engine": name,
         "format": choose_format(name, has_budget),
-        "beside_windows": None if engine.sliding else engine.format,
         "uncentered": engine.uncentered,
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
         "notes": [describe_choice(name, artifacts, settings)],
     }
+    if not engine.sliding:
+        chosen["beside_windows"] = engine.format
     if not engine.feedback:
         chosen["rounding"] = "nearest"
     if not engine.windows:

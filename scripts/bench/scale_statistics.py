@@ -86,16 +86,17 @@ class Bench:
 def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
     """Times of the recipe `oscar` and of the plain forward passes, in turns."""
     recipe = Recipe(feedback=True, whiten=True)
+    rows, length = bench.text.rows, bench.text.length
     with measure_peak() as peak:
         totals = bench.collect(recipe)
     jobs = {"forward": bench.forward, "statistics": lambda: bench.collect(recipe)}
     times = interleave(jobs, repeats)
     fits = [seconds_of(lambda: fit(totals, recipe, bench.geometry)) for _ in range(3)]
-    rotations, text = fit(totals, recipe, bench.geometry), random_text(bench.shape, ROWS, LONGEST)
+    rotations = fit(totals, recipe, bench.geometry)
+    text = random_text(bench.shape, min(ROWS, rows), min(LONGEST, length))
     sensitivities = seconds_of(
         lambda: measure_sensitivities(bench.model, bench.geometry, rotations, text, recipe, silent)
     )
-    rows, length = bench.text.rows, bench.text.length
     forward = bench.shape.forward_flops(rows, length)
     flops = {
         "forward": forward,
