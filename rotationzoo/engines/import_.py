@@ -76,7 +76,7 @@ def recipe_of_files(
         if isinstance(calibration.get(name), int | float)
     }
     name = composition if composition in DATA_FREE else "imported"
-    pooling = "head" if pair.per_head else "layer"
+    pooling = "head" if any(file.content.per_head for file in pair) else "layer"
     stated: dict[str, Any] = {
         "name": name,
         "composition": composition,
