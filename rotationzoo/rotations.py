@@ -6,7 +6,7 @@ alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -65,11 +65,6 @@ class Rotation:
             return self.matrix.mT
         whitened_back: torch.Tensor = torch.linalg.inv(self.whitening.double())
         return self.matrix.mT @ whitened_back.to(self.matrix)
-
-    @property
-    def alone(self) -> "Rotation":
-        """The rotation without its whitening, as engines have it that write the nearest codes."""
-        return replace(self, whitening=None)
 
     @property
     def dim(self) -> int:

@@ -153,11 +153,6 @@ class Manifest(Strict):
         return self.files[ROTATIONS].sha256
 
     @property
-    def clip_ratios(self) -> dict[str, float]:
-        """The clip ratios to serve with, for `key` and `value`."""
-        return {side: self.recipe[f"{side}_clip"] for side in SIDES}
-
-    @property
     def has_latents(self) -> bool:
         """Whether the model caches latents, and not keys and values of heads."""
         return any(layer.rope_dim is not None for layer in self.geometry)

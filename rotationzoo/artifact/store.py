@@ -163,11 +163,6 @@ class Artifact:
                 raise RotationZooError(f"{path} is damaged: it has no figures of these rotations")
         return measured
 
-    @property
-    def clip_ratios(self) -> dict[str, float]:
-        """The clip ratios to serve with, for `key` and `value`."""
-        return self.manifest.clip_ratios
-
     def rotation_tensors(self) -> dict[str, torch.Tensor]:
         """Copies of the tensors of `rotations.safetensors` by name. Raises as `rotations`."""
         return _copies(self._sound_tensors(ROTATIONS))

@@ -2,6 +2,7 @@
 and outputs.
 """
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 
@@ -94,7 +95,19 @@ def _add_row(model: PreTrainedModel, observer: MomentObserver, row: MediaRow, sk
         observer(index, query, key, value, output)
 
     with capture(model, observe):
-        row.run(model)
+        read_row(model, row)
+
+
+def read_row(model: PreTrainedModel, row: MediaRow) -> None:
+    """Let a model read a row, without its language-model head where the rest can."""
+    device, inputs = input_device(model), {}
+    for name, tensor in row.inputs.items():
+        inputs[name] = tensor.to(device, model.dtype if tensor.is_floating_point() else None)
+    for reader in (model.base_model, model):  # others would drop what they do not know
+        if inputs.keys() <= inspect.signature(reader.forward).parameters.keys():
+            reader(input_ids=row.ids.to(device), use_cache=False, **inputs)
+            return
+    raise UnsupportedModel(f"{type(model).__name__} does not take all of {', '.join(inputs)}")
 
 
 def _count(batch: torch.Tensor | MediaRow, first: int) -> int:

@@ -11,16 +11,19 @@ from rotationzoo.capacity.weights import Weights, text_config, weigh
 from rotationzoo.model.files import read_json
 from rotationzoo.model.source import Source, find
 
+_CONTEXT = 131072
+"""Tokens of a request where neither the wish nor the model's positions say less."""
 # `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The load to serve: so many requests at once, each with so many tokens."""
+    """The load to serve: so many requests at once, each with so many tokens. A `context` of None is
+    131,072 tokens, or the model's positions if these are fewer."""
 
     model: str
-    context: int
+    context: int | None
     requests: int
     card: Card
     storage: Storage = field(default_factory=Storage)
@@ -37,6 +40,8 @@ class Capacity:
     weights: Weights
     positions: int | None
     """How many positions the model was made for."""
+    context: int
+    """Tokens of each request."""
 
     @property
     def caches_latents(self) -> bool:
@@ -49,7 +54,7 @@ class Capacity:
 
     def request_bytes(self, cache: str) -> int:
         """Bytes of the cache of one request of the wish."""
-        return request_bytes(self.shape, cache, self.wish.context, self.wish.storage)
+        return request_bytes(self.shape, cache, self.context, self.wish.storage)
 
     def longest_context(self, cache: str, weights: str, card: Card) -> int | None:
         """The most tokens that one request can have next to these weights on a card. None if there
@@ -74,8 +79,9 @@ def measure_capacity(wish: Wish) -> Capacity:
     shape = read_shape(source)
     weights = weigh(source, config, shape)
     positions = text_config(config).get("max_position_embeddings")
-    positions = positions if isinstance(positions, int) else None
-    return Capacity(wish, source, shape, weights, positions)
+    positions = positions if isinstance(positions, int) and positions > 0 else None
+    context = wish.context or min(_CONTEXT, positions or _CONTEXT)
+    return Capacity(wish, source, shape, weights, positions, context)
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:

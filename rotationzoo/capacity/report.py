@@ -18,8 +18,8 @@ _MOST_CARDS = 16
 
 def wish_words(capacity: Capacity) -> str:
     """The wish, such as `256 requests of 100,000 tokens`."""
-    wish = capacity.wish
-    return f"{counted(wish.requests, 'request')} of {counted(wish.context, 'token')}"
+    requests, tokens = capacity.wish.requests, capacity.context
+    return f"{counted(requests, 'request')} of {counted(tokens, 'token')}"
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,14 @@ def _fitting_context(capacity: Capacity, card: Card) -> int | None:
 
 def remarks(capacity: Capacity) -> list[str]:
     """Remarks: what the numbers leave out, and what prevents the wish on any card."""
-    wish, lines = capacity.wish, []
-    if capacity.positions is not None and wish.context > capacity.positions:
+    wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
+    if capacity.positions is not None and capacity.context > capacity.positions:
         lines.append(
             f"{wish.model} was made for {counted(capacity.positions, 'position')}: a request of "
-            f"{counted(wish.context, 'token')} needs RoPE scaling"
+            f"{tokens} needs RoPE scaling"
         )
+    elif wish.context is None and capacity.context == capacity.positions:
+        lines.append(f"without --context, a request has {tokens}, all positions of {wish.model}")
     if capacity.shape.uncounted_states:
         lines.append("the states of layers without keys and values are not counted")
     if capacity.weights.origin == "config":
@@ -115,16 +117,16 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
     """The report: sizes in bytes."""
     wish, shape = capacity.wish, capacity.shape
     sizes = {cache: capacity.request_bytes(cache) for cache in CACHES}
-    per_token = {cache: size / wish.context for cache, size in sizes.items()}
+    per_token = {cache: size / capacity.context for cache, size in sizes.items()}
     kept = sizes["int2"] - shape.state_bytes
-    bits = kept * 8 / elements(shape, wish.context)
+    bits = kept * 8 / elements(shape, capacity.context)
     chosen = card_json(capacity, wish.card)
     states = None if shape.uncounted_states else shape.state_bytes
     sliding = [layer for layer in shape.layers if layer.window is not None]
     return {
         "model": wish.model,
         "revision": capacity.source.revision,
-        "context": wish.context,
+        "context": capacity.context,
         "requests": wish.requests,
         "positions": capacity.positions,
         "sink": wish.storage.sink,

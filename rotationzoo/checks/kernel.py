@@ -53,7 +53,7 @@ def validate_kernel(
         return report
     progress("measuring", 0, 0)
     dim = cached_layers(artifact.geometry)[0].key_dim
-    report |= _measure_rates(dim, artifact.recipe.group_size, artifact.clip_ratios["key"])
+    report |= _measure_rates(dim, artifact.recipe.group_size, artifact.recipe.key_clip)
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
     if report["feedback_rows"]:

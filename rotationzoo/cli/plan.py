@@ -15,7 +15,10 @@ def plan_command(
         str, typer.Option(help="A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")
     ] = "24GiB",
     gpus: Annotated[int, typer.Option(min=1, help="How many of it share the model.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each request.")] = 131072,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each request (131072, at most the model's positions)."),
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
     format: Annotated[
         Literal["sglang", "vllm", "mlx"],

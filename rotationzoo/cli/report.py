@@ -49,11 +49,11 @@ def report_command(
 
     opened = Artifact.open(artifact)
     others = [Artifact.open(folder) for folder in compare or []]
-    report = _draw_report(opened, others, context=context)
+    report = _draw_report(opened, others, context, str(artifact))
     with files.disk_errors(output):
         files.replace(output, report.html().encode())
     if save:
-        _save_report(opened, report)
+        _save_report(opened, _draw_report(opened, others, context))
     evaluated = EVALUATION in opened.manifest.files
     data = {
         "report": str(output),
@@ -90,11 +90,14 @@ def add_report(artifact: "Artifact") -> "Artifact":
 
 
 def _draw_report(
-    artifact: "Artifact", others: Sequence["Artifact"] = (), **options: int | None
+    artifact: "Artifact",
+    others: Sequence["Artifact"] = (),
+    context: int | None = None,
+    folder: str = "FOLDER",
 ) -> "Report":
     from rotationzoo.report.page import make_report
 
-    return make_report(artifact, others, _describe_signature(artifact), **options)
+    return make_report(artifact, others, _describe_signature(artifact), context, folder)
 
 
 def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":

@@ -76,7 +76,8 @@ def recipe_of_files(
         if isinstance(calibration.get(name), int | float)
     }
     name = composition if composition in DATA_FREE else "imported"
-    pooling = "head" if pair.per_head else "layer"
+    per_head = any(file.content.per_head for file in pair)
+    pooling = "head" if per_head else "layer"
     stated: dict[str, Any] = {
         "name": name,
         "composition": composition,

@@ -49,11 +49,6 @@ class Pair:
         return iter((("key", self.key), ("value", self.value)))
 
     @property
-    def per_head(self) -> bool:
-        """Whether either side has one matrix per KV head in any layer."""
-        return any(file.content.per_head for file in self)
-
-    @property
     def notes(self) -> list[str]:
         """Remarks on what was converted when the two files were read."""
         return [note for file in self for note in file.notes]

@@ -44,10 +44,7 @@ def shared_recipe(artifacts: list[Artifact]) -> Recipe:
     It is the first artifact's recipe, so that the baselines differ from that artifact only in their
     rotations. Without artifacts it is the default recipe.
     """
-    if not artifacts:
-        return Recipe()
-    clips = {f"{side}_clip": ratio for side, ratio in artifacts[0].clip_ratios.items()}
-    return artifacts[0].recipe.model_copy(update=clips)
+    return artifacts[0].recipe if artifacts else Recipe()
 
 
 def build_arms(
@@ -193,7 +190,6 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
         "center_values": False,
         "feedback": False,
     }
-    changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
     moments = None if artifact.statistics is None else sums(artifact.statistics)
     fitted = fit(moments, artifact.recipe.model_copy(update=changes), artifact.geometry)
 

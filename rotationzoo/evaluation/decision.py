@@ -18,6 +18,7 @@ from rotationzoo.artifact.scores import (
     ExactTaskRecall,
     Outlook,
     Rival,
+    kept_share,
     plain_name,
 )
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
@@ -64,7 +65,9 @@ def decide(
     right, mine = read_correct(asked), read_correct(arms[arm])
     if not right.any():
         return _undecided(arm, level, was_asked=bool(exact))
-    kept, interval = _kept_share(_add_up(right & mine, sizes), _add_up(right, sizes), tasks, level)
+    shares = {name: kept_share(asked, given) or 0.0 for name, given in arms.items()}
+    given, whole = _add_up(right & mine, sizes), _add_up(right, sizes)
+    kept, interval = shares[arm], _kept_interval(shares[arm], given, whole, tasks, level)
     others = {name: read_correct(arms[name]) for name in RIVALS if name in arms}
     gains = {name: _add_up(mine.int() - other.int(), sizes) for name, other in others.items()}
     values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
@@ -77,11 +80,10 @@ def decide(
             more = max(more, _PACE * math.ceil(questions * prompts / len(sizes) / _PACE))
     action = _choose(rivals)
     advice = _advise(action, more, kept, interval[1])
-    if _share(right) < _WEAK:
+    if (able := right.double().mean().item()) < _WEAK:
         advice += " The model itself answers few: other --tasks may show more."
     wanted = min(more, MOST_QUESTIONS) or None
     better = [rival.name for rival in rivals if rival.outlook == "better"]
-    shares = {name: _share(other[right]) for name, other in others.items()}
     return Decision(
         arm=arm,
         kept=kept,
@@ -92,7 +94,7 @@ def decide(
         level=level,
         rivals=rivals,
         words=[
-            f"Without a 2-bit cache, the model answers {percent(_share(right))} of "
+            f"Without a 2-bit cache, the model answers {percent(able)} of "
             f"{counted(len(right), 'question')}; {plain_name(arm)} keeps {percent(kept)} of these "
             f"answers (95% sure: {' to '.join(map(percent, interval))}).",
             _compare_words(arm, rivals, shares),
@@ -133,16 +135,16 @@ def _average(
     return mean, error
 
 
-def _kept_share(
-    kept: torch.Tensor, right: torch.Tensor, tasks: Sequence[int], level: float
-) -> tuple[float, list[float]]:
-    """The share of right answers that is kept, from both counts of each prompt, and its interval.
+def _kept_interval(
+    share: float, kept: torch.Tensor, right: torch.Tensor, tasks: Sequence[int], level: float
+) -> list[float]:
+    """The interval of the share of right answers that is kept, from both counts of each prompt.
 
     It is Clopper and Pearson's for as many independent answers as have the standard error over
     prompts (Korn and Graubard 1998), which holds near 100 %, too. Where no prompt differs from
     another, each counts as one answer.
     """
-    share, error = _average(kept / right, right, tasks)
+    _, error = _average(kept / right, right, tasks)
     prompts = int((right > 0).sum())
     number = float(prompts)
     if error:
@@ -151,7 +153,7 @@ def _kept_share(
     count = share * number
     low = betaincinv(count, number - count + 1, level / 2) if share > 0 else 0.0
     high = betaincinv(count + 1, number - count, 1 - level / 2) if share < 1 else 1.0
-    return share, [float(low), float(high)]
+    return [float(low), float(high)]
 
 
 def _compare(
@@ -208,11 +210,7 @@ def _choose(rivals: Sequence[Rival]) -> Action:
     return "use" if shown else "ask"
 
 
-def _share(correct: torch.Tensor) -> float:
-    return correct.double().mean().item()
-
-
-def _compare_words(arm: str, rivals: Sequence[Rival], kept: Mapping[Action, float]) -> str:
+def _compare_words(arm: str, rivals: Sequence[Rival], kept: Mapping[str, float]) -> str:
     """How an arm compares, and the shares that its rivals keep, which have nearest codes."""
     name, has_feedback = plain_name(arm), arm.endswith("+feedback")
     if not rivals:

@@ -108,8 +108,7 @@ def _first_command(manifest: Manifest, repo: str | None) -> str:
 
 def describe_serving(manifest: Manifest, recipe: Recipe) -> str:
     """What to serve the rotations with."""
-    clips = manifest.clip_ratios
-    ratios = f"clip ratios {clips['key']:g} for keys and {clips['value']:g} for values"
+    ratios = f"clip ratios {recipe.key_clip:g} for keys and {recipe.value_clip:g} for values"
     if manifest.has_latents:
         ratios = f"a clip ratio of {recipe.clip(LATENT):g} for latents"
     return f"{ratios}, the first {recipe.sink} and the last {recipe.recent} tokens exact"

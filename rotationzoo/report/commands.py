@@ -80,26 +80,27 @@ def use_commands(
     decision: Decision | None,
     engine: str | None = None,
     asked: Sequence[str] = (),
+    folder: str = "FOLDER",
 ) -> list[str]:
-    """The commands that fit the decision on an artifact in FOLDER, with a text LONG.txt; None
+    """The commands that fit the decision on an artifact in a folder, with a text LONG.txt; None
     stands for no decision. Where no `engine` was chosen, it is the usual one. `asked` is that of
     `decided_words`."""
     model, named = manifest.model, engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
-    generate = ["generate", *name, "--rotations", "FOLDER", *prompt]
+    generate = ["generate", *name, "--rotations", folder, *prompt]
     served = ["--for", engine] if engine else []
-    measure = ["evaluate", *name, "FOLDER", "--for", named, "--save"]
-    words = decision and decided_words(decision, name, "FOLDER", served, asked)
+    measure = ["evaluate", *name, folder, "--for", named, "--save"]
+    words = decision and decided_words(decision, name, folder, served, asked)
     if decision is None or decision.action == "ask":
         commands = [words or measure, generate]
     elif words:
         commands = [words]
     elif decision.action == "use":
-        start = ["export", "FOLDER", "--for", named]
+        start = ["export", folder, "--for", named]
         if named == "vllm":  # for which nothing is exported
-            start = ["serve", *name, "--rotations", "FOLDER"]
+            start = ["serve", *name, "--rotations", folder]
         commands = [start, generate]
     else:
         commands = [[*generate, "--compare"]]

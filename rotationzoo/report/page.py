@@ -47,13 +47,15 @@ def make_report(
     others: Sequence[Artifact] = (),
     signature: Badge | None = None,
     context: int | None = None,
+    folder: str = "FOLDER",
 ) -> Report:
     """A report from what is stored in an artifact, with the arms of `others` next to its own where
     they were measured in the same way. No model is read.
 
     - `signature`: what is known of it, which is a matter of the zoo;
     - `context`: tokens of the request whose memory is shown; by default the model's positions, if
-      its evaluation knows them.
+      its evaluation knows them;
+    - `folder`: the artifact's in commands; a page that others read has the placeholder.
 
     Raises `RotationZooError` for a damaged file.
     """
@@ -74,7 +76,7 @@ def make_report(
         verdict, decision = describe_verdict(arms, request, layers), arms.decision
         folded.insert(0, describe_measurement(arms))
     asked = asked_options(measured) if measured else []
-    commands = use_commands(artifact.manifest, decision, engine, asked)
+    commands = use_commands(artifact.manifest, decision, engine, asked, folder)
     return Report(
         model=model_title(artifact.manifest.model),
         badges=[badge for badge in badges if badge.kind != "plain"],

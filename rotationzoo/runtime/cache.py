@@ -110,11 +110,6 @@ class RotatedCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
-    def has_models_class(self) -> bool:
-        """Whether the cache is of a class that the model insists on."""
-        return self._planned is not self.layers
-
-    @property
     def rotated_layers(self) -> list[RotatedLayer]:
         """The layers that store codes."""
         return [layer for layer in self.layers if isinstance(layer, RotatedLayer)]
@@ -157,7 +152,7 @@ class RotatedCache(DynamicCache):
     def reset(self) -> None:
         """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
         cache class of its own: what that keeps is not known."""
-        if self.has_models_class:
+        if self._planned is not self.layers:  # of a class that the model insists on
             raise RotationZooError(
                 f"a {type(self).__mro__[2].__name__} cannot be emptied", hint="make a new cache"
             )

@@ -209,8 +209,9 @@ class Arm:
     def _matrix(self, layer: int, side: str, way: str) -> torch.Tensor:
         if (layer, side, way) not in self._matrices:
             rotation = self.rotations[layer][side]
-            turning = rotation if self.rounding == "feedback" else rotation.alone
-            matrix: torch.Tensor = getattr(turning, way)
+            if self.rounding == "nearest":  # such codes are of rows that are not whitened
+                rotation = replace(rotation, whitening=None)
+            matrix: torch.Tensor = getattr(rotation, way)
             every = matrix.expand(len(rotation.clip), -1, -1).contiguous()
             self._matrices[layer, side, way] = every
         return self._matrices[layer, side, way]

@@ -5,17 +5,15 @@ tokenized as a model would see it in training or in a request.
 """
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.model.loading import input_device
+from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import Document, read_documents, reading_errors
@@ -75,17 +73,6 @@ class MediaRow:
     counts: torch.Tensor
     """Which positions `[T]` enter the statistics."""
     inputs: dict[str, torch.Tensor]
-
-    def run(self, model: PreTrainedModel) -> None:
-        """Let a model read the row, without its language-model head where the rest can."""
-        device, inputs = input_device(model), {}
-        for name, tensor in self.inputs.items():
-            inputs[name] = tensor.to(device, model.dtype if tensor.is_floating_point() else None)
-        for reader in (model.base_model, model):  # others would drop what they do not know
-            if inputs.keys() <= inspect.signature(reader.forward).parameters.keys():
-                reader(input_ids=self.ids.to(device), use_cache=False, **inputs)
-                return
-        raise UnsupportedModel(f"{type(model).__name__} does not take all of {', '.join(inputs)}")
 
 
 @dataclass(frozen=True)

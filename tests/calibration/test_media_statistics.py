@@ -12,7 +12,7 @@ import transformers
 from support import architectures, media
 from support.architectures import BASE
 
-from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading, long_masks
 from rotationzoo.model.capture import capture, decoder
@@ -184,9 +184,9 @@ def test_capture_changes_nothing_of_what_a_row_computes(name, families):
     states = []
     hook = decoder(model).register_forward_hook(lambda _, __, out: states.append(out[0]))
     with torch.no_grad():
-        row.run(model)
+        read_row(model, row)
         with capture(model, lambda *_: None):
-            row.run(model)
+            read_row(model, row)
     hook.remove()
     assert torch.equal(*states)
 

@@ -79,6 +79,15 @@ def test_latents_have_every_cache(measure):
     assert report["max_requests"]["int2"] > report["max_requests"]["fp8"] > 1
 
 
+@pytest.mark.parametrize(
+    ("positions", "context"),
+    [(4096, 4096), (131_072, 131_072), (163_840, 131_072), (0, 131_072)],
+)
+def test_tokens_of_a_request_by_default(measure, positions, context):
+    capacity = measure("Qwen3-8B", "H100", None, max_position_embeddings=positions)
+    assert capacity_json(capacity)["context"] == context
+
+
 def test_more_tokens_than_positions(measure):
     (remark, _) = remarks(measure("Qwen3-8B", "H100"))
     assert "40,960 positions" in remark

@@ -8,6 +8,8 @@ from support.command_line import only_error
 from support.models import save_family
 from support.popular import CONFIGS
 
+LONG = "plan", "Qwen3-8B", "--context", "131072"
+
 
 @pytest.fixture
 def qwen3_8b(inside):
@@ -19,7 +21,7 @@ def qwen3_8b(inside):
 
 
 def test_json(inside, qwen3_8b):
-    result = inside("plan", "Qwen3-8B", "--gpu", "H100", "--format", "vllm", "--json")
+    result = inside(*LONG, "--gpu", "H100", "--format", "vllm", "--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["kv_bytes_per_token"]["bf16"] == 147_456
@@ -47,7 +49,7 @@ def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made,
 
 def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
     words = ["--sink", "4", "--recent", "128", "--requests", "3"]
-    lines = inside("plan", "Qwen3-8B", *words).stdout.splitlines()
+    lines = inside(*LONG, *words).stdout.splitlines()
     tables = [line for line in lines if "  " in line.strip() and not line.startswith("  ")]
     assert max(map(len, tables)) <= 80
     assert any(line.split()[:2] == ["bf16", "147,456"] for line in lines)
@@ -56,7 +58,7 @@ def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
 
 
 def test_quiet_is_the_answer_alone(inside, qwen3_8b):
-    result = inside("plan", "Qwen3-8B", "--gpu", "16GiB", "--quiet")
+    result = inside(*LONG, "--gpu", "16GiB", "--quiet")
     assert result.stdout == (
         "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in int4, "
         "or 3 in int2\n"
@@ -64,13 +66,26 @@ def test_quiet_is_the_answer_alone(inside, qwen3_8b):
 
 
 def test_the_answer_comes_first_and_the_steps_make_what_it_assumes(inside, qwen3_8b):
-    shown = inside("plan", "Qwen3-8B", "--gpu", "24GiB", "--gpus", "2", "--requests", "3").stdout
+    shown = inside(*LONG, "--gpu", "24GiB", "--gpus", "2", "--requests", "3").stdout
     assert shown.startswith("Yes: 2 x 24GiB holds 3 requests of 131,072 tokens with weights as")
     assert "a cache in fp8, or 9 in int2\n" in shown
     assert "  vllm serve Qwen3-8B --kv-cache-dtype fp8\n" in shown
-    four_bit = inside("plan", "Qwen3-8B", "--gpu", "16GiB").stdout
+    four_bit = inside(*LONG, "--gpu", "16GiB").stdout
     assert "llm-compressor" in four_bit
     assert "--kv-cache-dtype" not in four_bit
+
+
+def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3_8b):
+    shown = inside("plan", "Qwen3-8B").stdout
+    assert shown.startswith("Yes: 24GiB holds 1 request of 40,960 tokens")
+    assert (
+        "\nNote: without --context, a request has 40,960 tokens, all positions of Qwen3-8B\n"
+        in shown
+    )
+    asked = inside(*LONG).stdout
+    assert asked.startswith("Yes: 24GiB holds 1 request of 131,072 tokens")
+    assert "made for 40,960 positions: a request of 131,072 tokens needs RoPE scaling" in asked
+    assert json.loads(inside("plan", "demo", "--json").stdout)["context"] == 8192
 
 
 def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):

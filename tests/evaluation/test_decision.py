@@ -5,7 +5,7 @@ import random
 import pytest
 from support.reports import recall
 
-from rotationzoo.artifact.scores import Decision, ExactTaskRecall
+from rotationzoo.artifact.scores import Decision, ExactLengthScore, ExactTaskRecall
 from rotationzoo.evaluation.decision import MARGIN, decide
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
@@ -17,8 +17,12 @@ def decision(arms: dict[str, str], looks: int = 1, right: str = "") -> Decision:
     """The decision on the arm `mine`, where each arm has a digit for each question."""
     correct = right or "1" * len(arms["mine"])
     prompts = [SIZE] * (len(correct) // SIZE)
-    exact = {"copy": ExactTaskRecall.model_construct(correct=correct, prompts=prompts)}
-    answers = {name: {"copy": recall(digits, [])} for name, digits in arms.items()}
+    lengths = [ExactLengthScore.model_construct(length=0, questions=len(correct), can_do=True)]
+    asked = {"prompts": prompts, "by_length": lengths}
+    exact = {"copy": ExactTaskRecall.model_construct(correct=correct, **asked)}
+    answers = {}
+    for name, digits in arms.items():
+        answers[name] = {"copy": recall(digits, []).model_copy(update={"by_length": lengths})}
     return decide("mine", answers, exact, len(correct), looks)
 
 
