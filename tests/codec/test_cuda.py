@@ -29,6 +29,7 @@ COMPILED = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not shutil.which("nvcc"), reason="needs nvcc to compile for sm_80, sm_90 and sm_100"
 )

@@ -47,6 +47,7 @@ def ask_until_made(seed: int, *shares: float) -> Decision:
     return made
 
 
+@pytest.mark.thorough
 def test_looks_together_keep_the_level():
     """Arms that answer equally are called different at any of the looks in at most 5 % of
     evaluations: 6 of 400 are measured."""
