@@ -47,6 +47,7 @@ def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypat
 def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, monkeypatch, vllm):
     other = save_tiny(tmp_path / "other")
     for words, said in (
+        (["demo", made], "rotationzoo serve MODEL --rotations FOLDER"),
         (["demo", "--rotations", "nothing"], "nothing is no artifact"),
         ([str(other), "--rotations", made], "was made for demo, and not for"),
         (["demo", "--rotations", made, "--additional-config={}"], "names the artifact to vLLM"),
