@@ -24,7 +24,7 @@ from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import decoder
 from rotationzoo.model.geometry import Geometry, geometry_of
 from rotationzoo.progress import silent
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import PRESETS, Recipe
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Bench:
 
 def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
     """Times of the recipe `oscar` and of the plain forward passes, in turns."""
-    recipe = Recipe(feedback=True, whiten=True)
+    recipe = PRESETS["oscar"]
     rows, length = bench.text.rows, bench.text.length
     with measure_peak() as peak:
         totals = bench.collect(recipe)
