@@ -184,7 +184,10 @@ class Study:
         data = Data(source=str(self.text / "evaluation.jsonl"), tokens=32 * length, length=length)
         text = read_corpus(data, self.tokenizer)
         plan = plan_tasks(TaskSettings(questions=questions), data, text, self.tokenizer, [farthest])
-        return Questions(cache, length, plan.series, max(1, 32 * 2048 // length))
+        batch = 32 * 2048 // length
+        if self.model.config._attn_implementation == "eager":  # it holds all scores of a layer
+            batch = 8 * 2048**2 // length**2
+        return Questions(cache, length, plan.series, max(1, batch))
 
     @functools.cached_property
     def texts(self) -> torch.Tensor:
