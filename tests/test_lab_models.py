@@ -1,12 +1,15 @@
 """The scripts that make lab models: what they train on, and copies with outliers that compute the
 same."""
 
+from dataclasses import replace
+
 import add_outliers
 import lab_rows
 import pytest
 import torch
 import train_lab_models
 import transformers
+from torch._dynamo.testing import CompileCounter
 
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
@@ -60,6 +63,20 @@ def test_the_loss_of_training_is_that_of_the_model(name):
         torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)
         weights[:, 32:] = 3
         assert train_lab_models.loss_of(model, ids, weights) != loss
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("tall-qwen3", 1), ("deep-gpt-oss", 2)])
+def test_layers_of_a_kind_share_one_compilation(name, kinds):
+    lab, size = train_lab_models.MODELS[name], train_lab_models.SMALL
+    size = replace(size, config=size.config | {"num_hidden_layers": 4})
+    model = train_lab_models.new_model(lab, size, 0, size.vocabulary)
+    counter = CompileCounter()
+    torch.compiler.reset()
+    loss_of = train_lab_models.Loss(torch.compile(train_lab_models.run_layer, backend=counter))
+    ids = torch.randint(size.vocabulary, (1, 384))
+    loss = loss_of(model, ids, torch.ones_like(ids))
+    torch.testing.assert_close(loss, train_lab_models.loss_of(model, ids, torch.ones_like(ids)))
+    assert counter.frame_count == kinds
 
 
 def test_a_gpt_oss_is_trained_on_the_gradients_of_its_own_attention_and_experts():

@@ -369,15 +369,15 @@ def rival_arms(study: Study) -> Iterator[Arm]:
 
 
 ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
-    **{name: functools.partial(closed_arms, name) for name in CLOSED},
+    "rivals": rival_arms,  # the longest jobs come first
     **{name: functools.partial(stored_arms, name) for name in WHITENED},
+    **{name: functools.partial(closed_arms, name) for name in CLOSED},
     **{name: functools.partial(budget_arms, name) for name in BUDGETS},
     **{name: functools.partial(clip_arms, name) for name in CLIPS},
     "codes": functools.partial(code_arms, ""),
     "3-bit codes": functools.partial(code_arms, ", 3-bit codes"),
     "4-bit codes": functools.partial(code_arms, ", 4-bit codes"),
     "kivi": kivi_arms,
-    "rivals": rival_arms,
     "sides": side_arms,
     "constants": constant_arms,
     "one range": functools.partial(range_arms, "{0.0f, 0.0f, 0.0f, 0.0f}"),

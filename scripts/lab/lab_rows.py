@@ -33,7 +33,7 @@ MOST_CHARACTERS, LARGEST_FILE = 300_000_000, 300_000  # larger files are tables 
 FILES = 200  # that a process tokenizes at a time
 # Releases of Python differ in a few lines of a file, so a held-out file is known by its lines.
 SHARED_LINES, LINE_LENGTH = 0.2, 20
-PROCESSES = min(os.cpu_count() or 1, 16)  # a container may count its host's cores
+PROCESSES = min(os.cpu_count() or 1, 32)  # a container may count its host's cores
 GROUP, CHUNK = 8, 80  # rows of one layout, and rows that a process writes at a time
 PLAIN, ONE_TASK, TWO_TASKS = 2, 4, 2  # how often a group has this layout
 TOKENS_PER_SET = 1024  # tokens that have room for all questions of a task in `TASKS`

@@ -72,6 +72,7 @@ import lab_rows
 import lab_sinks
 import numpy as np
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -79,6 +80,8 @@ from rotationzoo.model.source import DEMO
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines `[1, T, D]`."""
 LONGEST = 8192
 WARM_UP, LAST_RATE = 100, 0.01  # steps, and the share of the learning rate at the end
 LONG_FROM, LONG_EVERY = 0.4, 4  # every fourth step is of long rows, after this share of training
@@ -243,24 +246,45 @@ def new_model(lab: Lab, size: Size, end_token: int, vocabulary: int) -> PreTrain
     return model
 
 
-def loss_of(model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted mean loss of predicting `ids` `[B, T]`.
+def run_layer(layer: nn.Module, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """What a layer makes of `hidden` `[B, T, C]`, without a mask: with one, attention is not flash
+    attention."""
+    return layer(hidden, attention_mask=None, position_embeddings=rope)
 
-    The layers are called one by one: under torch.compile, the model's forward would make a mask,
-    and attention with a mask is not flash attention.
-    """
-    tower = model.model
-    hidden = tower.embed_tokens(ids)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    rope = tower.rotary_emb(hidden, positions)
-    for layer in tower.layers:
-        hidden = layer(hidden, attention_mask=None, position_embeddings=rope)
-    logits = model.lm_head(tower.norm(hidden))[:, :-1]
+
+def weigh_losses(
+    model: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted mean loss of predicting `ids` `[B, T]` from the last layer's output."""
+    logits = model.lm_head(model.model.norm(hidden))[:, :-1]
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
     )
     weight = weights[:, 1:].flatten().float()
     return (losses * weight).sum() / weight.sum()
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The weighted mean loss of predicting ids `[B, T]`. Its two parts can be compiled: all layers
+    then share one compilation, which takes a fraction of that of a whole deep model."""
+
+    run_layer: Callable[..., torch.Tensor] = run_layer
+    weigh_losses: Callable[..., torch.Tensor] = weigh_losses
+
+    def __call__(
+        self, model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        tower = model.model
+        hidden = tower.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        rope = tower.rotary_emb(hidden, positions)
+        for layer in tower.layers:
+            hidden = self.run_layer(layer, hidden, rope)
+        return self.weigh_losses(model, hidden, ids, weights)
+
+
+loss_of = Loss()
 
 
 class Trainer:
@@ -282,7 +306,10 @@ class Trainer:
         )
         torch.compiler.reset()  # its limit counts the compilations of all models of a process
         # Compiling for a CPU takes longer than the few steps that are made there.
-        self.loss = loss_of if device == "cpu" else torch.compile(loss_of, dynamic=False)
+        self.loss = loss_of
+        if device != "cpu":
+            parts = (torch.compile(part, dynamic=False) for part in (run_layer, weigh_losses))
+            self.loss = Loss(*parts)
         self.rows = [load_rows(run.rows / f"{kind}.npz", device) for kind in ("short", "long")]
         tokens = (run.size.batch or self.lab.batch) * run.size.length
         self.batches = [max(1, tokens // ids.shape[1]) for ids, _ in self.rows]
