@@ -6,6 +6,7 @@ all of them cost together.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,13 @@ from transformers import PreTrainedModel
 
 from rotationzoo.calibration.budget import COARSE
 from rotationzoo.model.geometry import Geometry
-from rotationzoo.model.prediction import divergence_of, run_decoder
+from rotationzoo.model.prediction import (
+    decoder_layers,
+    divergence_of,
+    keeping_outputs,
+    returning,
+    run_decoder,
+)
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
@@ -39,12 +46,16 @@ def measure_sensitivities(
     the model's predictions, in nats a token.
 
     `rows` are token ids `[T]`. The longest are read, once exact and once for every layer and side.
-    Windows are those of the recipe, or a quarter of a shorter row.
+    Layers before it are left out then, which halves the time: what they return is kept from the
+    exact run. Windows are those of the recipe, or a quarter of a shorter row.
     """
     places = [(layer, side) for layer, side, _ in rotations.each()]
     readers: dict[int, set[int]] = {}
     for layer in geometry:
         readers.setdefault(layer.owner, set()).add(layer.index)
+    layers = decoder_layers(model)
+    if any(layer.owner != layer.index for layer in geometry):
+        layers = []  # a layer that reads another one's cache needs it to run
     arm = Arm(recipe.name, rotations, recipe.group_size, rounding="feedback")
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)[:ROWS]]
     losses = dict.fromkeys(places, 0.0)
@@ -52,14 +63,16 @@ def measure_sensitivities(
     for row in longest:
         sink, recent = (min(window, len(row) // 4) for window in (recipe.sink, recipe.recent))
         cache = CacheLayout(COARSE, sink, recent)
-        exact = _predict(model, row, cache.first_quantized)
+        with keeping_outputs(layers, _keep_in_main_memory) as outputs:
+            exact = _predict(model, row, cache.first_quantized)
         nothing = Simulation(arm, cache, geometry, readers[places[0][0]], sides=())
         # In bfloat16, even an exact simulation differs from the model a little.
         noise = _measure_loss(model, row, exact, nothing)
         for index, side in places:
             progress("measuring what each layer loses", done, total)
             simulation = Simulation(arm, cache, geometry, readers[index], (side,))
-            loss = _measure_loss(model, row, exact, simulation) - noise
+            with _leaving_out(layers[:index], outputs):
+                loss = _measure_loss(model, row, exact, simulation) - noise
             # Quality was measured with rows clamped one by one (docs/quality.md).
             losses[index, side] += max(0.0, loss) / len(longest)
             done += 1
@@ -69,6 +82,25 @@ def measure_sensitivities(
         return replace(rotation, sensitivity=loss)
 
     return rotations.replace(add_loss)
+
+
+def _keep_in_main_memory(states: object) -> tuple[torch.Tensor, torch.device] | None:
+    """A layer's output with the device that it was on; None if it is more than a tensor."""
+    if not isinstance(states, torch.Tensor):
+        return None
+    return states.cpu(), states.device
+
+
+def _leaving_out(
+    layers: list[torch.nn.Module], outputs: list[tuple[torch.Tensor, torch.device] | None]
+) -> AbstractContextManager[None]:
+    """A context in which the model's first layers do not run: the last of them returns what it has
+    returned before. All run where that is not known."""
+    kept = outputs[len(layers) - 1] if layers else None
+    if kept is None:
+        return nullcontext()
+    states, device = kept
+    return returning(layers, states.to(device))
 
 
 def _measure_loss(

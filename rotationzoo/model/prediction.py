@@ -2,7 +2,7 @@
 exist at a time, and the tokens that it finds most probable, one after another."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ class HiddenStates:
         """
         part = copy.copy(self.output)
         part["last_hidden_state"] = self.output.last_hidden_state[:, positions]
-        with _decoder_returning(self.model, part):
+        with returning([decoder(self.model)], part):
             result = self.model(input_ids=self.ids[:, positions], use_cache=False)
         logits: torch.Tensor = result.logits
         return logits
@@ -65,21 +65,13 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
     The model's own forward runs, so that its decoder gets what it always gets. Of the head's
     predictions only the last is computed, where a model can leave out the others.
     """
-    ids, outputs = ids.to(input_device(model)), []
+    ids = ids.to(input_device(model))
     # A slice: for a number some decoders leave out earlier positions themselves (Gemma 4), and a
     # tensor would lie with the ids, which of a model on several devices is not where its head is.
     last = slice(ids.shape[1] - 1, None)
-
-    def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
-        outputs.append(output)
-
-    hook = decoder(model).register_forward_hook(keep)
-    try:
-        # Inside `intercept`, a long row's masks are made block by block.
-        with intercept(model, attend_as_is):
-            model(input_ids=ids, use_cache=False, logits_to_keep=last)
-    finally:
-        hook.remove()
+    # Inside `intercept`, a long row's masks are made block by block.
+    with keeping_outputs([decoder(model)]) as outputs, intercept(model, attend_as_is):
+        model(input_ids=ids, use_cache=False, logits_to_keep=last)
     return HiddenStates(model, ids, outputs[0])
 
 
@@ -106,17 +98,45 @@ def continue_greedily(
     return logits.argmax(-1).to(ids.device), logits
 
 
+def decoder_layers(model: "PreTrainedModel") -> list[torch.nn.Module]:
+    """The layers of the text decoder, in order; none if no list of them is found."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in decoder(model).modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    return []
+
+
 @contextmanager
-def _decoder_returning(model: "PreTrainedModel", output: Any) -> Iterator[None]:
-    """Inside the block, the model's decoder computes nothing and returns `output`."""
-    tower: Any = decoder(model)
+def keeping_outputs(
+    modules: Iterable[torch.nn.Module], keep: Callable[[Any], Any] = lambda output: output
+) -> Iterator[list[Any]]:
+    """Inside the block, each call of a module adds what `keep` makes of its output to the list."""
+    outputs: list[Any] = []
+
+    def add(module: torch.nn.Module, args: Any, output: Any) -> None:
+        outputs.append(keep(output))
+
+    hooks = [module.register_forward_hook(add) for module in modules]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def returning(modules: Iterable[torch.nn.Module], output: Any) -> Iterator[None]:
+    """Inside the block, the modules compute nothing and return `output`."""
     # accelerate puts a forward of its own on the module itself.
-    hooked = tower.__dict__.get("forward")
-    tower.forward = lambda *args, **kwargs: output
+    hooked = [(module, module.__dict__.get("forward")) for module in modules]
+    for module, _ in hooked:
+        module.forward = lambda *args, **kwargs: output
     try:
         yield
     finally:
-        if hooked is None:
-            del tower.forward
-        else:
-            tower.forward = hooked
+        for module, forward in hooked:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
