@@ -311,6 +311,11 @@ def _leave_windows(
     full = loading.full_attention_layers(config)
     if not job.beside_windows or full is None or job.layers or job.real_cache or job.drift:
         return job
+    if not full:
+        raise UsageError(
+            f"every layer of {job.model} has a sliding window, which {job.engine} keeps exact",
+            hint="to store them in 2 bits, leave out --for",
+        )
     notes = [*job.notes, f"Layers with a sliding window stay exact, as {job.engine} serves them"]
     format = job.format
     if format == BUDGETED and any(artifact.rotations.has_budget for artifact in artifacts):

@@ -21,6 +21,7 @@ from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data, with_budget
 from rotationzoo.runtime.options import build_settings
+from rotationzoo.runtime.vllm import plugin
 from rotationzoo.runtime.vllm.settings import Options, make_settings
 
 WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "512"]
@@ -116,6 +117,20 @@ def test_layers_that_the_engine_keeps_exact_are_exact(tmp_path):
     assert any("budget of bits is left out" in note for note in report["notes"])
     with pytest.raises(UsageError, match="format vllm have the same bits in all layers"):
         evaluate(replace(job, bits=3.25))
+
+
+def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_path, monkeypatch):
+    changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=0)
+    model = save_tiny(tmp_path / "model", **changes)
+    made = inside("calibrate", model, *SMALL, "-o", "made")
+    assert made.returncode == 0, made.stderr
+    refused = inside("evaluate", model, "made", "--for", "vllm", *WORDS)
+    assert "every layer of" in only_error(refused, 2)
+    installed = plugin.CPU_PACKAGE, plugin.TESTED[-1]
+    monkeypatch.setattr(plugin, "find_installed", lambda: installed)
+    served = inside("serve", model, "--rotations", "made", "--dry-run")
+    assert "Every layer has a sliding window" in served.stderr
+    assert "Serving codes" not in served.stderr
 
 
 def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
