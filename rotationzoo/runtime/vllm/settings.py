@@ -19,7 +19,8 @@ from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.int2 import check_shape
 from rotationzoo.engines.registry import check_sides
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.model.loading import full_attention_layers, load_config
+from rotationzoo.evaluation.arms import bits_beside_windows
+from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, served_rotations, settle
@@ -90,10 +91,8 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     check_model(artifact, source)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
-    rotations = served_rotations(artifact, "vllm", options.bits)
-    if rotations.has_budget and full_attention_layers(load_config(source)) is not None:
-        # vLLM would pad the pages of all layers to the largest.
-        rotations = rotations.replace(lambda _, __, each: replace(each, fine_channels=None))
+    bits = bits_beside_windows(options.bits, [artifact], load_config(source))
+    rotations = served_rotations(artifact, "vllm", bits)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
     chosen = as_engine(chosen | asked, rotations.has_budget)
     return settle(artifact.folder.name, recipe, rotations, chosen)
