@@ -80,7 +80,7 @@ def build_arms(
     one_a_layer: list[TestedArm] = []
     for artifact, each in zip(artifacts, plain, strict=True):
         if pooled and each.arm.rotations.per_head:
-            rotations = reduced_rotations(artifact, True, uncentered, bits)
+            rotations = reduced_rotations(artifact, True, uncentered)
             one_a_layer.append(_vary(each, "+pooled", rotations))
     others = []
     rivals = [EngineArm(name) for name in RIVALS]
@@ -211,11 +211,11 @@ def reduced_rotations(
     means of the sides `uncentered`, and with the budget of `bits`. Raises as `check_pooled` and
     `spend_bits` do."""
     rotations = artifact.rotations
-    if pooled and rotations.per_head:
-        rotations = pooled_rotations(artifact)
-    elif isinstance(bits, int | float):
+    if isinstance(bits, int | float):
         budget = {"bits": bits, "key_bits": None, "value_bits": None}
         rotations = spend_bits(rotations, artifact.recipe.model_copy(update=budget))
+    if pooled and rotations.per_head:
+        rotations = pooled_rotations(artifact)
 
     def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
         mean = None if side in uncentered else rotation.mean
