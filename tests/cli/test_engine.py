@@ -24,6 +24,7 @@ from rotationzoo.recipe import PRESETS, Data, with_budget
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.options import build_settings
 from rotationzoo.runtime.vllm import plugin
+from rotationzoo.runtime.vllm.probe import record_probes
 from rotationzoo.runtime.vllm.settings import Options, make_settings
 
 SHORT = dict(tokens=64, length=32, tasks=())
@@ -159,6 +160,12 @@ def test_beside_windows_no_other_budget_can_be_asked_for(windowed):
         evaluate(evaluation_job(model, artifact, engine="vllm", bits=3.25, **SHORT))
     with pytest.raises(UsageError, match="all others have the same bits"):
         make_settings(Options(artifact=str(artifact.folder), bits=3.25), find(model))
+
+
+def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):
+    model, artifact = windowed
+    with pytest.raises(RotationZooError, match="keeps layers with a sliding window exact"):
+        record_probes(_loaded(model), None, artifact, find(model))
 
 
 def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_path, monkeypatch):
