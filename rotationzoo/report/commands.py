@@ -110,8 +110,8 @@ def use_commands(
 
 def name_folder(command: str, folder: str) -> str:
     """A command on the artifact in a folder, where the given one has `FOLDER`."""
-    words = shlex.split(command)
-    return shlex.join(folder if word == FOLDER else word for word in words)
+    named = {FOLDER: folder}
+    return shlex.join(named.get(word, word) for word in shlex.split(command))
 
 
 def reproduce_command(manifest: Manifest) -> str | None:
