@@ -163,17 +163,6 @@ class Artifact:
                 raise RotationZooError(f"{path} is damaged: it has no figures of these rotations")
         return measured
 
-    def rotation_tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the tensors of `rotations.safetensors` by name. Raises as `rotations`."""
-        return _copies(self._sound_tensors(ROTATIONS))
-
-    def statistics_tensors(self) -> dict[str, torch.Tensor] | None:
-        """Copies of the tensors of `statistics.safetensors` by name; None if there is no such file.
-        Raises as `rotations`."""
-        if STATISTICS not in self.manifest.files:
-            return None
-        return _copies(self._sound_tensors(STATISTICS))
-
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The tensors of a file, and one sentence for each kind of problem with them.
 
@@ -310,11 +299,6 @@ def _is_left_behind(folder: Path, path: Path) -> bool:
         return files.size_of(path) is not None
     except (RotationZooError, ValueError):
         return False
-
-
-def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies, so that changing them does not change the artifact's own tensors."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def check_permission(folder: Path) -> None:

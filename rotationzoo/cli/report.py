@@ -49,11 +49,11 @@ def report_command(
 
     opened = Artifact.open(artifact)
     others = [Artifact.open(folder) for folder in compare or []]
-    report = _draw_report(opened, others, context, str(artifact))
+    report = _draw_report(opened, others, context)
     with files.disk_errors(output):
-        files.replace(output, report.html().encode())
+        files.replace(output, report.html(str(artifact)).encode())
     if save:
-        _save_report(opened, _draw_report(opened, others, context))
+        _save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
     data = {
         "report": str(output),
@@ -93,11 +93,10 @@ def _draw_report(
     artifact: "Artifact",
     others: Sequence["Artifact"] = (),
     context: int | None = None,
-    folder: str = "FOLDER",
 ) -> "Report":
     from rotationzoo.report.page import make_report
 
-    return make_report(artifact, others, _describe_signature(artifact), context, folder)
+    return make_report(artifact, others, _describe_signature(artifact), context)
 
 
 def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":

@@ -55,10 +55,10 @@ def serve_command(
     hush_libraries()
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.compatibility import check_weights
-    from rotationzoo.model.loading import load_config
+    from rotationzoo.model.loading import full_attention_layers, load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.runtime.vllm.plugin import server_command
-    from rotationzoo.runtime.vllm.settings import KEY, Options, has_windows, make_settings
+    from rotationzoo.runtime.vllm.settings import KEY, Options, make_settings
 
     chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
     asked = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
@@ -69,7 +69,8 @@ def serve_command(
         check_weights([artifact], source, anyway)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
-    words = server_command(place, has_windows(load_config(source)))
+    full = full_attention_layers(load_config(source))
+    words = server_command(place, has_windows=full is not None)
     words += ["--revision", revision] if revision else []
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += [_OURS, dumps(named), *handed_on]
@@ -79,10 +80,13 @@ def serve_command(
             "The budget of bits is left out: beside layers with a sliding window, all others have "
             "blocks of the same bytes"
         )
-    out.note(
-        f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} and "
-        f"the last {layout.recent} tokens exact"
-    )
+    if full == set():
+        out.note("Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits")
+    else:
+        out.note(
+            f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} "
+            f"and the last {layout.recent} tokens exact"
+        )
     line = shlex.join(words)
     out.result({"command": words}, line, lambda: show_lines(line))
     if not dry_run:

@@ -99,7 +99,7 @@ def choose_measures(
         "notes": [describe_choice(name, artifacts, settings)],
     }
     if not engine.sliding:
-        chosen["beside_windows"] = engine.format
+        chosen["beside_windows"] = settings.get("format", engine.format)
     if not engine.feedback:
         chosen["rounding"] = "nearest"
     if not engine.windows:

@@ -5,6 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from transformers import PretrainedConfig
+
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.budget import spend_bits
@@ -13,6 +15,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.loading import full_attention_layers
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.simulation.arm import Arm
@@ -26,6 +29,8 @@ BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures."""
 RIVALS = tuple(ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
+Bits = float | Literal["equal"] | None
+"""Another budget of bits than the artifacts', or `equal` where theirs is left out."""
 _VARIANTS = "", "+feedback", "+pooled"
 """The ends of the names of an artifact's arms."""
 
@@ -53,7 +58,7 @@ def build_arms(
     baselines: Collection[str] = BASELINES,
     pooled: bool = False,
     uncentered: Collection[str] = (),
-    bits: float | None = None,
+    bits: Bits = None,
 ) -> list[TestedArm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
     factors; then one with one rotation per layer for each that has more; then one per baseline. All
@@ -62,7 +67,7 @@ def build_arms(
     - `baselines`: those to compare with, in the order of `BASELINES` and `RIVALS`.
     - `pooled`: whether to add the arms with one rotation per layer.
     - `uncentered`: the sides that artifacts' arms store with their mean.
-    - `bits`: another budget of bits than the artifacts'.
+    - `bits`: the budget of the artifacts' arms.
     """
     plain: list[TestedArm] = []
     for artifact in artifacts:
@@ -200,19 +205,38 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
 
 
 def reduced_rotations(
-    artifact: Artifact, pooled: bool, uncentered: Collection[str], bits: float | None = None
+    artifact: Artifact, pooled: bool, uncentered: Collection[str], bits: Bits = None
 ) -> Rotations:
     """The rotations of an artifact as an engine takes them: one per layer, if `pooled`, without the
-    means of the sides `uncentered`, and with another budget of `bits`. Raises as `check_pooled` and
+    means of the sides `uncentered`, and with the budget of `bits`. Raises as `check_pooled` and
     `spend_bits` do."""
     rotations = artifact.rotations
-    if bits is not None:
+    if isinstance(bits, int | float):
         budget = {"bits": bits, "key_bits": None, "value_bits": None}
         rotations = spend_bits(rotations, artifact.recipe.model_copy(update=budget))
     if pooled and rotations.per_head:
         rotations = pooled_rotations(artifact)
 
     def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
-        return replace(rotation, mean=None) if side in uncentered else rotation
+        mean = None if side in uncentered else rotation.mean
+        fine = None if bits == "equal" else rotation.fine_channels
+        return replace(rotation, mean=mean, fine_channels=fine)
 
     return rotations.replace(reduce)
+
+
+def bits_beside_windows(
+    bits: Bits, artifacts: Collection[Artifact], config: PretrainedConfig
+) -> Bits:
+    """The budget of artifacts in an engine that keeps layers with a sliding window exact: `equal`
+    beside such layers, because it pads the pages of all layers to the largest. Raises `UsageError`
+    where other `bits` are asked for there."""
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    if not has_budget or full_attention_layers(config) is None:
+        return bits
+    if bits is not None:
+        raise UsageError(
+            "beside layers with a sliding window, all others have the same bits",
+            hint="leave out --bits",
+        )
+    return "equal"

@@ -18,6 +18,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import (
     BASELINES,
     RIVALS,
+    Bits,
+    bits_beside_windows,
     build_arms,
     check_pooled,
     check_rivals,
@@ -82,8 +84,8 @@ class Evaluation(RunSettings):
     format: str | None = None
     """The cache format: a name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of
     bits."""
-    bits: float | None = None
-    """Another budget of bits than the artifacts'."""
+    bits: Bits = None
+    """The budget of bits of the artifacts' arms; None for their own."""
     anyway: bool = False
     """Whether artifacts that were made for other weights are measured, too."""
     layers: set[int] | None = None
@@ -117,7 +119,7 @@ class Evaluation(RunSettings):
     """The engine that these settings were picked for."""
     beside_windows: str | None = None
     """The format of layers with full attention beside layers with a sliding window, which stay
-    exact. None stores all layers alike."""
+    exact, where a budget of bits is left out. None stores all layers alike."""
     notes: list[str] = field(default_factory=list)
     """What the report says of these settings."""
     batch: int = 1
@@ -306,24 +308,31 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
 def _leave_windows(
     job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
 ) -> Evaluation:
-    """The job whose layers with a sliding window stay exact, if its engine leaves them so. A real
-    cache stores every layer."""
+    """The job of an engine that keeps layers with a sliding window exact. A real cache stores every
+    layer, as does a user who names layers."""
     full = loading.full_attention_layers(config)
-    if not job.beside_windows or full is None or job.layers or job.real_cache or job.drift:
+    if not job.beside_windows or full is None:
         return job
+    bits = bits_beside_windows(job.bits, artifacts, config)
+    if bits == "equal":
+        notes = [*job.notes, "Beside layers with a sliding window, the budget of bits is left out"]
+        job = replace(job, bits=bits, format=job.beside_windows, notes=notes)
+    if job.layers or job.real_cache or job.drift:
+        return job
+    if not full:
+        raise UsageError(
+            f"every layer of {job.model} has a sliding window, which {job.engine} keeps exact",
+            hint="to store them in 2 bits, leave out --for",
+        )
     notes = [*job.notes, f"Layers with a sliding window stay exact, as {job.engine} serves them"]
-    format = job.format
-    if format == BUDGETED and any(artifact.rotations.has_budget for artifact in artifacts):
-        format = job.beside_windows
-        notes.append("Beside them, the budget of bits is left out")
-    return replace(job, layers=full, format=format, notes=notes)
+    return replace(job, layers=full, notes=notes)
 
 
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     """The job with the format that it leaves to the artifacts."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
-    if job.bits is not None and has_budget and int2.SIMULATED[name].offset != "none":
+    if job.bits not in (None, "equal") and has_budget and int2.SIMULATED[name].offset != "none":
         raise UsageError(
             f"rows of the format {name} have the same bits in all layers",
             hint=f"leave out --bits, or add: --format {BUDGETED}",
@@ -337,9 +346,9 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
     windows = job.windows or [(recipe.sink, recipe.recent)]
     assert job.format is not None
     format = int2.SIMULATED[job.format]
-    if format.offset == "none" and artifacts and artifacts[0].rotations.has_budget:
+    spent = artifacts and reduced_rotations(artifacts[0], False, (), job.bits)
+    if format.offset == "none" and spent and spent.has_budget:
         # The baselines take as many bytes as the first artifact.
-        spent = reduced_rotations(artifacts[0], False, (), job.bits)
         format = replace(format, fine_channels=average_fine_channels(spent))
     layout = job.prefill_layout or "server"
     return [

@@ -81,13 +81,16 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
 
 
 def full_attention_layers(config: "PretrainedConfig") -> set[int] | None:
-    """The layers with full attention and a cache that stand beside layers with a sliding window, as
-    a config says; None where all are alike."""
+    """The layers with full attention and a cache, where a config gives others a sliding window;
+    None where no layer has one."""
     text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or []
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:  # all layers are alike
+        return None if getattr(text, "sliding_window", None) is None else set()
+    if "sliding_attention" not in kinds:
+        return None
     owners = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
-    full = {index for index in range(owners) if kinds[index] == "full_attention"}
-    return full if full and "sliding_attention" in kinds else None
+    return {index for index in range(owners) if kinds[index] == "full_attention"}
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":

@@ -12,6 +12,8 @@ from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import PRESETS, Recipe, override, with_feedback, with_rope_scaling
 
+FOLDER = "FOLDER"
+"""Stands for the folder of an artifact, which readers of a page have elsewhere."""
 RECIPE_FILE = "recipe.yaml"
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "tokens", "length", "seed")
 _RUN_KEYS = ("batch", "device_map", "max_memory")
@@ -80,31 +82,36 @@ def use_commands(
     decision: Decision | None,
     engine: str | None = None,
     asked: Sequence[str] = (),
-    folder: str = "FOLDER",
 ) -> list[str]:
-    """The commands that fit the decision on an artifact in a folder, with a text LONG.txt; None
+    """The commands that fit the decision on an artifact in `FOLDER`, with a text LONG.txt; None
     stands for no decision. Where no `engine` was chosen, it is the usual one. `asked` is that of
     `decided_words`."""
     model, named = manifest.model, engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
-    generate = ["generate", *name, "--rotations", folder, *prompt]
+    generate = ["generate", *name, "--rotations", FOLDER, *prompt]
     served = ["--for", engine] if engine else []
-    measure = ["evaluate", *name, folder, "--for", named, "--save"]
-    words = decision and decided_words(decision, name, folder, served, asked)
+    measure = ["evaluate", *name, FOLDER, "--for", named, "--save"]
+    words = decision and decided_words(decision, name, FOLDER, served, asked)
     if decision is None or decision.action == "ask":
         commands = [words or measure, generate]
     elif words:
         commands = [words]
     elif decision.action == "use":
-        start = ["export", folder, "--for", named]
+        start = ["export", FOLDER, "--for", named]
         if named == "vllm":  # for which nothing is exported
-            start = ["serve", *name, "--rotations", folder]
+            start = ["serve", *name, "--rotations", FOLDER]
         commands = [start, generate]
     else:
         commands = [[*generate, "--compare"]]
     return [shlex.join(["rotationzoo", *words]) for words in commands]
+
+
+def name_folder(command: str, folder: str) -> str:
+    """A command on the artifact in a folder, where the given one has `FOLDER`."""
+    named = {FOLDER: folder}
+    return shlex.join(named.get(word, word) for word in shlex.split(command))
 
 
 def reproduce_command(manifest: Manifest) -> str | None:

@@ -16,7 +16,13 @@ from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.report.arms import gather_arms
 from rotationzoo.report.charts import draw_png
-from rotationzoo.report.commands import asked_options, model_title, use_commands
+from rotationzoo.report.commands import (
+    FOLDER,
+    asked_options,
+    model_title,
+    name_folder,
+    use_commands,
+)
 from rotationzoo.report.figures import Section
 from rotationzoo.report.memory import Request, describe_memory, layout_of
 from rotationzoo.report.origin import Badge, describe_identity, describe_making, validation_badge
@@ -37,9 +43,12 @@ class Report:
     folded: list[Section]
     version: str
 
-    def html(self) -> str:
-        """The page, as one file."""
-        return render_page("report.html.jinja", ("page.js",), report=self)
+    def html(self, folder: str = FOLDER) -> str:
+        """The page, as one file, whose commands name the artifact's folder. The drawings are made
+        once for all pages."""
+        commands = [name_folder(command, folder) for command in self.verdict.commands]
+        named = replace(self, verdict=replace(self.verdict, commands=commands))
+        return render_page("report.html.jinja", ("page.js",), report=named)
 
 
 def make_report(
@@ -47,15 +56,13 @@ def make_report(
     others: Sequence[Artifact] = (),
     signature: Badge | None = None,
     context: int | None = None,
-    folder: str = "FOLDER",
 ) -> Report:
     """A report from what is stored in an artifact, with the arms of `others` next to its own where
     they were measured in the same way. No model is read.
 
     - `signature`: what is known of it, which is a matter of the zoo;
     - `context`: tokens of the request whose memory is shown; by default the model's positions, if
-      its evaluation knows them;
-    - `folder`: the artifact's in commands; a page that others read has the placeholder.
+      its evaluation knows them.
 
     Raises `RotationZooError` for a damaged file.
     """
@@ -76,7 +83,7 @@ def make_report(
         verdict, decision = describe_verdict(arms, request, layers), arms.decision
         folded.insert(0, describe_measurement(arms))
     asked = asked_options(measured) if measured else []
-    commands = use_commands(artifact.manifest, decision, engine, asked, folder)
+    commands = use_commands(artifact.manifest, decision, engine, asked)
     return Report(
         model=model_title(artifact.manifest.model),
         badges=[badge for badge in badges if badge.kind != "plain"],

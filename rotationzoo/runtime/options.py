@@ -17,7 +17,7 @@ from rotationzoo.engines.registry import (
     find_engine,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import KIVI, reduced_rotations
+from rotationzoo.evaluation.arms import KIVI, Bits, reduced_rotations
 from rotationzoo.model.geometry import check_group_size, geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
@@ -114,8 +114,8 @@ def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
     return chosen | options
 
 
-def served_rotations(artifact: Artifact, engine: str, bits: float | None = None) -> Rotations:
-    """What an engine reads of an artifact's rotations, with another budget of `bits`."""
+def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rotations:
+    """What an engine reads of an artifact's rotations, with the budget of `bits`."""
     entry = find_engine(engine)
     check_sides(engine, artifact.rotations.sides)
     return reduced_rotations(artifact, not entry.heads, entry.uncentered, bits)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
-GB = 1e9
 _LOOK = 0.005  # seconds between two looks at the memory of this process
 
 
@@ -81,10 +80,6 @@ class Shape:
         """FLOPs of the second moments of queries, outputs, keys and values of these rows."""
         heads = 2 * (self.heads + self.kv_heads)
         return self.layers * rows * length * heads * 2 * self.dim**2
-
-    def activation_bytes(self, rows: int, length: int) -> int:
-        """Bytes of all queries, keys and values of these rows in 16 bits."""
-        return self.layers * rows * length * (self.heads + 2 * self.kv_heads) * self.dim * 2
 
 
 # From config.json of these models on huggingface.co.

@@ -162,7 +162,7 @@ def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says
 def test_statistics_that_the_manifest_does_not_list_are_nobodys(folder):
     with edited_manifest(folder) as content:
         del content["files"]["statistics.safetensors"]
-    assert Artifact.open(folder).statistics_tensors() is None
+    assert Artifact.open(folder).statistics is None
 
 
 # ---- checkpoints

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.jobs import SMALL, job
 from support.models import save_tiny
+from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import add_factors, factor_problems, fit
@@ -101,7 +102,7 @@ def test_a_factor_is_that_of_captured_rows(made, captured, pooling, side):
 
 def test_an_artifact_with_factors_round_trips_and_verifies(made):
     assert verify(made).problems == []
-    tensors = made.rotation_tensors()
+    tensors = stored_rotations(made)
     assert tensors["layers.1.key.feedback"].dtype == torch.float32
     assert tensors["layers.1.value.feedback"].shape == (2, 16, 16)
     assert tensors["layers.1.key.whitening"].shape == (2, 16, 16)
@@ -116,7 +117,7 @@ def test_an_artifact_with_factors_round_trips_and_verifies(made):
 def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_path):
     plain = calibrate(job(folder, tmp_path / "plain", Recipe(data=SMALL)))
     assert not plain.rotations.has_feedback
-    assert not any("feedback" in name for name in plain.rotation_tensors())
+    assert not any("feedback" in name for name in stored_rotations(plain))
     assert plain.content["recipe"]["feedback"] is False
     with pytest.raises(RotationZooError, match="no factors to choose codes") as refused:
         Arm("plain", plain.rotations, rounding="feedback")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
+from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.calibration import model_run
@@ -22,7 +23,7 @@ def test_the_files_keep_their_contract(calibrated):
     assert {p.name for p in calibrated.folder.parent.iterdir()} == {"out"}, (
         "no checkpoint or temporary folder is left"
     )
-    rotations, statistics = calibrated.rotation_tensors(), calibrated.statistics_tensors()
+    rotations, statistics = stored_rotations(calibrated), stored_statistics(calibrated)
     manifest = calibrated.content
     assert manifest["schema"] == 1
     for layer in range(2):
@@ -63,9 +64,9 @@ def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
     verification = verify(artifact, str(tiny))
     assert verification.ok, verification.problems
     assert verification.orthogonality_error < 1e-6  # measured 6e-8
-    assert (artifact.statistics_tensors() is None) == (name in ("hadamard", "identity", "random"))
+    assert (artifact.statistics is None) == (name in ("hadamard", "identity", "random"))
     heads = 1 if recipe.pooling == "layer" else 2
-    assert artifact.rotation_tensors()["layers.0.key.rotation"].shape == (heads, 16, 16)
+    assert stored_rotations(artifact)["layers.0.key.rotation"].shape == (heads, 16, 16)
     assert len(summarize(artifact)) == 2
 
 
@@ -77,7 +78,7 @@ def test_a_recipe_that_centers_keeps_the_mean(base, side, tiny, tmp_path):
     )
     artifact = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
     assert verify(artifact).ok, verify(artifact).problems
-    rotations, statistics = artifact.rotation_tensors(), artifact.statistics_tensors()
+    rotations, statistics = stored_rotations(artifact), stored_statistics(artifact)
     for layer in (0, 1):
         assert torch.equal(
             rotations[f"layers.{layer}.{side}.mean"],
@@ -101,6 +102,6 @@ def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
 
 
 def test_random_rotations_differ_by_head_and_layer(tiny, tmp_path):
-    rotations = calibrate(job(tiny, tmp_path, PRESETS["random"])).rotation_tensors()
+    rotations = stored_rotations(calibrate(job(tiny, tmp_path, PRESETS["random"])))
     by_head = [tensor for name, tensor in rotations.items() if name.endswith("rotation")]
     assert len({matrix.numpy().tobytes() for matrix in torch.cat(by_head)}) == 8

@@ -3,9 +3,7 @@ job."""
 
 import json
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,19 +20,6 @@ from rotationzoo.recipe import PRESETS, Data
 # Of an estimate to what is allocated. Too little is what a user would find out by a crash.
 LEAST, MOST = 0.9, 1.3
 ROWS, LENGTH = 6, 512
-
-
-def allocated(run: Callable[[], Any]) -> tuple[int, int, Any]:
-    """The most bytes of tensors that a call has at once, those it leaves, and its result."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most, now, result
 
 
 @pytest.fixture(scope="module")

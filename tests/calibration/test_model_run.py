@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support import architectures
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
 from support.models import save_tiny
+from support.tensors import stored_statistics
 
 from rotationzoo.calibration import plan as plans
 from rotationzoo.calibration.job import calibrate
@@ -55,8 +56,8 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
     counts = [count for name, count in fetched.items() if ".layers." in name]
     assert len(counts) >= 9, "the weights of a layer at least"
     assert set(counts) == {3}
-    statistics = spread.statistics_tensors()
-    for name, tensor in plain.statistics_tensors().items():
+    statistics = stored_statistics(spread)
+    for name, tensor in stored_statistics(plain).items():
         assert torch.equal(tensor, statistics[name])
     assert rotation_bytes(plain) == rotation_bytes(spread)
 

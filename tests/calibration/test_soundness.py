@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import save_tiny
+from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.store import Artifact
@@ -71,7 +72,7 @@ def test_a_key_mean_that_no_cache_takes_is_not_imported(pair, tmp_path, mean):
 def test_the_one_writer_refuses_what_verify_would(tiny, tmp_path):
     """tests/checks/test_verify.py has what else that is."""
     sound = calibrate(Job(str(tiny), RECIPE, tmp_path / "sound", device="cpu"))
-    tensors, statistics = sound.rotation_tensors(), sound.statistics
+    tensors, statistics = stored_rotations(sound), sound.statistics
     tensors["layers.1.key.rotation"] *= 1.001
     manifest = {k: v for k, v in sound.content.items() if k not in ("schema", "files")}
     content = rotations_from(tensors), statistics, manifest

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save, save_file
 from support.command_line import edited_manifest, put_file
 from support.jobs import job
 from support.models import save_tiny
+from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
@@ -55,7 +56,7 @@ def test_verify_finds_what_is_wrong_with_rotations(copy, change, problem):
 
 def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
     artifact = calibrate(job(tiny, tmp_path, PRESETS["random"]))
-    tensors = artifact.rotation_tensors()
+    tensors = stored_rotations(artifact)
 
     def problems(tensors, **manifest):
         with edited_manifest(artifact.folder) as content:

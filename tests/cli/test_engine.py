@@ -1,7 +1,7 @@
 """`--for ENGINE`: what is measured and read is what the engine serves."""
 
 import json
-from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,13 +16,18 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.engines.registry import ENGINES
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation import job as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data, with_budget
+from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.options import build_settings
+from rotationzoo.runtime.vllm import plugin
+from rotationzoo.runtime.vllm.probe import record_probes
 from rotationzoo.runtime.vllm.settings import Options, make_settings
 
+SHORT = dict(tokens=64, length=32, tasks=())
 WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "512"]
 
 
@@ -102,20 +107,79 @@ def test_options_come_before_what_the_engine_picks(tiny_of_heads):
     assert settings.arm.rounding == "feedback"
 
 
-def test_layers_that_the_engine_keeps_exact_are_exact(tmp_path):
-    """Layers with a sliding window on vLLM, and no budget of bits beside them."""
-    model, data = str(save_family("gemma3", tmp_path / "model")), Data(tokens=64, length=32)
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A model with a sliding window in all layers but the last, and an artifact with a budget."""
+    folder = tmp_path_factory.mktemp("windows")
+    model, data = (
+        str(save_family("gemma3", folder / "model", head_dim=64)),
+        Data(tokens=64, length=32),
+    )
     recipe = with_budget(PRESETS["oscar"], bits=3.5)
     recipe = recipe.model_copy(update={"data": data, "sink": 2, "recent": 4})
-    artifact = calibrate(model, output=tmp_path / "made", recipe=recipe, device="cpu")
-    job = evaluation_job(model, artifact, engine="vllm", tokens=64, length=32, tasks=())
+    return model, calibrate(model, output=folder / "made", recipe=recipe, device="cpu")
+
+
+def test_layers_that_the_engine_keeps_exact_are_exact(windowed):
+    """Layers with a sliding window on vLLM, and no budget of bits beside them."""
+    job = evaluation_job(*windowed, engine="vllm", **SHORT)
     report = evaluate(job)
     full = [n for n, kind in enumerate(architectures.MOSTLY_SLIDING) if "full" in kind]
     assert (job.format, report["format"], report["layers"]) == ("fine", "vllm", full)
     assert any("sliding window stay exact" in note for note in report["notes"])
     assert any("budget of bits is left out" in note for note in report["notes"])
-    with pytest.raises(UsageError, match="format vllm have the same bits in all layers"):
-        evaluate(replace(job, bits=3.25))
+
+
+@pytest.mark.parametrize("chosen", [{}, {"format": "fine"}, {"format": "sglang"}])
+@pytest.mark.parametrize("layers", [None, {3}])
+def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, chosen, layers):
+    model, artifact = windowed
+    served = make_settings(Options(artifact=str(artifact.folder), **chosen), find(model))
+    trials = []
+
+    def keep(_model, _batches, trial, *others):
+        trials.append(trial)
+        raise RotationZooError("enough")
+
+    monkeypatch.setattr(evaluation_module, "run_models", keep)
+    settings = chosen | ({"layers": layers} if layers else {})
+    job = evaluation_job(model, artifact, engine="vllm", **settings, **SHORT)
+    with pytest.raises(RotationZooError, match="enough"):
+        evaluate(job)
+    (trial,) = trials
+    assert trial.layers == [3]
+    (cache,), arms = trial.caches, [each for each in trial.arms if "made" in each.name]
+    for arm, side in product(arms, SIDES):
+        measured = arm.page_layout(3, side, 64, cache.format)
+        assert measured == served.arm.page_layout(3, side, 64, served.layout.format)
+
+
+def test_beside_windows_no_other_budget_can_be_asked_for(windowed):
+    model, artifact = windowed
+    with pytest.raises(UsageError, match="all others have the same bits"):
+        evaluate(evaluation_job(model, artifact, engine="vllm", bits=3.25, **SHORT))
+    with pytest.raises(UsageError, match="all others have the same bits"):
+        make_settings(Options(artifact=str(artifact.folder), bits=3.25), find(model))
+
+
+def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):
+    model, artifact = windowed
+    with pytest.raises(RotationZooError, match="keeps layers with a sliding window exact"):
+        record_probes(_loaded(model), None, artifact, find(model))
+
+
+def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_path, monkeypatch):
+    changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=0)
+    model = save_tiny(tmp_path / "model", **changes)
+    made = inside("calibrate", model, *SMALL, "-o", "made")
+    assert made.returncode == 0, made.stderr
+    refused = inside("evaluate", model, "made", "--for", "vllm", *WORDS)
+    assert "every layer of" in only_error(refused, 2)
+    installed = plugin.CPU_PACKAGE, plugin.TESTED[-1]
+    monkeypatch.setattr(plugin, "find_installed", lambda: installed)
+    served = inside("serve", model, "--rotations", "made", "--dry-run")
+    assert "Every layer has a sliding window" in served.stderr
+    assert "Serving codes" not in served.stderr
 
 
 def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):

@@ -3,10 +3,8 @@ GPU."""
 
 import ctypes
 import math
-import re
 import shutil
 import struct
-import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -16,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from decode_caches import KIVI_TOKENS, LAYOUTS
-from support.codec import ONLY_COMPILE, compile_kernels, on_cpu, on_gpu
+from support.codec import ONLY_COMPILE, compile_for_cpu, compile_kernels, on_cpu, on_gpu
 from support.decode_cases import DIMS, Case, Drawing, Inputs, error_of, reference
-from support.places import TESTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention
@@ -210,11 +207,9 @@ def test_grids_that_are_empty_or_too_large():
             cuda_attention.attend(query, *inputs.arguments()[1:])
 
 
-HEADER = TESTS / "support" / "warps_on_cpu.h"
-# Functions in PTX, which the header has in C++. Their definitions become unused names.
-IN_PTX = re.compile(
-    r"(__device__ \w+ )(from_halves|from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
-    r"|read_word|read_two|read_four|read_half|read_number|end_group|wait_groups)(\()"
+IN_PTX = (
+    "from_halves|from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
+    "|read_word|read_two|read_four|read_half|read_number|end_group|wait_groups"
 )
 KERNELS = "prepare", "attend", "finish", "finish_many"
 LAUNCH = """
@@ -253,18 +248,9 @@ def _compiled(
     variant: cuda_attention.AttentionVariant,
     device: torch.device,
 ) -> cuda_attention.Kernels:
-    source, library = folder / "kernels.cpp", folder / "kernels.so"
-    text = IN_PTX.sub(r"\1ptx_\2\3", variant.source)
-    text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
-    launches = "".join(LAUNCH.format(name) for name in KERNELS)
-    source.write_text(f'#include "{HEADER}"\n{text}{launches}{PAGES}')
-    macros = [f"-D{name}={value}" for name, value in variant.macros()]
-    # Shared memory has one name in every library that is loaded, and must not be one array.
-    flags = ["-O1", "-std=c++17", "-fno-strict-aliasing", "-w", "-fno-gnu-unique"]
-    command = ["g++", *flags, "-shared", "-fPIC", *macros, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    functions = ctypes.CDLL(str(library))
+    text = variant.source.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
+    text += "".join(LAUNCH.format(name) for name in KERNELS) + PAGES
+    functions = compile_for_cpu(folder, "warps_on_cpu.h", text, variant.macros(), in_ptx=IN_PTX)
     blocks = [*packed.key.blocks, *packed.value.blocks]
     starts = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
     ends = [end for pair in starts for end in pair]

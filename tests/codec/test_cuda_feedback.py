@@ -2,16 +2,13 @@
 and on a GPU; tests/codec/test_cuda.py has the other kernels."""
 
 import ctypes
-import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.codec import assert_stored, on_cpu, on_gpu, spilled_registers
-from support.places import TESTS
+from support.codec import assert_stored, compile_for_cpu, on_cpu, on_gpu, spilled_registers
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -72,9 +69,6 @@ def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:
     return every[dtype]
 
 
-HEADER = TESTS / "support" / "cuda_on_cpu.h"
-# Functions of int2.cu in PTX, which the header has in C++. Their definitions become unused names.
-IN_PTX = re.compile(r"(__device__ \w+ )((?:from|to)_half|(?:min|max)_nan)(\()")
 LAUNCH = """
 extern "C" void launch(
     const Element* rows, long long count, int heads, int blocks, const float* factors,
@@ -93,23 +87,16 @@ def quantize_on_cpu(
     """What `cuda_encoder.quantize_with_feedback` stores, and whether the kernel refuses a row."""
     heads, count, dim = rows.shape
     variant = cuda.Variant(dim, group, rows.dtype, format, feedback=True)
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
-    renamed = IN_PTX.sub(r"\1ptx_\2\3", variant.source).replace("1.0f / 0.0f", "HUGE_VALF")
-    source.write_text(f'#include "{HEADER}"\n{renamed}{LAUNCH}')
-    macros = [f"-D{name}={value}" for name, value in variant.macros()]
-    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
-    # Shared memory has one name in every library that is loaded, and must not be one array.
-    flags += ["-shared", "-fPIC", "-fno-gnu-unique"]
-    command = ["g++", *flags, *macros, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF") + LAUNCH
+    exactly = "-ffp-contract=off"
+    library = compile_for_cpu(folder, "cuda_on_cpu.h", source, variant.macros(), exactly)
     packed = cuda.empty_packed(rows, group, format)
     refused = torch.zeros((), dtype=torch.int32)
     rows, factor = rows.contiguous(), factor.contiguous()
     tensors = rows, factor, packed.codes, packed.metadata, refused
     first, *others = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     blocks = -(-count // variant.block_rows)
-    ctypes.CDLL(str(library)).launch(first, ctypes.c_longlong(count), heads, blocks, *others)
+    library.launch(first, ctypes.c_longlong(count), heads, blocks, *others)
     return packed, bool(refused)
 
 

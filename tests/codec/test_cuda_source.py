@@ -2,16 +2,13 @@
 tests/codec/test_cuda_feedback.py runs the one whose threads do not."""
 
 import ctypes
-import re
 import struct
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.codec import assert_stored, on_cpu
-from support.places import TESTS
+from support.codec import assert_stored, compile_for_cpu, on_cpu
 
 from rotationzoo.checks.comparison import draw_rows, edge_rows
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
@@ -19,9 +16,6 @@ from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 
-HEADER = TESTS / "support" / "warps_on_cpu.h"
-# Functions in PTX, which the header has in C++. Their definitions become unused names.
-IN_PTX = re.compile(r"(__device__ \w+ )((?:from|to)_half|(?:min|max)_nan)(\()")
 LAUNCH = """
 extern "C" void run(
     const unsigned* grid, int threads, const unsigned long long* arguments, int given) {{
@@ -78,17 +72,9 @@ def source_on_cpu(monkeypatch, tmp_path):
 
 def compile_kernel(name: str, variant: cuda.Variant, folder: Path) -> ctypes.CDLL:
     folder.mkdir()
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
-    text = IN_PTX.sub(r"\1ptx_\2\3", variant.source).replace("1.0f / 0.0f", "HUGE_VALF")
-    source.write_text(f'#include "{HEADER}"\n{text}{LAUNCH.format(name)}')
-    macros = [f"-D{name}={value}" for name, value in [*variant.macros(), ("SHARED", "0")]]
-    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
-    # Shared memory has one name in every library that is loaded, and must not be one array.
-    flags += ["-shared", "-fPIC", "-fno-gnu-unique"]
-    command = ["g++", *flags, *macros, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF") + LAUNCH.format(name)
+    macros = [*variant.macros(), ("SHARED", "0")]
+    return compile_for_cpu(folder, "warps_on_cpu.h", source, macros, "-ffp-contract=off")
 
 
 def sample(dim: int) -> torch.Tensor:

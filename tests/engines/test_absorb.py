@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from support import architectures
 from support.architectures import BASE, CALIBRATED, families
 from support.models import save_tiny
+from support.tensors import stored_rotations
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
@@ -83,7 +84,7 @@ def check(folder: Path, artifact: Artifact, output: Path) -> None:
     absorbed, rotated = look(output, torch.float64)
     assert (absorbed - plain).abs().max() <= 2e-6 * plain.abs().max()
     assert (look(folder, torch.float32)[0] - look(output, torch.float32)[0]).abs().max() <= 1e-4
-    rotations = artifact.rotation_tensors()
+    rotations = stored_rotations(artifact)
     for layer, value in values.items():
         side = "value"
         if f"layers.{layer}.latent.rotation" in rotations:
@@ -141,7 +142,7 @@ def save(folder: Path, kind: str, dtype=torch.float32, shards: str = "5GB", **ch
 def test_groups_of_query_heads_biases_and_pooled_rotations(heads, pooling, tmp_path):
     folder = save(tmp_path / "qwen2", "Qwen2", num_key_value_heads=heads)
     artifact = rotate(folder, pooling=pooling)
-    assert artifact.rotation_tensors()["layers.0.value.rotation"].shape[0] == (
+    assert stored_rotations(artifact)["layers.0.value.rotation"].shape[0] == (
         1 if pooling == "layer" else heads
     )
     output = absorb(artifact, str(folder), tmp_path / "out")
@@ -218,7 +219,7 @@ def test_the_type_of_the_weights_is_kept(tmp_path):
     name = "model.layers.0.self_attn.v_proj.weight"
     exact = torch.cat(
         list(
-            artifact.rotation_tensors()["layers.0.value.rotation"].double().mT
+            stored_rotations(artifact)["layers.0.value.rotation"].double().mT
             @ before[name].double().view(2, 16, 64)
         )
     )
@@ -338,7 +339,7 @@ def test_a_damaged_artifact_or_checkpoint_is_refused(made, tmp_path):
         "of another prefix, but not to be mistaken"
     )
     save_file(content | {name: weight}, broken / "model.safetensors")
-    damaged = artifact.rotation_tensors()
+    damaged = stored_rotations(artifact)
     damaged["layers.0.value.rotation"][0, 0, 0] += 1
     save_file(damaged, artifact.folder / ROTATIONS)
     reopened = Artifact.open(artifact.folder)  # an open artifact knows the hashes of its files

@@ -10,6 +10,7 @@ from scipy.linalg import hadamard as sylvester
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported
 from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, torch_file
+from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.base import Options
@@ -31,7 +32,7 @@ def test_a_published_pair_comes_back(pair, tmp_path):
     assert note == "the files do not say clip ratios or windows; assumed are 0.96/0.92 and 64/256"
     assert not artifact.bound
     assert imported["files"]["key"]["size"] == (pair.folder / KEY).stat().st_size
-    tensors, statistics = artifact.rotation_tensors(), artifact.statistics_tensors()
+    tensors, statistics = stored_rotations(artifact), stored_statistics(artifact)
     for i in range(LAYERS):
         for side, kind in (("key", "query.second_moment"), ("value", "value.key_energy_moment")):
             entry = getattr(pair, side)["layers"][i]
@@ -85,7 +86,7 @@ def test_layers_that_share_one_matrix(tmp_path):
     artifact = import_(Import([folder], tmp_path / "imported"))
     assert verify(artifact).ok, verify(artifact).problems
     assert artifact.content["recipe"]["name"] == "hadamard"
-    tensors = artifact.rotation_tensors()
+    tensors = stored_rotations(artifact)
     for i in range(3, 40, 4):
         assert torch.equal(tensors[f"layers.{i}.key.rotation"][0], matrix)
         assert torch.equal(tensors[f"layers.{i}.value.rotation"][0], matrix)
@@ -97,7 +98,7 @@ def test_half_precision_is_kept_without_statistics(pair):
             entry["rotation"] = entry["rotation"].bfloat16()
     artifact = pair.read()
     assert verify(artifact).ok, verify(artifact).problems
-    assert artifact.statistics_tensors() is None
+    assert artifact.statistics is None
     assert any("off orthogonality" in note for note in artifact.content["imported"]["notes"])
 
 
@@ -109,7 +110,7 @@ def test_a_pooled_centered_pair_can_be_pooled_again(made, tmp_path):
     assert content["layers"][0]["k_mean"].shape == (2, 32)
     assert content["calibration"]["pooling"] == "layer"
     again = import_(Import([shared.path], tmp_path / "again"))
-    assert again.rotation_tensors()["layers.0.key.rotation"].shape == (1, 32, 32)
+    assert stored_rotations(again)["layers.0.key.rotation"].shape == (1, 32, 32)
     assert verify(again).ok, verify(again).problems
 
 
@@ -124,7 +125,7 @@ def test_the_group_size_travels_with_the_files(made, tmp_path):
     names = ("group_size", "key_clip", "value_clip", "sink", "recent")
     assert [found[name] for name in names] == [16, 0.8, 0.7, 8, 16]
     moment, again = (
-        each.statistics_tensors()["layers.1.query.second_moment"] for each in (artifact, back)
+        stored_statistics(each)["layers.1.query.second_moment"] for each in (artifact, back)
     )
     assert (again - moment).norm() < 1e-5 * moment.norm()
     for name in done.files:
@@ -132,7 +133,7 @@ def test_the_group_size_travels_with_the_files(made, tmp_path):
         del content["calibration"]
         torch.save(content, done.path / name)
     unknown = import_(Import([done.path], tmp_path / "unknown"))
-    assert unknown.statistics_tensors() is None
+    assert unknown.statistics is None
     assert any("--group-size names it" in note for note in unknown.content["imported"]["notes"])
     with pytest.raises(RotationZooError, match="do not divide"):
         import_(Import([done.path], tmp_path / "odd", group_size=33))
@@ -171,7 +172,7 @@ def test_one_rotation_per_head_of_the_published_fitter(tmp_path):
     recipe = artifact.content["recipe"]
     found = [recipe[name] for name in ("composition", "pooling", "key_statistic")]
     assert found == ["rdesc_h", "head", "key"]
-    assert artifact.rotation_tensors()["layers.0.key.rotation"].shape == (2, DIM, DIM)
+    assert stored_rotations(artifact)["layers.0.key.rotation"].shape == (2, DIM, DIM)
     assert artifact.content["imported"]["format"] == "V2"
     with pytest.raises(RotationZooError, match="has no statistics"):
         export(artifact, Request("sglang", tmp_path / "out", pooled=True))
@@ -200,7 +201,7 @@ def test_tables_that_only_vllm_reads(pair, shape):
     assert artifact.content["recipe"]["composition"] == "given", "nothing says what they are"
     assert verify(artifact).ok
     expected, _ = published(MOMENTS["value"][4])
-    assert torch.equal(artifact.rotation_tensors()["layers.4.value.rotation"][0], expected)
+    assert torch.equal(stored_rotations(artifact)["layers.4.value.rotation"][0], expected)
 
 
 def test_mlx_files_are_transposed_back(tmp_path):
@@ -211,7 +212,7 @@ def test_mlx_files_are_transposed_back(tmp_path):
         matrices = [published(moment)[0].T.contiguous() for moment in MOMENTS[side].values()]
         tensors = {f"layer_{i}": matrix for i, matrix in enumerate(matrices)}
         save_file(tensors, folder / f"{name}.safetensors")
-    read = import_(Import([folder], tmp_path / "imported")).rotation_tensors()
+    read = stored_rotations(import_(Import([folder], tmp_path / "imported")))
     assert torch.equal(read["layers.2.key.rotation"][0], published(MOMENTS["key"][2])[0])
     save_file({"rotation": torch.eye(DIM)}, folder / "k_rotation.safetensors")
     with pytest.raises(RotationZooError, match="one matrix for all layers"):

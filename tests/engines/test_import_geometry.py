@@ -10,6 +10,7 @@ import transformers
 from support.models import save_tiny
 from support.oscar_files import KEY, VALUE
 from support.reports import evaluate
+from support.tensors import stored_rotations
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -47,10 +48,10 @@ def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
     artifact = import_(Import([folder], tmp_path / "bound", model=str(tiny)))
     assert artifact.bound
     assert artifact.content["geometry"] == own.content["geometry"]
-    assert artifact.rotation_tensors()["layers.0.key.clip"].shape == (2,)
+    assert stored_rotations(artifact)["layers.0.key.clip"].shape == (2,)
     assert verify(artifact, str(tiny)).ok, verify(artifact, str(tiny)).problems
-    for name, tensor in own.rotation_tensors().items():
-        assert torch.equal(artifact.rotation_tensors()[name], tensor), name
+    for name, tensor in stored_rotations(own).items():
+        assert torch.equal(stored_rotations(artifact)[name], tensor), name
     options = dict(device="cpu", queries=4, tasks=TaskSettings(()))
     folders = [own.folder, artifact.folder]
     arms = evaluate(Evaluation(str(tiny), folders, TEXT, **options))["arms"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.oscar_files import DIM, LAYERS, MOMENTS, published, query_moment, v1
+from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.recognise import pair_contrast
@@ -19,7 +20,7 @@ def test_a_fork_whose_eigenvectors_descend(pair):
     assert artifact.content["recipe"]["composition"] == "rdesc_h_br"
     assert sum("descending order" in note for note in notes) == 2
     assert verify(artifact).ok
-    moment = artifact.statistics_tensors()["layers.0.query.second_moment"][0]
+    moment = stored_statistics(artifact)["layers.0.query.second_moment"][0]
     assert (moment - MOMENTS["key"][0]).norm() < 1e-6 * moment.norm()
 
 
@@ -30,7 +31,7 @@ def test_transposed_matrices_are_recognised(pair):
     assert "transposed: R is its M^T (add --transposed" in pair.refused()
     artifact = pair.read(transposed=True)
     expected, _ = published(MOMENTS["key"][0])
-    assert torch.equal(artifact.rotation_tensors()["layers.0.key.rotation"][0], expected)
+    assert torch.equal(stored_rotations(artifact)["layers.0.key.rotation"][0], expected)
 
 
 def slow_directions(dim: int, seed: int, strength: float) -> torch.Tensor:
@@ -52,7 +53,7 @@ def test_a_stated_composition_is_believed_against_the_mark_of_rope(pair, strengt
     assert artifact.content["recipe"]["name"] == "oscar-v1"
     (note,) = artifact.content["imported"]["notes"]
     assert note.startswith("the files do not say clip ratios")
-    statistics = artifact.statistics_tensors()
+    statistics = stored_statistics(artifact)
     moments = [statistics[f"layers.{i}.query.second_moment"] for i in range(LAYERS)]
     expected = slow_directions(DIM, 0, strength)
     assert (moments[0][0] - expected).norm() < 1e-6 * expected.norm()
@@ -68,7 +69,7 @@ def test_a_real_contradiction_is_still_told(pair, said):
     composition = said.removeprefix("qqt_")
     note = f"the files say {composition}, and the matrices are of another composition"
     assert note in artifact.content["imported"]["notes"]
-    assert artifact.statistics_tensors() is None, "they would be those of other vectors"
+    assert artifact.statistics is None, "they would be those of other vectors"
 
 
 @pytest.mark.parametrize("what", ["swapped", "transposed"])

@@ -8,6 +8,7 @@ from support.engine_artifacts import (
     OSCAR,
     exported,
 )
+from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.calibration.soundness import Verification
@@ -70,8 +71,7 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
     """No recipe makes such an artifact yet, so its verification, which knows that, is left out."""
     monkeypatch.setattr(exporting, "verify", lambda artifact: Verification([], None, []))
     artifact = made(head_dim=32)
-    # In copies: the artifact is shared with other tests, and keeps what it has read.
-    tensors = {name: tensor.clone() for name, tensor in artifact.rotation_tensors().items()}
+    tensors = stored_rotations(artifact)
     tensors["layers.1.key.clip"][1] = 0.9
     changed = write_artifact(
         tmp_path / "changed",

@@ -11,6 +11,7 @@ import torch
 from support import architectures
 from support.architectures import families
 from support.models import save_family
+from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.job import calibrate
@@ -106,7 +107,7 @@ def test_a_plan_says_that_keys_keep_their_mean(name, tmp_path):
 def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
     job = Job(str(folders(name)), CENTERED, tmp_path / "out")
     made = calibrate(job)
-    means = [tensor for tensor in made.rotation_tensors() if tensor.endswith("key.mean")]
+    means = [tensor for tensor in stored_rotations(made) if tensor.endswith("key.mean")]
     card = (made.folder / "README.md").read_text(encoding="utf-8")
     assert verify(made).ok
     assert bool(means) == made.content["recipe"]["center_keys"] == (name not in MOVED)

@@ -21,6 +21,7 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
+from rotationzoo.report import figures
 from rotationzoo.report.arms import label_arms
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
@@ -228,15 +229,18 @@ def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
     assert "Measure them first." in text
     assert "the cache takes" in text
     assert "<figure" not in text
-    assert shlex.quote(str(folder)) in make_report(Artifact.open(folder), folder=str(folder)).html()
+    assert shlex.quote(str(folder)) in make_report(Artifact.open(folder)).html(str(folder))
     commands = make_report(Artifact.open(folder)).verdict.commands
     assert commands[0] == "rotationzoo evaluate demo FOLDER --for vllm --save"
 
 
-def test_only_the_page_on_this_machine_names_the_folder(tmp_path, inside):
+def test_only_the_page_on_this_machine_names_the_folder(tmp_path, inside, monkeypatch):
     folder = make_artifact(tmp_path / "made", Made(layers=[0], model="someone/large"))
-    page = tmp_path / "page.html"
+    page, drawn = tmp_path / "page.html", []
+    draw = figures.draw_inline
+    monkeypatch.setattr(figures, "draw_inline", lambda *chart: drawn.append(chart) or draw(*chart))
     assert inside("report", folder, "-o", page, "--save").returncode == 0
+    assert len(drawn) == 1, "one drawing, on both pages"
     for path, named in ((page, True), (folder / "report.html", False)):
         text = path.read_text()
         assert (str(folder) in text, "FOLDER is that of" in text) == (named, not named)

@@ -1,6 +1,8 @@
 """Marks of tests that need a GPU, or a compiler that makes CUDA sources run on a CPU."""
 
+import ctypes
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -15,6 +17,7 @@ from hypothesis.extra.numpy import arrays
 
 from rotationzoo.codec import cuda, feedback, int2
 from rotationzoo.codec.formats import SGLANG, Format
+from support.places import TESTS
 
 gpu = [
     pytest.mark.gpu,
@@ -25,6 +28,28 @@ on_cpu = pytest.mark.skipif(
     platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
     reason="needs GNU's compiler on Linux and x86",
 )
+
+
+def compile_for_cpu(
+    folder: Path,
+    header: str,
+    source: str,
+    macros: Iterable[tuple[str, str]],
+    *flags: str,
+    in_ptx: str = "from_half|to_half|min_nan|max_nan",
+) -> ctypes.CDLL:
+    """A library of CUDA source that is compiled for the CPU behind a header of this folder. The
+    header has the functions `in_ptx` in C++: their definitions in PTX become unused names."""
+    text = re.sub(rf"(__device__ \w+ )({in_ptx})(\()", r"\1ptx_\2\3", source)
+    file, library = folder / "kernel.cpp", folder / "kernel.so"
+    file.write_text(f'#include "{TESTS / "support" / header}"\n{text}')
+    defined = [f"-D{name}={value}" for name, value in macros]
+    # Shared memory has one name in every library that is loaded, and must not be one array.
+    flags = ("-O1", "-std=c++17", "-fno-strict-aliasing", "-w", "-fno-gnu-unique", *flags)
+    command = ["g++", *flags, "-shared", "-fPIC", *defined, "-o", str(library), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
 
 
 RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])

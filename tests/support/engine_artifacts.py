@@ -22,6 +22,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.writer import write_artifact
 from support import architectures
 from support import engine_readers as engines
+from support.tensors import stored_rotations
 
 IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
 
@@ -149,7 +150,7 @@ def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False)
             if recipe.center_keys and side == "key":
                 expected_rows = (
                     expected_rows
-                    - artifact.rotation_tensors()[f"layers.{layer.index}.key.mean"][:, None]
+                    - stored_rotations(artifact)[f"layers.{layer.index}.key.mean"][:, None]
                 )
             wanted = expected_rows @ (matrix.mT if transpose else matrix)
             codes, packed = engines.STORE[engine](rotate(side, layer.index, rows), clip, group)

@@ -8,7 +8,7 @@ from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import other_weights_note
-from rotationzoo.model.loading import forward_errors, input_device
+from rotationzoo.model.loading import forward_errors, full_attention_layers, input_device
 from rotationzoo.model.prediction import continue_greedily
 from rotationzoo.model.rope import position_count
 from rotationzoo.model.source import Source
@@ -30,12 +30,15 @@ def record_probes(
 ) -> list[Probe]:
     """Let a model continue bundled text through the cache that `serve` makes of an artifact.
 
-    Raises `RotationZooError` where no server can read the artifact with these weights, and where
+    Raises `RotationZooError` where no server can read the artifact with these weights, for layers
+    with a sliding window, which `RotatedCache` stores in 2 bits and a server does not, and where
     the model has too few positions for an answer that reads codes.
     """
     if note := other_weights_note(artifact, source):
         raise RotationZooError(note)
     settings = make_settings(Options(artifact=str(artifact.folder)), source)
+    if full_attention_layers(model.config) is not None:
+        raise RotationZooError("a server keeps layers with a sliding window exact")
     positions = position_count(model.config) or PROMPT + ANSWER
     length = min(PROMPT, positions - ANSWER)
     if length <= settings.layout.sink + settings.layout.recent:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from transformers import PretrainedConfig
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda_attention
@@ -20,6 +19,7 @@ from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.int2 import check_shape
 from rotationzoo.engines.registry import check_sides
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.evaluation.arms import bits_beside_windows
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
@@ -91,22 +91,11 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     check_model(artifact, source)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
-    rotations = served_rotations(artifact, "vllm", options.bits)
-    if rotations.has_budget and has_windows(load_config(source)):
-        # vLLM would pad the pages of all layers to the largest.
-        rotations = rotations.replace(lambda _, __, each: replace(each, fine_channels=None))
+    bits = bits_beside_windows(options.bits, [artifact], load_config(source))
+    rotations = served_rotations(artifact, "vllm", bits)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
     chosen = as_engine(chosen | asked, rotations.has_budget)
     return settle(artifact.folder.name, recipe, rotations, chosen)
-
-
-def has_windows(config: PretrainedConfig) -> bool:
-    """Whether layers of a model have a sliding window, as its config says."""
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        return getattr(text, "sliding_window", None) is not None
-    return "sliding_attention" in kinds
 
 
 def check_model(artifact: Artifact, source: Source) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
 from support.models import save_tiny
+from support.tensors import stored_statistics
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
@@ -117,7 +118,7 @@ def test_the_engines_own_hadamard_is_counted_on(made, tmp_path, dim):
         matrices(artifact, layers_of(artifact)[0], side, pooled=True)[0]
         for side in ("key", "value")
     )
-    moment = artifact.statistics_tensors()["layers.0.query.second_moment"].mean(0)
+    moment = stored_statistics(artifact)["layers.0.query.second_moment"].mean(0)
     _, basis = torch.linalg.eigh(moment)
     overlap = (basis.mT @ (first.double() @ hadamard(dim))).abs()
     # R alone is not what such an engine should have.

@@ -13,6 +13,7 @@ from support.engine_artifacts import (
     layers_of,
     rows_of,
 )
+from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.recipe import PRESETS
 
@@ -49,7 +50,7 @@ def test_sglang_versions(made, tmp_path, pooled):
     assert calibration["artifact"] == artifact.identity
     assert calibration["key_clip"] == 0.96
     if pooled:  # the rotation of the mean moment, not the mean of rotations
-        moment = artifact.statistics_tensors()["layers.1.query.second_moment"].mean(0)
+        moment = stored_statistics(artifact)["layers.1.query.second_moment"].mean(0)
         diagonal = torch.linalg.eigvalsh(moment)
         assert torch.allclose(eigenvalues.double(), diagonal, rtol=1e-5)
 
@@ -61,7 +62,7 @@ def test_sglang_version_3_carries_the_key_mean(made, tmp_path):
     keys = torch.load(done.path / "k_rotation_oscar2_center.pt", weights_only=True)
     assert keys["format_version"] == 3
     assert keys["transform"] == {"key": "center", "centered": True, "orthogonal": True}
-    mean = artifact.statistics_tensors()["layers.2.key.mean"]
+    mean = stored_statistics(artifact)["layers.2.key.mean"]
     assert torch.equal(keys["layers"][2]["k_mean"], mean.float())
     values = torch.load(done.path / "v_rotation_oscar2_center.pt")["layers"].values()
     assert not any("k_mean" in entry for entry in values)
@@ -70,7 +71,7 @@ def test_sglang_version_3_carries_the_key_mean(made, tmp_path):
     layer = layers_of(artifact)[2]
     rotate = engines.read_sglang(done.path, done.launch.environment, layer.kv_heads)
     q, k, v = (rows_of(layer, side).numpy() for side in ("key", "key", "value"))
-    rotated_q = q @ artifact.rotation_tensors()["layers.2.key.rotation"].numpy()
+    rotated_q = q @ stored_rotations(artifact)["layers.2.key.rotation"].numpy()
     assert np.abs(attend(rotated_q, rotate("key", 2, k), v) - attend(q, k, v)).max() < 1e-4
     shared = exported("sglang", artifact, tmp_path / "pooled", pooled=True)
     entry = torch.load(shared.path / "k_rotation_oscar2_center.pt")["layers"][0]
