@@ -1,4 +1,4 @@
-"""Keeping the warnings and progress bars of other libraries out of a command's output."""
+"""Keeping the logs and progress bars of other libraries out of a command's output."""
 
 import logging
 import sys
@@ -16,8 +16,8 @@ class _Visible(logging.Formatter):
 
 
 def hush_libraries(models: bool = True) -> None:
-    """Silence the logs and bars of other libraries: a command shows its own progress. `models` says
-    whether the command may load a model; one that never does need not wait for transformers."""
+    """Silence the logs and bars of other libraries: a command shows its own progress and errors.
+    `models`: whether it may load a model; one that never does need not wait for transformers."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
         disable_progress_bars,
     )
@@ -25,7 +25,7 @@ def hush_libraries(models: bool = True) -> None:
     _log_to_stderr()
     disable_progress_bars()
     for name in _LOUD:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if models:
         import transformers
 

@@ -29,6 +29,7 @@ from rotationzoo.recipe import PRESETS
         ("demo --recipe hadamar", "did you mean 'hadamard'?"),
         ("demo --data short.txt", "short.txt is too short for a row of 2048 tokens"),
         ("demo --data empty.jsonl", "empty.jsonl holds no text"),
+        ("demo --data broken.parquet", "broken.parquet could not be read: Parquet magic bytes"),
         ("demo --data other.jsonl", "no column text or messages: it has body"),
         ("demo --data other.jsonl --column bodi", "no column bodi: it has body"),
         (
@@ -48,6 +49,7 @@ def test_mistakes_get_one_sentence(inside, words, says):
     (inside.folder / "groups.yaml").write_text("group_size: 48\n")
     (inside.folder / "short.txt").write_text("hello")
     (inside.folder / "empty.jsonl").write_text("")
+    (inside.folder / "broken.parquet").write_text("no table")
     (inside.folder / "other.jsonl").write_text('{"body": "x"}\n')
     before = left_behind(inside)
     assert says in only_error(inside("calibrate", *words.split()))
@@ -66,7 +68,8 @@ def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp
 
 def test_a_misspelled_recipe_is_refused_before_torch_is_imported(inside):
     words = ["calibrate", "demo", "--recipe", "oscr"]
-    assert "there is no recipe 'oscr' (did you mean 'oscar'?)" in only_error(inside(*words))
+    says = only_error(inside(*words))
+    assert "there is no recipe 'oscr', nor such a file (did you mean 'oscar'?)" in says
     assert set(RECIPES) == set(PRESETS)
     code = f"""
 import sys
