@@ -36,9 +36,9 @@ _KERNELS = "validation.json", "int2.cu", "feedback.cu"
 ANSWERS, REPORT = "answers.png", "report.html"
 ADDED = (EVALUATION, *_KERNELS, ANSWERS, REPORT)
 SIGNATURE = "model.sig"
+"""A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 EXPORT = "export.json"
 """What `export` says of the files that it wrote for an engine."""
-"""A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}

@@ -1,13 +1,14 @@
 """Keeping the logs and progress bars of other libraries out of a command's output."""
 
 import logging
+import os
 import sys
 from typing import Any
 
 from rotationzoo.cli.output import visible
 from rotationzoo.network.tokens import redact
 
-_LOUD = ("accelerate", "huggingface_hub", "datasets", "bitsandbytes", "sigstore", "tuf")
+_LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf")
 
 
 class _Visible(logging.Formatter):
@@ -25,7 +26,8 @@ def hush_libraries(models: bool = True) -> None:
     _log_to_stderr()
     disable_progress_bars()
     for name in _LOUD:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when it is imported, later
     if models:
         import transformers
 

@@ -70,9 +70,7 @@ def _records(data: Data) -> Iterator[_Record]:
     suffix = path.suffix.lower()
     # Otherwise a mistyped file would be looked for as a data set on the hub.
     if suffix in FILES and not path.is_file():
-        raise RotationZooError(
-            f"there is no file {data.source}", hint="check the path given with --data"
-        )
+        raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
     if path.exists() and suffix not in FILES:
         raise RotationZooError(
             f"{data.source} is no file that ends with {', '.join(FILES)}",

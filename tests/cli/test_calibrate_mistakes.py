@@ -29,7 +29,6 @@ from rotationzoo.recipe import PRESETS
         ("demo --recipe hadamar", "did you mean 'hadamard'?"),
         ("demo --data short.txt", "short.txt is too short for a row of 2048 tokens"),
         ("demo --data empty.jsonl", "empty.jsonl holds no text"),
-        ("demo --data broken.parquet", "broken.parquet could not be read: Parquet magic bytes"),
         ("demo --data other.jsonl", "no column text or messages: it has body"),
         ("demo --data other.jsonl --column bodi", "no column bodi: it has body"),
         (
@@ -49,7 +48,6 @@ def test_mistakes_get_one_sentence(inside, words, says):
     (inside.folder / "groups.yaml").write_text("group_size: 48\n")
     (inside.folder / "short.txt").write_text("hello")
     (inside.folder / "empty.jsonl").write_text("")
-    (inside.folder / "broken.parquet").write_text("no table")
     (inside.folder / "other.jsonl").write_text('{"body": "x"}\n')
     before = left_behind(inside)
     assert says in only_error(inside("calibrate", *words.split()))
@@ -82,6 +80,15 @@ finally:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_broken_table_is_told_once(tmp_path):
+    """In a process of its own: `datasets` logs to the stderr that it found when it was imported."""
+    (tmp_path / "broken.parquet").write_text("no table")
+    words = ["-m", "rotationzoo", "calibrate", "demo", "--data", "broken.parquet"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.startswith("Error: the data set broken.parquet could not be read: ")
+    assert done.stderr.count("Parquet") == 1
 
 
 def test_a_mistyped_folder(inside):
