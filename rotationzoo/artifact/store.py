@@ -36,9 +36,9 @@ _KERNELS = "validation.json", "int2.cu", "feedback.cu"
 ANSWERS, REPORT = "answers.png", "report.html"
 ADDED = (EVALUATION, *_KERNELS, ANSWERS, REPORT)
 SIGNATURE = "model.sig"
+"""A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 EXPORT = "export.json"
 """What `export` says of the files that it wrote for an engine."""
-"""A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
@@ -135,8 +135,8 @@ class Artifact:
     def rotations(self) -> Rotations:
         """The rotations by layer index, read on first access.
 
-        Raises `RotationZooError` if they do not fit the recipe and the geometry, or are not
-        orthogonal.
+        Raises `RotationZooError` if they do not fit the recipe and the geometry, are not
+        orthogonal, or are not those that the manifest's sha256 tells.
         """
         return rotations_from(self._sound_tensors(ROTATIONS))
 
@@ -184,13 +184,7 @@ class Artifact:
     def damaged_files(self) -> list[str]:
         """One sentence for each file that is missing, is not a regular file in the folder, or
         differs from the manifest's size or sha256."""
-        problems = []
-        for name in self.manifest.files:
-            try:
-                folders.read_settled(self.folder, partial(self._check_file, name))
-            except RotationZooError as error:
-                problems.append(str(error))
-        return problems
+        return [problem for name in self.manifest.files for problem in self._damage(name)]
 
     def unlisted_files(self) -> list[str]:
         """One sentence for each entry of the folder that the manifest does not list, but for the
@@ -207,6 +201,14 @@ class Artifact:
             elif path.is_symlink() or not path.is_file():
                 problems.append(f"{name} is not a file")
         return problems
+
+    def _damage(self, name: str) -> list[str]:
+        """What is wrong with a file, in one sentence; nothing if it is the one in the manifest."""
+        try:
+            folders.read_settled(self.folder, partial(self._check_file, name))
+        except RotationZooError as error:
+            return [str(error)]
+        return []
 
     def _check_file(self, name: str) -> None:
         """Raise `RotationZooError` for a file that is not the one in the manifest."""
@@ -225,9 +227,8 @@ class Artifact:
         tensors, problems = self.examine(name)
         # `verify` examines, and says itself by how much they are not.
         if name == ROTATIONS and not problems:
-            imported = self.manifest.imported is not None
-            problems = sentences(orthogonality_problems(tensors, imported))
-        if problems:
+            problems = sentences(orthogonality_problems(tensors, bool(self.manifest.imported)))
+        if problems := problems or self._damage(name):
             raise RotationZooError(
                 f"{self.folder / name} is damaged: {problems[0]}",
                 hint="see all of it with: rotationzoo verify",
@@ -261,6 +262,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
                 hint=f"make them with: rotationzoo calibrate {folder}",
             )
         reason, hint = f"it has no {MANIFEST}", "make one with: rotationzoo calibrate MODEL"
+        if inside := sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}")):
+            hint = f"name one of those in it, such as {inside[0]}"
         if not folder.exists():
             beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
             meant = nearest(folder.name, beside)

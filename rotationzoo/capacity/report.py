@@ -44,8 +44,9 @@ def judge_wish(capacity: Capacity, card: Card) -> Answer:
         return Answer(words, context=_fitting_context(capacity, card))
     weights, cache = fitting
     words = f"Yes: {card.name} holds {wish} with {WEIGHTS_WORDS[weights]} and a cache in {cache}"
+    words += f"; at most {capacity.most_requests(cache, weights, card):,} fit"
     if (smallest := CACHES[-1]) != cache:
-        words += f", or {capacity.most_requests(smallest, weights, card):,} in {smallest}"
+        words += f", and {capacity.most_requests(smallest, weights, card):,} in {smallest}"
     return Answer(words, weights, cache)
 
 

@@ -72,12 +72,7 @@ def calibrate_command(
         typer.Option(min=1, help="Rows per forward pass (4; with a device map all that fit)."),
     ] = None,
     rope_scaling: options.RopeScaling = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="Artifact folder, by default MODEL-RECIPE in rotations."
-        ),
-    ] = None,
+    output: options.OutputFolder = None,
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -133,7 +128,7 @@ def _check_recipe(recipe: str) -> None:
     it, too, but its module imports torch."""
     if recipe not in RECIPES and not os.path.isfile(recipe):
         raise RotationZooError(
-            f"there is no recipe {shortened(recipe)!r}{nearest(recipe, RECIPES)}",
+            f"there is no recipe {shortened(recipe)!r}, nor such a file{nearest(recipe, RECIPES)}",
             hint=f"give one of {', '.join(RECIPES)}, or a YAML file such as configs/Qwen3-8B.yaml",
         )
 

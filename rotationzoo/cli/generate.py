@@ -31,7 +31,7 @@ from rotationzoo.cli.output import Mode, Output, say, write_text
 from rotationzoo.cli.prompt_text import read_prompt
 from rotationzoo.cli.text_screen import TextScreen
 from rotationzoo.errors import Interrupted, UsageError
-from rotationzoo.words import counted
+from rotationzoo.words import byte_count, counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -226,7 +226,7 @@ def _summary(report: dict[str, Any]) -> str:
     if report["prompt_tokens_per_second"] is not None:
         words += f" at {report['prompt_tokens_per_second']:,.0f} a second"
     held, exact = report["cache_bytes"], report["bf16_cache_bytes"]
-    words += f"; cache {_size(held)}, and {_size(exact)} in bf16"
+    words += f"; cache {byte_count(held)}, and {byte_count(exact)} in bf16"
     if held and exact > held:
         words += f" ({exact / held:.1f} times smaller)"
     # The cache has read all tokens but the last one.
@@ -235,10 +235,6 @@ def _summary(report: dict[str, Any]) -> str:
     if report["rotations"] is None:
         words += "; no rotation"
     return words
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def suggest_next(

@@ -1,13 +1,14 @@
-"""Keeping the warnings and progress bars of other libraries out of a command's output."""
+"""Keeping the logs and progress bars of other libraries out of a command's output."""
 
 import logging
+import os
 import sys
 from typing import Any
 
 from rotationzoo.cli.output import visible
 from rotationzoo.network.tokens import redact
 
-_LOUD = ("accelerate", "huggingface_hub", "datasets", "bitsandbytes", "sigstore", "tuf")
+_LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf")
 
 
 class _Visible(logging.Formatter):
@@ -16,8 +17,8 @@ class _Visible(logging.Formatter):
 
 
 def hush_libraries(models: bool = True) -> None:
-    """Silence the logs and bars of other libraries: a command shows its own progress. `models` says
-    whether the command may load a model; one that never does need not wait for transformers."""
+    """Silence the logs and bars of other libraries: a command shows its own progress and errors.
+    `models`: whether it may load a model; one that never does need not wait for transformers."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
         disable_progress_bars,
     )
@@ -26,6 +27,7 @@ def hush_libraries(models: bool = True) -> None:
     disable_progress_bars()
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when it is imported, later
     if models:
         import transformers
 

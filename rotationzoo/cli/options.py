@@ -129,6 +129,10 @@ ModelName = Annotated[str, typer.Argument(help="A hub id, a local folder, or dem
 ArtifactFolder = Annotated[
     Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ROTATIONS")
 ]
+OutputFolder = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Artifact folder, by default MODEL-RECIPE in rotations."),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 
 Subset = Annotated[str | None, typer.Option(help="The data set's configuration.")]

@@ -29,9 +29,7 @@ def regenerate_command(
         "configs"
     ),
     revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Artifact folder, by default MODEL-RECIPE in rotations.")
-    ] = None,
+    output: options.OutputFolder = None,
     data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
     length: options.TextLength = None,

@@ -182,6 +182,7 @@ def show_verification(
             say(f"The server reads these rotations: {reading.words}")
         if finding:
             say(f"Signature: {finding.note}")
-        say(f"Checked: {', '.join(verification.checked)}")
+        if verification.checked:
+            say(f"Checked: {', '.join(verification.checked)}")
 
     out.result(data, artifact.identity if verification.ok else "", human)

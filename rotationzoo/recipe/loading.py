@@ -36,7 +36,7 @@ def load(recipe: str) -> Recipe:
     path = Path(recipe)
     if not os.path.isfile(path):  # not `Path.is_file`, which raises for a name of many characters
         raise RotationZooError(
-            f"there is no recipe {shortened(recipe)!r}{nearest(recipe, PRESETS)}",
+            f"there is no recipe {shortened(recipe)!r}, nor such a file{nearest(recipe, PRESETS)}",
             hint=f"give one of {', '.join(PRESETS)}, or a YAML file such as configs/Qwen3-8B.yaml",
         )
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.recipe import FILES, Data
+from rotationzoo.words import shortened
 
 BUNDLED = Path(__file__).parents[1] / "data" / "demo" / "calibration.jsonl"
 """The source `bundled`, which calibration reads by default."""
@@ -48,7 +49,7 @@ def _documents(data: Data) -> Iterator[_Pair]:
             continue
         if not _is_document(document):
             raise RotationZooError(
-                f"{data.source} has a {type(document).__name__} where a text or a list of chat "
+                f"{data.source} has {shortened(repr(document))} where a text or a list of chat "
                 "messages should be",
                 hint="name another column with --column; messages have a role and a content",
             )
@@ -69,13 +70,11 @@ def _records(data: Data) -> Iterator[_Record]:
     suffix = path.suffix.lower()
     # Otherwise a mistyped file would be looked for as a data set on the hub.
     if suffix in FILES and not path.is_file():
-        raise RotationZooError(
-            f"there is no file {data.source}", hint="check the path given with --data"
-        )
+        raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
     if path.exists() and suffix not in FILES:
         raise RotationZooError(
-            f"{data.source} is neither of {', '.join(FILES)}",
-            hint="rename it, or give a data set id of the hub with --data",
+            f"{data.source} is no file that ends with {', '.join(FILES)}",
+            hint="give such a file, or a data set id of the hub, with --data",
         )
     if suffix == ".txt":
         return _pieces(path)

@@ -54,6 +54,7 @@ def test_tensors_of_a_terabyte_are_neither_hashed_nor_read(inside, folder, name)
         in result.stdout
     )
     assert "is damaged: " in result.stdout
+    assert "Checked:" not in result.stdout, "nothing else could be"
 
 
 @pytest.mark.hostile("size")
@@ -156,6 +157,22 @@ def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says
     for word, *more in (*READERS, ("validate", "--device", "cpu")):
         result = inside(word, folder, *more)
         assert says in refused(result) + result.stdout, word
+
+
+def test_a_flipped_bit_that_no_check_of_values_finds(inside, folder):
+    """The clip ratio stays above 0 and below 1."""
+    path = folder / "rotations.safetensors"
+    tensors = load_file(path)
+    tensors["layers.0.key.clip"].view(torch.int32)[0] ^= 1
+    path.write_bytes(save(tensors))
+    assert "its sha256 differs" in refused(inside("inspect", folder))
+    with pytest.raises(RotationZooError, match="its sha256 differs"):
+        _ = Artifact.open(folder).rotations
+
+
+def test_the_folder_of_artifacts_is_named_instead_of_one(inside, folder):
+    says = refused(inside("verify", folder.parent))
+    assert f"Hint: name one of those in it, such as {folder}" in says
 
 
 @pytest.mark.hostile("malformed")

@@ -28,10 +28,10 @@ def measure(tmp_path):
     ("name", "gpu", "says"),
     [
         ("Llama-3.3-70B", "RTX 3090", "No: even in 4 bits, the weights take 39.8 GB"),
-        ("Qwen2.5-7B", "RTX 3090", "weights as published and a cache in bf16, or 7 in int2"),
+        ("Qwen2.5-7B", "RTX 3090", "a cache in bf16; at most 1 fit, and 7 in int2"),
         ("Llama-3.3-70B", "2x RTX 3090", "weights in 4 bits and a cache in int2"),
-        ("Llama-3.3-70B", "H100", "weights in 4 bits and a cache in fp8, or 6 in int2"),
-        ("Qwen3-8B", "24GiB", "weights as published and a cache in int4, or 2 in int2"),
+        ("Llama-3.3-70B", "H100", "bits and a cache in fp8; at most 1 fit, and 6 in int2"),
+        ("Qwen3-8B", "24GiB", "a cache in int4; at most 1 fit, and 2 in int2"),
     ],
 )
 def test_can_i_run_128k(measure, name, gpu, says):

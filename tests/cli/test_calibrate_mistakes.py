@@ -66,7 +66,8 @@ def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp
 
 def test_a_misspelled_recipe_is_refused_before_torch_is_imported(inside):
     words = ["calibrate", "demo", "--recipe", "oscr"]
-    assert "there is no recipe 'oscr' (did you mean 'oscar'?)" in only_error(inside(*words))
+    says = only_error(inside(*words))
+    assert "there is no recipe 'oscr', nor such a file (did you mean 'oscar'?)" in says
     assert set(RECIPES) == set(PRESETS)
     code = f"""
 import sys
@@ -79,6 +80,15 @@ finally:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_broken_table_is_told_once(tmp_path):
+    """In a process of its own: `datasets` logs to the stderr that it found when it was imported."""
+    (tmp_path / "broken.parquet").write_text("no table")
+    words = ["-m", "rotationzoo", "calibrate", "demo", "--data", "broken.parquet"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.startswith("Error: the data set broken.parquet could not be read: ")
+    assert done.stderr.count("Parquet") == 1
 
 
 def test_a_mistyped_folder(inside):

@@ -22,7 +22,7 @@ PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self):"
 SMALL = ["--sink", "2", "--recent", "8", "--max-new-tokens", "24"]
 SUMMARY = re.compile(
     r"\d+ tokens at [\d,.]+ a second; prompt of [\d,]+ at [\d,]+ a second; "
-    r"cache \d+\.\d\d MB, and \d+\.\d\d MB in bf16( \(\d+\.\d times smaller\))?"
+    r"cache [1-9][\d.]* [KM]B, and [1-9][\d.]* [KM]B in bf16( \(\d+\.\d times smaller\))?"
     r"(; so short a context stays exact)?(; no rotation)?"
 )
 

@@ -60,15 +60,15 @@ def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
 def test_quiet_is_the_answer_alone(inside, qwen3_8b):
     result = inside(*LONG, "--gpu", "16GiB", "--quiet")
     assert result.stdout == (
-        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in int4, "
-        "or 3 in int2\n"
+        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in int4; "
+        "at most 1 fit, and 3 in int2\n"
     )
 
 
 def test_the_answer_comes_first_and_the_steps_make_what_it_assumes(inside, qwen3_8b):
     shown = inside(*LONG, "--gpu", "24GiB", "--gpus", "2", "--requests", "3").stdout
     assert shown.startswith("Yes: 2 x 24GiB holds 3 requests of 131,072 tokens with weights as")
-    assert "a cache in fp8, or 9 in int2\n" in shown
+    assert "a cache in fp8; at most 3 fit, and 9 in int2\n" in shown
     assert "  vllm serve Qwen3-8B --kv-cache-dtype fp8\n" in shown
     four_bit = inside(*LONG, "--gpu", "16GiB").stdout
     assert "llm-compressor" in four_bit

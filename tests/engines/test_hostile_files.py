@@ -126,6 +126,13 @@ def good(tmp_path_factory) -> Path:
 READERS = {KEY: read_pt, "k_rotation.safetensors": read_safetensors, "x.gguf": read_gguf}
 
 
+def test_a_file_of_an_artifact_needs_no_import(tmp_path):
+    save_file({"layers.0.key.rotation": torch.eye(64)}, tmp_path / "rotations.safetensors")
+    with pytest.raises(RotationZooError, match="it holds a tensor") as caught:
+        read_safetensors(tmp_path / "rotations.safetensors")
+    assert "an artifact needs no import" in caught.value.hint
+
+
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_cut_off_anywhere(good, tmp_path, name):

@@ -1,6 +1,7 @@
 """Files and data sets of text: what is read, and what is refused."""
 
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +36,10 @@ def test_bad_sources(tmp_path, tokenizer):
     assert "holds no text" in mistake("blank.jsonl", '{"text": ""}\n')
     assert "holds no text" in mistake("empty.txt", "")
     assert "too short for a row of 64" in mistake("short.txt", "a few words")
-    assert "is neither of .jsonl, .txt, .parquet" in mistake("table.csv", "text\nhello\n")
+    assert "no file that ends with .jsonl, .txt, .parquet" in mistake("table.csv", "text\nhello\n")
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(RotationZooError, match="texts is no file that ends with"):
+        read_corpus(small(tmp_path / "texts"), tokenizer)
     assert "line 2 of" in mistake("broken.jsonl", '{"text": "fine"}\n{"text": \n')
     assert "no column text or messages: it has body" in mistake("other.jsonl", '{"body": "x"}\n')
     with pytest.raises(RotationZooError, match="there is no file"):
@@ -48,7 +52,8 @@ def test_bad_sources(tmp_path, tokenizer):
 def test_content_that_is_no_text(content, tmp_path, tokenizer):
     path = tmp_path / "odd.jsonl"
     path.write_text(json.dumps({"text": content}) + "\n")
-    with pytest.raises(RotationZooError, match="where a text or a list of chat messages should be"):
+    says = re.escape(f"has {content!r} where a text or a list of chat messages should be")
+    with pytest.raises(RotationZooError, match=says):
         read_corpus(small(path), tokenizer)
 
 

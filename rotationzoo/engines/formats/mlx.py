@@ -116,7 +116,8 @@ def _layer_number(path: Path, name: str) -> int:
     content = f"a tensor {name!r:.60}"
     if name == "rotation":
         content = "one matrix for all layers, which an artifact has not"
-    raise RotationZooError(f"{path.name} is no MLX rotation file: it holds {content}")
+    hint = "such a file holds layer_0, layer_1 and so on; an artifact needs no import"
+    raise RotationZooError(f"{path.name} is no MLX rotation file: it holds {content}", hint=hint)
 
 
 def _read_metadata(path: Path) -> Any:
