@@ -237,4 +237,6 @@ def _advise(action: Action, more: int, kept: float, at_most: float) -> str:
         return f"To settle it, ask {more:,} new questions of each task."
     if at_most < _LITTLE:
         return f"Use it where 8 bits are too many: {percent(1 - kept)} of the answers are lost."
+    if kept < _LITTLE:
+        return f"Use it. It may lose more than {percent(1 - _LITTLE)} of the answers."
     return "Use it."

@@ -64,6 +64,21 @@ def test_a_real_difference_is_found():
     assert {each.action for each in made} == {"use"}
 
 
+@pytest.mark.parametrize(
+    ("prompts", "share", "advice"),
+    [
+        (32, 1.0, "Use it."),
+        (8, 0.8, "Use it. It may lose more than 10% of the answers."),
+        (64, 0.8, "Use it where 8 bits are too many: 20% of the answers are lost."),
+    ],
+)
+def test_the_advice_says_what_is_lost_or_may_be(prompts, share, advice):
+    right = round(share * 10) * "1"
+    mine = (right.ljust(10, "0") * prompts * SIZE)[: prompts * SIZE]
+    none = "0" * len(mine)
+    assert decision({"mine": mine, "identity": none, "hadamard": none}).words[-1] == advice
+
+
 def test_a_difference_of_the_margin_is_seldom_called_none():
     made = [ask_until_made(seed, 0.6 + MARGIN, 0.6, 0.6) for seed in range(200)]
     same = sum(each.action in ("identity", "hadamard") for each in made)
