@@ -20,6 +20,8 @@ from rotationzoo.codec.int2 import Quantized
 RANGES = (1.0, 0.9, 0.8, 0.7)
 """Each row is encoded once for every share of the range of its groups, about the middle of the
 range, and the codes of the smallest error are stored. This takes the place of a clip ratio."""
+PIECE = 2**18
+"""Elements that are quantized at a time: more no longer fit into a cache of the processor."""
 
 
 def quantize(
@@ -43,25 +45,37 @@ def quantize(
     int2.check_shape(rows.shape[-1], group, format)
     rows = rows.float()
     int2.check_values(rows)
+    tokens = max(1, PIECE // max(1, rows[..., :1, :].numel()))
+    pieces = [_choose(piece, factor, group, format) for piece in rows.split(tokens, dim=-2)]
+    return Quantized(*(torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True)))
+
+
+def _choose(
+    rows: torch.Tensor, factor: torch.Tensor, group: int, format: Format
+) -> list[torch.Tensor]:
+    """The codes, scales and offsets of the best range of each row."""
     groups = torch.unflatten(rows, -1, (-1, group))
     low, high = groups.amin(-1), groups.amax(-1)
-    best, smallest = _encode(rows, low, high, factor, format)
-    for share in RANGES[1:]:
-        # A tensor, because torch multiplies by a Python number in another precision on a GPU.
-        cut = (high - low) * low.new_full((), (1 - share) / 2)
-        codes, error = _encode(rows, low + cut, high - cut, factor, format)
-        better = (error < smallest)[..., None]
-        pairs = (codes.codes, best.codes), (codes.scale, best.scale), (codes.offset, best.offset)
-        best = Quantized(*(torch.where(better, new, old) for new, old in pairs))
-        smallest = torch.minimum(error, smallest)
+    # A tensor, because torch multiplies by a Python number in another precision on a GPU.
+    cuts = low.new_tensor([(1 - share) / 2 for share in RANGES])
+    cut = (high - low) * cuts.view(-1, *[1] * low.dim())
+    # All ranges at once: for the few rows of a decoding step, time is the number of calls.
+    tried = rows.expand(len(RANGES), *rows.shape)
+    codes, errors = _encode(tried, low + cut, high - cut, factor, format)
+    best, smallest = [each[0] for each in codes], errors[0]
+    for number in range(1, len(RANGES)):
+        better = (errors[number] < smallest)[..., None]
+        pairs = zip(codes, best, strict=True)
+        best = [torch.where(better, new[number], old) for new, old in pairs]
+        smallest = torch.minimum(errors[number], smallest)
     return best
 
 
 def _encode(
     rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factor: torch.Tensor, format: Format
-) -> tuple[Quantized, torch.Tensor]:
-    """The codes of rows whose groups reach from `low` to `high`, `[..., H, T, D / group]`, and the
-    error `e M e^T` of each row, `[..., H, T]`.
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The codes, scales and offsets of rows whose groups reach from `low` to `high`,
+    `[..., H, T, D / group]`, and the error `e M e^T` of each row, `[..., H, T]`.
 
     Codes are always rounded with the scale and offset as they are stored, whatever the engine's
     own writer does: the error is that of what a reader gets.
@@ -88,4 +102,4 @@ def _encode(
         error = restored - rows[..., channel]
         later = factor[:, None, channel, channel + 1 :]
         moved[..., channel + 1 :] -= error[..., None] * later
-    return Quantized(codes, *(int2.store_metadata(number, format) for number in ranges)), total
+    return [codes, *(int2.store_metadata(number, format) for number in ranges)], total
