@@ -12,11 +12,11 @@ from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     Anyway,
     Budget,
-    CacheFormat,
     Device,
     DeviceMap,
     Dtype,
     Engine,
+    Format,
     Json,
     MaxMemory,
     ModelName,
@@ -71,7 +71,7 @@ def generate_command(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
     bits: Budget = None,
-    format: Annotated[CacheFormat | None, typer.Option(help="The 2-bit format")] = None,
+    format: Annotated[Format | None, typer.Option(help="The 2-bit format")] = None,
     rounding: Rounding = None,
     sink: Sink = None,
     recent: Annotated[

@@ -113,13 +113,11 @@ if TYPE_CHECKING:
     HubOrBoth = str
     HubOrAny = str
     Format = str
-    CacheFormat = str
 else:
     # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
     HubOrBoth = Literal[(*HUB_NAMES, "both")]
     HubOrAny = Literal[(*HUB_NAMES, "any")]
     Format = Literal[tuple(SIMULATED)]
-    CacheFormat = Literal[(*SIMULATED, "kivi")]
 
 Engine = Annotated[EngineName | None, typer.Option("--for", help="Engine")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

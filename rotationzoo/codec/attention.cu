@@ -10,19 +10,15 @@
 //   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 4^field * 2^-24. Tensor cores multiply subnormals
 //     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
 //   * Third bits count half a code. They lie apart, and are products of their own.
-// Where 32 tokens, a tile, share a scale of each channel, as in KIVI's keys, scales multiply the query instead:
-//     q . k = (q * scale) . codes + q . offset
-// so that every tile has a query of its own, in a unit of its own.
 //
 // Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to COLUMNS
 // columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
 // their scale; `finish` merges them. Every warp takes tiles of 32 tokens through a ring of its own in shared memory.
 //
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
-// KEY_TOKENS (tokens that share scales: 1; or 32, where a channel of keys has a scale of its own and KEY_GROUP is KEY_DIM), PAGE
-// (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0 float32,
-// 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset as in
-// `formats`), KEY_FINE and VALUE_FINE (so many last channels have third bits: multiples of 16, 0 unless SYMMETRIC; groups are
+// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
+// float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset
+// as in `formats`), KEY_FINE and VALUE_FINE (so many last channels have third bits: multiples of 16, 0 unless SYMMETRIC; groups are
 // multiples of 16, too), STRIDED (packing).
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
@@ -38,7 +34,7 @@ constexpr int KEY_PLANES = (KEY_FINE + 63) / 64, VALUE_PLANES = (VALUE_FINE + 63
 constexpr int SUMS = 8 * VALUE_CHUNKS + 4 * VALUE_PLANES;  // products that a column of values takes
 constexpr int FIRST_KEY_FINE = KEY_DIM - KEY_FINE, FIRST_VALUE_FINE = VALUE_DIM - VALUE_FINE;
 constexpr int PREPARED = (KEY_CHUNKS + KEY_PLANES) * 64;  // numbers of a prepared column
-constexpr int COLUMN = PREPARED * (KEY_TOKENS == 1 ? 2 : 4);  // its bytes: an upper and a lower one a number, or float32
+constexpr int COLUMN = PREPARED * 2;  // its bytes: an upper and a lower one a number
 constexpr unsigned ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504088896341f, LOWEST = -1e30f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
@@ -58,9 +54,7 @@ typedef unsigned short Element;
 
 constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of codes, and of third bits
 constexpr int KEY_THIRD_ROW = KEY_FINE / 8, VALUE_THIRD_ROW = VALUE_FINE / 8;
-// Of a token's scales; where tokens share them, of its part of them.
-constexpr int KEY_NUMBERS = (KEY_TOKENS == 1 ? KEY_GROUPS : KEY_DIM) * sizeof(Metadata) / KEY_TOKENS;
-constexpr int VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);
+constexpr int KEY_NUMBERS = KEY_GROUPS * sizeof(Metadata), VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);  // of a token's scales
 constexpr int KINDS = SYMMETRIC ? 1 : 2;  // of numbers: scales, and offsets if there are any
 constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW, VALUE_SCALE = KEY_SCALE + KINDS * TILE * KEY_NUMBERS;
 constexpr int KEY_THIRD = VALUE_SCALE + KINDS * TILE * VALUE_NUMBERS, VALUE_THIRD = KEY_THIRD + TILE * KEY_THIRD_ROW;
@@ -77,8 +71,6 @@ constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
 constexpr int BLOCKS = NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
-// Scales of channels are read in KIVI's format only.
-static_assert(KEY_TOKENS == 1 || (KEY_TOKENS == TILE && KEY_GROUPS == 1 && HALF && MINIMUM && !STRIDED && SETS == 1), "not KIVI");
 
 // ---- instructions ----------------------------------------------------------------------------------------------------------
 
@@ -92,12 +84,6 @@ __device__ unsigned half_pair(float low, float high) {
   unsigned pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
-}
-
-__device__ float2 from_halves(unsigned pair) {
-  float2 x;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(x.x), "=f"(x.y) : "r"(pair));
-  return x;
 }
 
 __device__ float exp2_of(float x) {
@@ -305,8 +291,6 @@ struct Header {
 // query [B, H, columns, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, KEY_CHUNKS * 64], upper and lower bytes, and headers [B, H, padded], where padded is a
 // multiple of COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 16 bytes a word.
-// Where tokens share scales, `attend` rounds the query for every tile. Then prepared is float32 [B, H, padded, KEY_CHUNKS * 64]:
-// channels in their order, times the scale of scores, and zeros. Of a header only the bias is read.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count columns, const float* matrix, const float* mean, double scale, signed char* prepared,
     Header* headers) {
@@ -368,10 +352,6 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     signed char* to = prepared + at * COLUMN;
     float sums[KEY_GROUPS] = {}, bias = 0.0f;
     for (int i = lane; i < PREPARED; i += 32) {
-      if constexpr (KEY_TOKENS > 1) {
-        reinterpret_cast<float*>(to)[i] = i < D ? turned[c][i] * float(scale) * LOG2E : 0.0f;
-        continue;
-      }
       const int word = i / 16, unit_of = word - 4 * KEY_CHUNKS;  // of third bits
       const bool third = KEY_FINE && unit_of >= 0, exists = third ? 16 * unit_of < KEY_FINE : word < KEY_WORDS;
       const int ch = third ? fine_channel(unit_of, i % 4, i / 4 % 4) : channel<KEY_DIM>(word, i % 4, i / 4 % 4);
@@ -518,52 +498,7 @@ struct Query {  // what a lane needs of it
   unsigned words[SETS][KEY_CHUNKS + KEY_PLANES][4];
   float sums[KEY_GROUPS][SETS], unit, cap;
   float biases[SETS];  // of scores before they are capped
-  // Where tokens share scales, the words, the sum and the unit are those of a tile, and follow from the query as it is. The two
-  // lanes of a column have a half of each word's channels, the one with the upper bytes the first half.
-  float channels[KEY_CHUNKS][8];
 };
-
-// Multiply the query by the scales of a tile's channels, and split it into bytes as `prepare` does.
-__device__ void scale_query(Query& query, unsigned stage, const Place& place) {
-  const int lower = place.row % 2;
-  float scaled[KEY_CHUNKS][8], top = 0.0f, sum = 0.0f;
-  #pragma unroll
-  for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-    // A word beyond the row has a query of zeros, and needs scales that are numbers.
-    const unsigned at = stage + KEY_SCALE + 32 * min(key_word(chunk, place.part), KEY_WORDS - 1) + 16 * lower;
-    const uint4 scales = read_four(at), offsets = read_four(at + TILE * KEY_NUMBERS);
-    const unsigned of_scales[4] = {scales.x, scales.y, scales.z, scales.w};
-    const unsigned of_offsets[4] = {offsets.x, offsets.y, offsets.z, offsets.w};
-    #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const float2 scale = from_halves(of_scales[i / 2]), offset = from_halves(of_offsets[i / 2]);
-      const float* x = query.channels[chunk] + i;
-      sum += x[0] * offset.x + x[1] * offset.y;
-      scaled[chunk][i] = x[0] * scale.x, scaled[chunk][i + 1] = x[1] * scale.y;
-      top = fmaxf(top, fmaxf(fabsf(scaled[chunk][i]), fabsf(scaled[chunk][i + 1])));
-    }
-  }
-  // All columns share a unit. Numbers that are not negative are in the order of their bits.
-  top = fmaxf(__uint_as_float(__reduce_max_sync(ALL, __float_as_uint(top))), 1e-30f);
-  const float inverse = __fdividef(32512.0f, top);
-  query.unit = top / (32512.0f * 64.0f);
-  #pragma unroll
-  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
-  query.sums[0][0] = __shfl_sync(ALL, sum, 8 * place.part);
-  #pragma unroll
-  for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
-    #pragma unroll
-    for (int field = 0; field < 4; field++) {
-      // Added to 1.5 * 2^23, a number is rounded to an integer, in the lowest bits. Another 128 rounds the upper byte, and is taken
-      // from the lower one again by turning its highest bit.
-      constexpr float ROUNDER = 12582912.0f + 128.0f;
-      const unsigned x = __float_as_uint(scaled[chunk][field] * inverse + ROUNDER);
-      const unsigned next = __float_as_uint(scaled[chunk][4 + field] * inverse + ROUNDER);
-      // Two lower bytes, and two upper ones.
-      const unsigned mine = __byte_perm(x, next, 0x5140) ^ 0x8080, other = __shfl_xor_sync(ALL, mine, 4);
-      query.words[0][chunk][field] = __byte_perm(mine, other, lower ? 0x1054 : 0x7632);
-    }
-}
 
 // Scores of a half, less `top`, for two rows of each set.
 __device__ void compare(
@@ -619,13 +554,10 @@ __device__ void compare(
     }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float scale = query.unit, offset = 1.0f;
-      if constexpr (KEY_TOKENS == 1) {
-        const unsigned at = stage + place.key_number + (16 * half + 8 * r) * KEY_NUMBERS;
-        scale = read_number(at, group), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
-        if (!MINIMUM) offset *= -scale;
-        scale *= query.unit;
-      }
+      const unsigned at = stage + place.key_number + (16 * half + 8 * r) * KEY_NUMBERS;
+      float scale = read_number(at, group), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
+      if (!MINIMUM) offset *= -scale;
+      scale *= query.unit;
       #pragma unroll
       for (int set = 0; set < SETS; set++) {
         // 64 times the product, whose upper and lower bytes are neighbours. At most 2^7 * 3.5 * 64 * 256 * 2^8, which fits.
@@ -771,8 +703,7 @@ __device__ void accumulate(
 
 // Add a tile of which the first `valid` tokens count, without the first `skipped` ones.
 __device__ void process(
-    State& state, unsigned stage, int skipped, int valid, Query& query, const Place& place, bool first) {
-  if constexpr (KEY_TOKENS > 1) scale_query(query, stage, place);
+    State& state, unsigned stage, int skipped, int valid, const Query& query, const Place& place, bool first) {
   Scores scores, weights;
   Values values[HALVES];
   #pragma unroll

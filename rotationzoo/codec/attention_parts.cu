@@ -47,24 +47,16 @@ __device__ void attend_packed(
   #pragma unroll
   for (int set = 0; set < SETS; set++) {
     const signed char* bytes = prepared + (column + 4 * set) * COLUMN + row * (COLUMN / 2);
-    if constexpr (KEY_TOKENS == 1)
-      #pragma unroll
-      for (int chunk = 0; chunk < KEY_CHUNKS + KEY_PLANES; chunk++) {
-        const uint4 four = *reinterpret_cast<const uint4*>(bytes + 16 * key_word(chunk, part));
-        unsigned(&words)[4] = query.words[set][chunk];
-        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
-      }
+    #pragma unroll
+    for (int chunk = 0; chunk < KEY_CHUNKS + KEY_PLANES; chunk++) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bytes + 16 * key_word(chunk, part));
+      unsigned(&words)[4] = query.words[set][chunk];
+      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    }
     #pragma unroll
     for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
     query.biases[set] = headers[column + 4 * set + part].bias;
   }
-  if constexpr (KEY_TOKENS > 1)
-    #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-      const float* channels = reinterpret_cast<const float*>(prepared + (column + row / 2) * COLUMN);
-      #pragma unroll
-      for (int i = 0; i < 8; i++) query.channels[chunk][i] = channels[16 * key_word(chunk, part) + 8 * (row % 2) + i];
-    }
   query.unit = headers[column].unit, query.cap = cap;
 
   State state = {};

@@ -42,9 +42,9 @@ class AttentionVariant:
         tiles of each."""
         bytes_of_a_tile = 0
         for layout in (self.key, self.value):
-            numbers = layout.format.metadata_numbers * layout.groups * _TILE
-            metadata = numbers // layout.tokens_per_scale * layout.format.metadata_bits // 8
-            bytes_of_a_tile += _TILE * layout.format.row_bytes(layout.dim) + metadata
+            numbers = layout.format.metadata_numbers * layout.groups
+            metadata = numbers * layout.format.metadata_bits // 8
+            bytes_of_a_tile += _TILE * (layout.format.row_bytes(layout.dim) + metadata)
         return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
 
     @property
@@ -55,17 +55,15 @@ class AttentionVariant:
 
     @property
     def key_group(self) -> int:
-        """Channels of a key whose products are summed before a scale multiplies them: all, where
-        channels have scales of their own, which multiply the query instead."""
-        key = self.key
-        return key.dim // key.groups if key.tokens_per_scale == 1 else key.dim
+        """Channels of a key that share a scale."""
+        return self.key.dim // self.key.groups
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of a query that `prepare` writes: two of each channel and of each third bit, or
-        float32 where `attend` rounds them for every tile. `COLUMN` in the source."""
+        """Bytes of a query that `prepare` writes: two of each channel and of each third bit.
+        `COLUMN` in the source."""
         planes = -(-self.key.dim // 64) + -(-self.key.format.fine_channels // 64)
-        return planes * 64 * (2 if self.key.tokens_per_scale == 1 else 4)
+        return planes * 64 * 2
 
     @property
     def source(self) -> str:
@@ -80,7 +78,6 @@ class AttentionVariant:
             "VALUE_DIM": self.value.dim,
             "KEY_GROUP": self.key_group,
             "VALUE_GROUP": self.value.dim // self.value.groups,
-            "KEY_TOKENS": self.key.tokens_per_scale,
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
@@ -123,31 +120,20 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
         and (alike, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
-        and (_has_channel_scales(key) or _has_row_scales(key))
-        and _has_row_scales(value)
+        and _has_few_groups(key)
+        and _has_few_groups(value)
     )
 
 
-def _has_row_scales(layout: PageLayout) -> bool:
-    """Whether each token has scales of its own, as few as the kernels can keep apart."""
+def _has_few_groups(layout: PageLayout) -> bool:
+    """Whether a token has as few scales as the kernels can keep apart."""
     group = layout.dim // layout.groups
     fine = layout.format.fine_channels
     # Codes that share a 32-bit word and a field of its bytes must share a scale, and third bits
     # that are read together.
     run = 4 if layout.format.packing == "strided" and not fine else 16
-    few = layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS
+    few = layout.groups <= _MOST_GROUPS
     return few and group % run == 0 and fine in range(0, layout.dim + 1, 16)
-
-
-def _has_channel_scales(layout: PageLayout) -> bool:
-    """Whether the tokens of a tile share a scale of each channel, as in `simulation.kivi`."""
-    format = layout.format
-    kind = format.metadata, format.offset, format.packing
-    return (
-        layout.tokens_per_scale == _TILE
-        and layout.groups == layout.dim
-        and kind == ("float16", "minimum", "consecutive")
-    )
 
 
 def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:

@@ -16,8 +16,8 @@ _ALIGNMENT = 16  # bytes: what a GPU loads at once
 class Sections(NamedTuple):
     """The parts of packed rows, each by itself, so that a kernel reads aligned words: two bits of
     each code, uint8 `[B, H, T, D / 4]`, the third bits of the last channels, uint8
-    `[B, H, T, fine channels / 8]`, and scales `[B, H, T / S, G]` and offsets of this shape, or
-    `[B, H, T / S, 0]`, in the format's type."""
+    `[B, H, T, fine channels / 8]`, and scales `[B, H, T, G]` and offsets of this shape, or
+    `[B, H, T, 0]`, in the format's type."""
 
     codes: torch.Tensor
     thirds: torch.Tensor
@@ -37,13 +37,10 @@ class PageLayout:
     heads: int
     dim: int
     groups: int
-    """Scales of one head (G): of groups of channels, or of every channel where tokens share
-    them."""
+    """Scales of one head (G), each of a group of channels."""
     tokens: int
     """Tokens of a page (P)."""
     format: Format
-    tokens_per_scale: int = 1
-    """Successive tokens that share a scale (S); P is a multiple of it."""
 
     @property
     def code_bytes(self) -> int:
@@ -58,7 +55,8 @@ class PageLayout:
     @cached_property
     def starts(self) -> list[int]:
         """The bytes at which the four sections begin, and the bytes of a page."""
-        sizes = (self.heads * rows * width * type.itemsize for rows, width, type in self._shapes)
+        rows = self.heads * self.tokens
+        sizes = (rows * width * type.itemsize for width, type in self._shapes)
         return [*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)]
 
     @property
@@ -73,10 +71,10 @@ class PageLayout:
     def view(self, block: torch.Tensor) -> Sections:
         """The sections of a block, of P tokens, which share its memory."""
         sections = []
-        for start, (rows, width, type) in zip(self.starts, self._shapes, strict=False):
-            size = self.heads * rows * width * type.itemsize
+        for start, (width, type) in zip(self.starts, self._shapes, strict=False):
+            size = self.heads * self.tokens * width * type.itemsize
             section = block[:, start : start + size].view(type)
-            sections.append(section.unflatten(1, (self.heads, rows, width)))
+            sections.append(section.unflatten(1, (self.heads, self.tokens, width)))
         return Sections(*sections)
 
     def split(self, stored: int2.Quantized) -> Sections:
@@ -90,21 +88,16 @@ class PageLayout:
         if self.third_bytes:
             packed = torch.cat([packed, stored.thirds], dim=-1)
         codes = int2.unpack(packed, self.format)
-        if self.tokens_per_scale == 1:
-            return int2.dequantize(int2.Quantized(codes, stored.scale, stored.offset), self.format)
-        # A channel takes the place of a row, cut into groups of tokens.
-        swapped = int2.Quantized(codes.mT, stored.scale.mT, stored.offset.mT)
-        return int2.dequantize(swapped, self.format).mT
+        return int2.dequantize(int2.Quantized(codes, stored.scale, stored.offset), self.format)
 
     @property
-    def _shapes(self) -> list[tuple[int, int, torch.dtype]]:
-        """Rows of a head, numbers of a row, and their type, of each section."""
-        rows = self.tokens // self.tokens_per_scale
+    def _shapes(self) -> list[tuple[int, torch.dtype]]:
+        """Numbers of a row, and their type, of each section."""
         metadata = int2.METADATA_TYPES[self.format.metadata]
         offsets = self.groups * (self.format.metadata_numbers - 1)
         return [
-            (self.tokens, self.code_bytes, torch.uint8),
-            (self.tokens, self.third_bytes, torch.uint8),
-            (rows, self.groups, metadata),
-            (rows, offsets, metadata),
+            (self.code_bytes, torch.uint8),
+            (self.third_bytes, torch.uint8),
+            (self.groups, metadata),
+            (offsets, metadata),
         ]

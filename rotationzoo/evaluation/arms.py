@@ -29,6 +29,8 @@ BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures."""
 RIVALS = tuple(ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
+SIMULATED_ALONE = {KIVI, *RIVALS}
+"""Those that no cache of ours stores."""
 Bits = float | Literal["equal"] | None
 """Another budget of bits than the artifacts', or `equal` where theirs is left out."""
 _VARIANTS = "", "+feedback", "+pooled"

@@ -18,8 +18,8 @@ _ABOUT_POOLED = (
     "`export --pooled` writes it for engines that take no other"
 )
 _ABOUT_KIVI = (
-    "kivi is no rotation: whatever the format, 32 tokens of a key channel share a float16 scale, "
-    "and 32 channels of a value (arXiv 2402.02750)"
+    "kivi is no rotation, and always simulated: whatever the format, 32 tokens of a key channel "
+    "share a float16 scale, and 32 channels of a value (arXiv 2402.02750)"
 )
 _ABOUT_RIVALS = (
     "caches of other engines, simulated; they get the exact windows of the other arms, although "

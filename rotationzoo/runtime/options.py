@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
-from rotationzoo.codec.formats import SGLANG, SIMULATED
+from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.registry import (
     DEFAULT,
     ENGINE_NAMES,
@@ -17,14 +17,13 @@ from rotationzoo.engines.registry import (
     find_engine,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import KIVI, Bits, reduced_rotations
+from rotationzoo.evaluation.arms import Bits, reduced_rotations
 from rotationzoo.model.geometry import check_group_size, geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.artifacts import check_fits
 from rotationzoo.runtime.settings import CacheSettings, Reading
 from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.words import nearest
 
@@ -40,17 +39,17 @@ class CacheOptions(TypedDict, total=False):
     """Store an artifact as this engine does, such as `mlx`, where other options do not say
     otherwise. The default, `transformers`, loses nothing of it."""
     format: str
-    """`sglang` (the default), `fine` (that of a budget of bits), `vllm`, `mlx` or `kivi`."""
+    """`sglang` (the default), `fine` (that of a budget of bits), `vllm` or `mlx`."""
     bits: float
     """Another budget of bits an element than the artifact's, which must have one."""
     sink: int
     recent: int
     """How many first and last tokens stay exact. They default to the recipe's."""
     group_size: int
-    """Channels that share a scale; by default the recipe's, or the whole head. Not for `kivi`."""
+    """Channels that share a scale; by default the recipe's, or the whole head."""
     rounding: Rounding
     """How rows get their codes: by error `feedback` where the artifact was calibrated for it, which
-    loses fewer answers, and else the `nearest`, as engines write them. Not for `kivi`."""
+    loses fewer answers, and else the `nearest`, as engines write them."""
     prefill_layout: Layout
     """Which earlier tokens a chunk of a prompt reads exact: with `server`, the default, the sink
     alone; with `window`, as vLLM, the `recent` tokens before it as well."""
@@ -124,7 +123,7 @@ def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rota
 def settle(name: str, recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
     """The settings that options make, with all that the engine decides in them, and a recipe."""
     layout = CacheLayout(
-        SIMULATED.get(options["format"], SGLANG),
+        SIMULATED[options["format"]],
         options.get("sink", recipe.sink),
         options.get("recent", recipe.recent),
         prefill_layout=options["prefill_layout"],
@@ -132,8 +131,6 @@ def settle(name: str, recipe: Recipe, rotations: Rotations, options: CacheOption
     )
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
     arm = Arm(name, rotations, layout.group_size, options.get("rounding", default))
-    if options["format"] == KIVI:
-        arm = KiviArm(name, rotations)
     slack = options.get("slack", CacheSettings.slack)
     reading = options.get("reading", CacheSettings.reading)
     return CacheSettings(arm, layout, slack, reading=reading)
@@ -148,7 +145,7 @@ def check_options(options: dict[str, Any]) -> None:
             f"a cache has no option {name!r}{nearest(name, known)}",
             hint=f"give some of {', '.join(known)}",
         )
-    choices = {"format": (*SIMULATED, KIVI), "rounding": get_args(Rounding)}
+    choices = {"format": tuple(SIMULATED), "rounding": get_args(Rounding)}
     choices |= {"prefill_layout": get_args(Layout), "reading": get_args(Reading)}
     choices["engine"] = ENGINE_NAMES
     for name, words in choices.items():
@@ -167,17 +164,3 @@ def check_options(options: dict[str, Any]) -> None:
                 f"{name} must be a whole number of at least {least}, not {number!r}",
                 hint=f"{name}=64",
             )
-    if options.get("format") == KIVI:
-        _check_kivi(options)
-
-
-def _check_kivi(options: dict[str, Any]) -> None:
-    """Raise `UsageError` for what the format `kivi` would have to ignore."""
-    ignored = "group_size" if options.get("group_size") is not None else None
-    if options.get("rounding") == "feedback":
-        ignored = "rounding"
-    if ignored:
-        raise UsageError(
-            f"the format {KIVI} takes no {ignored} = {options[ignored]!r}",
-            hint="leave it out, or give another format",
-        )

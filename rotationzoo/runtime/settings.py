@@ -25,7 +25,7 @@ class CacheSettings:
     slack: int = 64
     """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
     block: int = 256
-    """Tokens per block, at least."""
+    """Tokens per block."""
     reading: Reading = "auto"
     """The form in which a decoding step of a layer with full attention reads."""
 
@@ -36,15 +36,9 @@ class CacheSettings:
                 hint="evaluate it in a simulation: rotationzoo evaluate",
             )
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per block: a multiple of the tokens that are quantized together."""
-        group = self.arm.token_group
-        return -(-self.block // group) * group
-
     def page_layout(self, layer: int, side: str) -> PageLayout:
         """How a page holds the codes of a side."""
-        return self.arm.page_layout(layer, side, self.block_tokens, self.layout.format)
+        return self.arm.page_layout(layer, side, self.block, self.layout.format)
 
     def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "CacheSettings":
         """The same with the rotations of one layer alone, on the device of its keys and values

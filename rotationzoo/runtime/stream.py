@@ -108,12 +108,11 @@ class Stream:
         self._quantize_before(reach.exact)
 
     @torch.no_grad()
-    def _quantize_before(self, token: int) -> None:
-        """Quantize the exact tokens between the sink and this one, in complete groups. Tokens
-        that will not be read again are forgotten instead. Where memory runs out, all stay exact."""
-        sink, step, format = self.layout.sink, self.settings.block_tokens, self.layout.format
+    def _quantize_before(self, end: int) -> None:
+        """Quantize the exact tokens between the sink and token `end`. Tokens that will not be read
+        again are forgotten instead. Where memory runs out, all stay exact."""
+        sink, step, format = self.layout.sink, self.settings.block, self.layout.format
         start = max(self.tail_start, sink)
-        end = self._whole_groups(token)
         if end <= start:
             return
         head, tail = self.head, {}
@@ -122,7 +121,7 @@ class Stream:
             heads = {side: rows[:, :, :sink] for side, rows in self.tail.items()}
             memory = torch.contiguous_format
             head = {side: rows.clone(memory_format=memory) for side, rows in heads.items()}
-        forgotten = min(max(self._whole_groups(self.first), start), end)
+        forgotten = min(max(self.first, start), end)
         for side in self.sides:
             leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
             blocks = self.blocks[side]
@@ -133,7 +132,7 @@ class Stream:
             for begin in range(forgotten - start, end - start, step):
                 rows = leaving[:, :, begin : begin + step]
                 blocks.append(self.arm.pack(rows, self.layer, side, format))
-            if end - start > self.arm.token_group or blocks.length % step == 0:
+            if end - start > 1 or blocks.length % step == 0:
                 # Not after each token of decoding, because it waits for the GPU.
                 self.arm.check_packed(self.layer, side, format, leaving.device)
         for name, rows in self.tail.items():
@@ -143,11 +142,6 @@ class Stream:
             kept = self.tail[_ROPE][:, :, start - self.tail_start : end - self.tail_start]
             head = head | {_ROPE: torch.cat([head[_ROPE], kept], dim=2)}
         self.head, self.tail, self.tail_start = head, tail, end
-
-    def _whole_groups(self, token: int) -> int:
-        """The end of the last group of tokens that ends at this token or earlier."""
-        sink, group = self.layout.sink, self.arm.token_group
-        return sink + max(0, token - sink) // group * group
 
     def read(self, start: int = 0) -> Rows:
         """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
@@ -283,11 +277,7 @@ class Blocks:
             if self._last is None or self._last[0] != number:
                 self._last = number, self.layout.view(self.table[number])
             for target, source in zip(self._last[1], self.layout.split(rows), strict=True):
-                # Tokens for each entry: some share a scale.
-                share = count // source.shape[2]
-                target[:, :, start // share : (start + step) // share] = source[
-                    :, :, done // share : (done + step) // share
-                ]
+                target[:, :, start : start + step] = source[:, :, done : done + step]
             self.length += step
             done += step
 
@@ -316,9 +306,8 @@ class Blocks:
             parts = []
             # As one block of many rows: the operations are as many as for a single block.
             for section in self.layout.view(blocks.flatten(0, 1)):
-                share = tokens // section.shape[2]
                 by_row = section.unflatten(0, (-1, len(read))).transpose(1, 2).flatten(2, 3)
-                parts.append(by_row[:, :, : filled // share])
+                parts.append(by_row[:, :, :filled])
             yield first, Sections(*parts)
 
     def addresses(self) -> torch.Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from rotationzoo.codec import int2
-from rotationzoo.codec.pages import PageLayout
 from rotationzoo.simulation.arm import Arm
 
 FORMAT = int2.Format(
@@ -73,15 +72,6 @@ class KiviArm(Arm):
     def stored_format(self, layer: int, side: str, format: int2.Format) -> int2.Format:
         """KIVI's own format, whatever the other arms store, with as many bits."""
         return replace(FORMAT, bits=format.bits)
-
-    def encoder(self, layer: int, side: str, format: int2.Format, device: torch.device) -> None:
-        """There is no kernel: 32 tokens at a time are few operations."""
-
-    def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
-        layout = super().page_layout(layer, side, tokens, format)
-        if side != "key":
-            return replace(layout, groups=layout.dim // self._value_group(layout.dim))
-        return replace(layout, groups=layout.dim, tokens_per_scale=self.tokens)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
         if side != "key":

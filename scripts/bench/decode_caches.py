@@ -1,6 +1,5 @@
 """Random caches of one layer for the benchmarks of decoding, in bfloat16 and in 2 bits."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +7,8 @@ import torch
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout
-from rotationzoo.simulation.kivi import FORMAT as KIVI
 
-LAYOUTS = FORMATS | {"fine": FINE, "kivi": KIVI}
-KIVI_TOKENS, KIVI_CHANNELS = 32, 32
+LAYOUTS = FORMATS | {"fine": FINE}
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,6 @@ class Storage:
     def layouts(self, heads: int, dim: int) -> tuple[PageLayout, PageLayout]:
         """The pages of keys and of values."""
         format, groups = LAYOUTS[self.format], dim // (self.group_size or dim)
-        if self.format == "kivi":
-            values = dim // math.gcd(KIVI_CHANNELS, dim)
-            return (
-                PageLayout(heads, dim, dim, self.page, format, KIVI_TOKENS),
-                PageLayout(heads, dim, values, self.page, format),
-            )
         layout = PageLayout(heads, dim, groups, self.page, format)
         return layout, layout
 
@@ -94,8 +85,7 @@ class PackedCache:
 
 def metadata_bytes(side: PageLayout) -> float:
     """Bytes of a token's scales and offsets in one head."""
-    numbers = side.format.metadata_numbers * side.groups / side.tokens_per_scale
-    return numbers * side.format.metadata_bits / 8
+    return side.format.metadata_numbers * side.groups * side.format.metadata_bits / 8
 
 
 def packed_caches(

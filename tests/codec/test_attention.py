@@ -11,7 +11,6 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores, attend
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout
-from rotationzoo.simulation.kivi import FORMAT as KIVI
 
 HEADS, TOKENS, HEAD, TAIL = 2, 32, 5, 9
 KEY_DIM, VALUE_DIM = 16, 12
@@ -22,22 +21,13 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(rows, groups, format, share):
-    """Rows `[B, H, T, D]` with scales for groups of channels, or for `share` tokens."""
-    if share == 1:
-        return int2.quantize(rows, 1.0, rows.shape[-1] // groups, format)
-    swapped = int2.quantize(rows.mT, 1.0, share, format)
-    return int2.Quantized(swapped.codes.mT, swapped.scale.mT, swapped.offset.mT)
-
-
-def packed_side(dim, format, share=1):
+def packed_side(dim, format):
     """A side in three pages a row, and what its rows are, computed without pages."""
-    groups = dim if share > 1 else 2
-    layout = PageLayout(HEADS, dim, groups, TOKENS, format, share)
+    layout = PageLayout(HEADS, dim, 2, TOKENS, format)
     rows = draw(2, HEADS, 3 * TOKENS, dim, seed=dim)
     blocks, restored = [], []
     for part in rows.split(TOKENS, dim=2):
-        stored = quantized(part, groups, format, share)
+        stored = int2.quantize(part, 1.0, dim // 2, format)
         block = layout.empty(2)
         sections = layout.view(block)
         packed = replace(stored, codes=int2.pack(stored.codes, format))
@@ -46,11 +36,7 @@ def packed_side(dim, format, share=1):
         blocks.append(block)
         # Everything in float32, by the formulas of the formats.
         scale, offset = stored.scale.float(), stored.offset.float()
-        if share > 1:
-            scale, offset = scale.repeat_interleave(share, 2), offset.repeat_interleave(share, 2)
-        else:
-            width = dim // groups
-            scale, offset = scale.repeat_interleave(width, 3), offset.repeat_interleave(width, 3)
+        scale, offset = (each.repeat_interleave(dim // 2, 3) for each in (scale, offset))
         codes = stored.codes.float()
         zero = format.offset == "zero"
         restored.append((codes - offset) * scale if zero else codes * scale + offset)
@@ -65,8 +51,8 @@ def windows():
     ]
 
 
-def packed(format=int2.SGLANG, share=1):
-    key, keys = packed_side(KEY_DIM, format, share)
+def packed(format=int2.SGLANG):
+    key, keys = packed_side(KEY_DIM, format)
     value, values = packed_side(VALUE_DIM, format)
     return PackedTokens(key, value, torch.tensor(LENGTHS, dtype=torch.int32)), keys, values
 
@@ -95,10 +81,9 @@ def reference(query, keys, values, exact, scale):
 
 
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("format", [*FORMATS, "kivi"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_it_is_torch_s_attention_over_the_restored_rows(format, group):
-    kivi = format == "kivi"
-    tokens, keys, values = packed(KIVI if kivi else FORMATS[format], 8 if kivi else 1)
+    tokens, keys, values = packed(FORMATS[format])
     query, exact = draw(2, HEADS * group, 1, KEY_DIM), windows()
     output = attend(query, tokens, *exact, Scores(0.3))
     assert output.shape == (2, HEADS * group, 1, VALUE_DIM)
@@ -116,20 +101,17 @@ def test_the_type_is_that_of_the_query():
     assert torch.equal(output, full.bfloat16())
 
 
-@pytest.mark.parametrize("share", [1, 8])
-def test_a_page_is_where_its_layout_says(share):
+def test_a_page_is_where_its_layout_says():
     """Read with nothing but an address, as a kernel does."""
-    format = FORMATS["vllm"]
-    groups = KEY_DIM if share > 1 else 2
-    layout = PageLayout(3, KEY_DIM, groups, 8, format, share)
-    codes, numbers = 3 * 8 * KEY_DIM // 4, 3 * 8 // share * groups
+    layout = PageLayout(3, KEY_DIM, 2, 8, FORMATS["vllm"])
+    codes, numbers = 3 * 8 * KEY_DIM // 4, 3 * 8 * 2
     aligned = -(-2 * numbers // 16) * 16
     assert layout.starts == [0, codes, codes, codes + aligned, codes + 2 * aligned]
     assert layout.bytes == layout.starts[-1]
     block = layout.empty(2)
     sections = layout.view(block)
     sections.codes[:] = torch.arange(codes).reshape(3, 8, -1) % 251
-    sections.scale[:] = torch.arange(float(numbers)).reshape(3, 8 // share, -1)
+    sections.scale[:] = torch.arange(float(numbers)).reshape(3, 8, -1)
     sections.offset[:] = -sections.scale
     side = PackedSide([block, block], layout, torch.eye(KEY_DIM).expand(3, -1, -1))
     start = block.data_ptr()

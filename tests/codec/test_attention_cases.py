@@ -19,13 +19,11 @@ LONG = 100_000
 
 def formats() -> Iterator[Case]:
     """Every format, head dimension and group size."""
-    for dim, format in itertools.product(DIMS, ("sglang", "vllm", "mlx", "kivi")):
+    for dim, format in itertools.product(DIMS, ("sglang", "vllm", "mlx")):
         sizes = (32, 64, 128) if format == "mlx" else (32, 64)
         groups: list[int | None] = [group for group in sizes if dim % group == 0 and group < dim]
         # MLX has groups of these sizes alone; a group of the whole row is what others begin with.
-        if format == "kivi":
-            groups = [None]
-        elif format != "mlx" or dim in sizes:
+        if format != "mlx" or dim in sizes:
             groups.append(None)
         for group in groups:
             yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
@@ -51,10 +49,7 @@ def ratios() -> Iterator[Case]:
         yield Case("MQA", kv_heads=1, group=heads, new=new)
     for dim, new in itertools.product((64, 96, 256), (2, 4)):
         yield Case("ratios", dim=dim, group=5, new=new, format="vllm")
-    for group, new in itertools.product((1, 7, 8), (1, 4)):
-        yield Case("ratios", "kivi", group=group, new=new)
     yield Case("value dimension", dim=192, value_dim=128)
-    yield Case("value dimension", "kivi", dim=192, value_dim=128)
 
 
 def lengths() -> Iterator[Case]:
@@ -62,15 +57,12 @@ def lengths() -> Iterator[Case]:
     batch = (0, 1, 15, 16, 31, 33, 63, 64, 65, 127, 129, 500)
     tails = tuple(4 + (7 * number) % 50 for number in range(len(batch)))
     heads = tuple((5 * number) % 17 for number in range(len(batch)))
-    for format, page, new in itertools.product(("sglang", "vllm", "kivi"), (32, 64, 256), (1, 3)):
+    for format, page, new in itertools.product(("sglang", "vllm"), (32, 64, 256), (1, 3)):
         yield Case("lengths", format, lengths=batch, head=heads, tail=tails, page=page, new=new)
     yield Case("lengths", lengths=(0, 0), head=0, tail=1)
     yield Case("lengths", lengths=(0, 4000), head=(0, 64), tail=(1, 256), page=256)
     yield Case("unread NaN", lengths=batch, head=heads, tail=tails, unread=torch.nan)
     yield Case("unread NaN", "vllm", lengths=batch, head=heads, tail=tails, unread=torch.nan)
-    for dim in (80, 112, 160):  # rows that end within a chunk of words
-        case = Case("unread NaN", "kivi", dim, lengths=batch, head=heads, tail=tails)
-        yield replace(case, unread=torch.nan)
 
 
 def slots() -> Iterator[Case]:
@@ -87,7 +79,6 @@ def scores() -> Iterator[Case]:
     for cap, sinks, means in itertools.product((None, 20.0), (False, True), (False, True)):
         case = Case("scores", soft_cap=cap, sinks=sinks, means=means, query_scale=4.0)
         yield from (case, replace(case, dim=256, format="vllm", new=3))
-        yield replace(case, dim=80, format="kivi", new=2)
     yield Case("scores", lengths=(0, 40), head=0, tail=(2, 5), sinks=True, new=2)
 
 
@@ -123,7 +114,7 @@ def magnitudes() -> Iterator[Case]:
     for power in (-24, 24):
         yield Case("magnitudes", value_scale=2.0**power)
         yield Case("magnitudes", key_scale=2.0 ** (power / 2), query_scale=2.0 ** (-power / 2))
-    for format in ("sglang", "vllm", "mlx", "kivi"):
+    for format in ("sglang", "vllm", "mlx"):
         yield Case("magnitudes", format, uneven=2.0, lengths=(4000, 333))
     yield Case("magnitudes", query_scale=30.0, lengths=(4000, 333))
 
@@ -131,7 +122,7 @@ def magnitudes() -> Iterator[Case]:
 def long_contexts() -> Iterator[Case]:
     """Many tokens with natural weights, and with equal ones."""
     long = Case("long", lengths=(LONG + 13,), page=256, head=64, tail=256)
-    for format in ("sglang", "vllm", "kivi"):
+    for format in ("sglang", "vllm"):
         yield replace(long, format=format)
         yield replace(long, format=format, query_scale=0.0)
     yield replace(long, purpose="long, equal scales", query_scale=0.0, equal_rows=True)
@@ -147,7 +138,7 @@ def splits() -> Iterator[Case]:
 
 def graphs() -> Iterator[Case]:
     """A captured call, replayed after the lengths have grown."""
-    kinds = "sglang", "vllm", "fine", "kivi"
+    kinds = "sglang", "vllm", "fine"
     for format, size in itertools.product(kinds, (70, 5000, 40_000)):
         lengths = size, 0, size // 3
         yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
@@ -157,8 +148,8 @@ def quick() -> Iterator[Case]:
     """Few and small, and each path once."""
     case = Case("quick", lengths=(300, 0, 33), page=64, head=5, tail=(40, 3, 9), new=2)
     yield from (case, replace(case, format="vllm", group=8), replace(case, group=7, sinks=True))
-    yield from (replace(case, dim=80, format="mlx"), replace(case, format="kivi", means=True))
-    yield from (replace(case, soft_cap=20.0), replace(case, dim=256, lengths=(2000, 700, 1)))
+    yield from (replace(case, dim=80, format="mlx"), replace(case, soft_cap=20.0))
+    yield replace(case, dim=256, lengths=(2000, 700, 1))
     yield replace(case, pooled=(70, 0, 33))
     yield replace(case, format="fine", fine=(48, 16))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_caches import KIVI_TOKENS, LAYOUTS
+from decode_caches import LAYOUTS
 from support.codec import ONLY_COMPILE, compile_for_cpu, compile_kernels, on_cpu, on_gpu
 from support.decode_cases import DIMS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,12 +41,9 @@ SMALL = Case(
 
 
 def layouts(format: str, dim: int, groups: int = 1) -> tuple[PageLayout, PageLayout]:
-    """Keys and values of this format, with 32 channels of values sharing a scale in `kivi`."""
-    if format != "kivi":
-        layout = PageLayout(2, dim, groups, 64, LAYOUTS[format])
-        return layout, layout
-    value = PageLayout(2, dim, dim // math.gcd(32, dim), 64, LAYOUTS[format])
-    return replace(value, groups=dim, tokens_per_scale=KIVI_TOKENS), value
+    """Keys and values of this format."""
+    layout = PageLayout(2, dim, groups, 64, LAYOUTS[format])
+    return layout, layout
 
 
 def variant(format: str, dim: int, groups: int = 1) -> AttentionVariant:
@@ -64,20 +61,11 @@ def test_every_format_and_head_dimension_is_supported(format, dim):
 
 
 def test_what_is_not_supported():
-    key, value = layouts("kivi", 128)
     plain, _ = layouts("vllm", 128)
-    for wrong in (
-        replace(key, tokens_per_scale=64),
-        replace(key, groups=4),
-        replace(key, tokens=48),
-        replace(key, dim=272, groups=272),
-        replace(key, format=LAYOUTS["sglang"]),
-    ):
-        assert not supports(wrong, replace(value, tokens=wrong.tokens, format=wrong.format), FLOAT)
-    assert not supports(key, key, FLOAT)  # values have scales of rows
     assert not supports(plain, replace(plain, heads=4), FLOAT)
-    assert not supports(*[replace(plain, groups=16)] * 2, FLOAT)
-    assert not supports(*[replace(plain, dim=120)] * 2, FLOAT)
+    assert not supports(plain, replace(plain, format=LAYOUTS["sglang"]), FLOAT)
+    for changes in ({"groups": 16}, {"tokens": 48}, {"dim": 120}, {"dim": 272}):
+        assert not supports(*[replace(plain, **changes)] * 2, FLOAT)
     inputs = Drawing(replace(SMALL, dim=24, head=1, tail=1), "cpu").inputs()
     with pytest.raises(RotationZooError, match="does not read pages"):
         cuda_attention.attend(*inputs.arguments())
@@ -97,22 +85,19 @@ def test_third_bits_are_a_variant():
     assert not supports(narrow, narrow, FLOAT)
 
 
-def test_keys_with_scales_of_channels_are_a_variant():
-    macros = dict(variant("kivi", 128).macros())
-    assert (macros["KEY_TOKENS"], macros["KEY_GROUP"], macros["VALUE_GROUP"]) == ("32", "128", "32")
-    plain = dict(variant("vllm", 128, groups=4).macros())
-    assert (plain["KEY_TOKENS"], plain["KEY_GROUP"], plain["VALUE_GROUP"]) == ("1", "32", "32")
+def test_groups_of_channels_are_a_variant():
+    macros = dict(variant("vllm", 128, groups=4).macros())
+    assert (macros["KEY_GROUP"], macros["VALUE_GROUP"]) == ("32", "32")
     # A tile of 256 channels is 6 KiB: 2 KiB of keys and of values, and 1 KiB of numbers of each.
-    assert [variant("kivi", dim).warps for dim in (64, 128, 192, 256)] == [4, 4, 4, 2]
-    # A prepared query: 64 channels in float32, or in two bytes each.
-    assert variant("kivi", 80).column_bytes == 512
+    assert [variant("vllm", dim, groups=8).warps for dim in (128, 256)] == [4, 2]
+    # A prepared query: two bytes for each channel of two chunks.
     assert variant("vllm", 80).column_bytes == 256
 
 
 def test_columns_of_a_block():
     assert choose_columns(4, *layouts("sglang", 128)) == 4
     assert choose_columns(8, *layouts("sglang", 128)) == 8
-    for many in (layouts("sglang", 256), layouts("vllm", 128, 4), layouts("kivi", 128)):
+    for many in (layouts("sglang", 256), layouts("vllm", 128, 4)):
         assert choose_columns(8, *many) == 4
 
 
@@ -191,7 +176,7 @@ def test_nothing_runs_between_kernels_that_start_early(monkeypatch):
 def test_windows_that_are_too_long_are_not_supported():
     assert supports(*layouts("sglang", 128), FLOAT, exact_tokens=32_000)
     assert not supports(*layouts("sglang", 128), FLOAT, exact_tokens=33_000)
-    assert not supports(*layouts("kivi", 256), FLOAT, exact_tokens=17_000)
+    assert not supports(*layouts("vllm", 256, 8), FLOAT, exact_tokens=17_000)
     inputs = Drawing(SMALL, "cpu").inputs()
     rows = torch.empty(3, 1, 33_000, 128, device="meta")
     with pytest.raises(RotationZooError, match="33,003 exact tokens"):
@@ -208,7 +193,7 @@ def test_grids_that_are_empty_or_too_large():
 
 
 IN_PTX = (
-    "from_halves|from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
+    "from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
     "|read_word|read_two|read_four|read_half|read_number|end_group|wait_groups"
 )
 KERNELS = "prepare", "attend", "finish", "finish_many"
@@ -290,7 +275,7 @@ def _bits(argument: Argument) -> bytes:
     [
         ("sglang", {"dim": 64, "group": 7}),
         ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
-        ("kivi", {"dim": 80, "group": 5, "sinks": True}),
+        ("vllm", {"dim": 80, "group": 5, "sinks": True}),
         ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
         ("fine", {"dim": 128, "group": 7}),
         ("fine", {"dim": 96, "fine": (16, 96), "soft_cap": 20, "means": True}),

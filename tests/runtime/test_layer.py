@@ -19,7 +19,6 @@ from rotationzoo.runtime.layer import RotatedLayer, RotatedSlidingLayer
 from rotationzoo.runtime.padding import Padding
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import arm_bits
 
@@ -57,8 +56,6 @@ ARMS = {
     "one group": Arm("", random_rotations()),
     "groups": Arm("", random_rotations(), group_size=4),
     "feedback": Arm("", with_factors(random_rotations()), rounding="feedback"),
-    "kivi": KiviArm("", random_rotations(), tokens=4, channels=4),
-    "kivi, no rotation": KiviArm("", fit(None, PRESETS["identity"], GEOMETRY), tokens=12),
 }
 
 
@@ -95,7 +92,7 @@ def assert_same(reads, expected):
 @pytest.mark.parametrize("layout", ["server", "window"])
 @pytest.mark.parametrize(
     ("name", "sink", "recent"),
-    [*[(name, 3, 6) for name in ARMS], *product(["one group", "kivi"], [0, 4], [0, 5])],
+    [*[(name, 3, 6) for name in ARMS], *product(["one group"], [0, 4], [0, 5])],
 )
 def test_every_call_reads_what_the_windows_say(name, layout, sink, recent):
     arm, windows = ARMS[name], CacheLayout(sink=sink, recent=recent, prefill_layout=layout)
@@ -142,7 +139,7 @@ def test_a_window_shows_what_full_attention_would_show_of_it():
 def test_candidates_are_taken_back_exactly():
     """The rule for assisted decoding, and that slack is enough: calls of a token and candidates,
     after each of which some are taken back."""
-    arm, windows = ARMS["kivi"], CacheLayout(sink=2, recent=4)
+    arm, windows = ARMS["groups"], CacheLayout(sink=2, recent=4)
     layer, naive = layer_of(arm, windows, slack=5), NaiveLayer(arm, windows)
     for each in (layer, naive):
         feed(each, draw(1, 13), [13])
@@ -155,7 +152,7 @@ def test_candidates_are_taken_back_exactly():
         assert_same([layer.update(*rows)], [naive.update(*rows)])
         layer.crop(-rejected)
         naive.crop(-rejected)
-    assert layer.streams[0].exact_tokens <= 4 + 5 + arm.token_group
+    assert layer.streams[0].exact_tokens <= 4 + 5 + 1
 
 
 def test_what_is_quantized_is_not_taken_back():
@@ -195,13 +192,12 @@ def padded(rows, starts):
     return rows
 
 
-@pytest.mark.parametrize("arm", [ARMS["one group"], ARMS["kivi"]], ids=["tokens", "groups"])
 @pytest.mark.parametrize(
     "calls", [[20, 1, 1, 1, 6, 1], [7, 7, 6, 1, 1, 1]], ids=["whole", "chunks"]
 )
-def test_each_row_of_a_padded_batch_is_read_as_if_alone(arm, calls):
+def test_each_row_of_a_padded_batch_is_read_as_if_alone(calls):
     """Even where the first chunk is nothing but padding, and padding is not a number."""
-    windows, starts = CacheLayout(sink=2, recent=3), [4, 0, 11]
+    arm, windows, starts = ARMS["one group"], CacheLayout(sink=2, recent=3), [4, 0, 11]
     padding = Padding()
     layer = layer_of(arm, windows, padding)
     rows = padded(draw(3, sum(calls)), starts)
@@ -259,17 +255,17 @@ def test_blocks_stay_where_they_are():
 
 
 def test_each_token_is_quantized_once(monkeypatch):
-    arm, quantized = ARMS["kivi"], Counter()
-    original = KiviArm.quantize
+    arm, quantized = ARMS["groups"], Counter()
+    original = Arm.quantize
 
     def count(self, rows, layer, side, format):
         quantized[side] += rows.shape[2]
         return original(self, rows, layer, side, format)
 
-    monkeypatch.setattr(KiviArm, "quantize", count)
+    monkeypatch.setattr(Arm, "quantize", count)
     windows = CacheLayout(sink=3, recent=6)
     feed(layer_of(arm, windows), draw(2, sum(CALLS)), CALLS)
-    expected = replace(windows, token_group=4).quantized_tokens(sum(CALLS))
+    expected = windows.quantized_tokens(sum(CALLS))
     assert quantized == {"key": expected, "value": expected}
 
 

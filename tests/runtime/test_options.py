@@ -12,7 +12,6 @@ from rotationzoo.codec.formats import MLX, SGLANG
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.model.source import DEMO, Source
 from rotationzoo.runtime import artifacts
-from rotationzoo.simulation.kivi import KiviArm
 
 PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
 
@@ -71,15 +70,6 @@ def without_factors(rotations):
     return rotations.replace(lambda _, __, rotation: replace(rotation, feedback=None))
 
 
-def test_without_a_rotation_and_with_scales_per_channel(demo, made):
-    """KIVI's own cache, and one with its format and calibrated rotations."""
-    for rotations in (None, made):
-        cache = RotatedCache(rotations, demo, format="kivi", sink=4, recent=16)
-        assert isinstance(cache.settings.arm, KiviArm)
-        generate(demo, cache)
-        assert cache.rotated_layers[0].streams[0].blocks["key"].length == 64, "of 75 tokens"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -90,8 +80,7 @@ def test_without_a_rotation_and_with_scales_per_channel(demo, made):
         ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
         ({"sinks": 4}, "no option 'sinks' .did you mean 'sink'"),
         ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),
-        ({"format": "kivi", "rounding": "feedback"}, "kivi takes no rounding = 'feedback'"),
-        ({"format": "kivi", "group_size": 8}, "kivi takes no group_size = 8"),
+        ({"format": "kivi"}, "there is no format 'kivi'"),
         ({"group_size": 0}, "group_size must be a whole number of at least 1, not 0"),
         ({"sink": -1}, "sink must be a whole number of at least 0, not -1"),
         ({"slack": -1}, "slack must be a whole number of at least 0, not -1"),

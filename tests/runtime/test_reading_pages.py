@@ -26,7 +26,6 @@ from rotationzoo.runtime.paged_attention import PageReader
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.stream import Blocks, Stream
 from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 
 WINDOWS = CacheLayout(sink=2, recent=5)
@@ -122,15 +121,13 @@ def changed(rotations):
     return rotations.replace(change)
 
 
-@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "groups", "kivi", "feedback"])
+@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "groups", "feedback"])
 def test_every_codec_is_read_as_rows_are(codec, reads):
     model = architectures.build("llama", torch.float64)
     rotations = to_float64(fit(None, PRESETS["random"], geometry_of(model)))
     windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
     arm = Arm("", rotations, group_size=4 if codec == "groups" else None)
-    if codec == "kivi":
-        arm = KiviArm("", rotations, tokens=4, channels=8)
-    elif codec == "feedback":
+    if codec == "feedback":
         arm = Arm("", changed(rotations), rounding="feedback")
     rows, pages = (decode(model, empty(model, each, arm, windows)) for each in ("rows", "pages"))
     assert reads["pages"] > 40

@@ -14,7 +14,6 @@ from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.stream import READ_TOGETHER, Reach, Stream
 from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 
 HEADS, DIM, BLOCK = 2, 32, 128
@@ -63,11 +62,10 @@ def test_a_long_context_takes_little_beside_its_rows():
     assert beside <= 3 * READ_TOGETHER["value"]
 
 
-@pytest.mark.parametrize("format", ["sglang", "vllm", "mlx", "kivi"])
+@pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_blocks_read_together_are_those_read_alone(format, monkeypatch):
-    arm = KiviArm("", rotations()) if format == "kivi" else Arm("", rotations(), 16)
-    stream = stream_of(arm, "sglang" if format == "kivi" else format, 7 * BLOCK + 5, batch=3)
+    stream = stream_of(Arm("", rotations(), 16), format, 7 * BLOCK + 5, batch=3)
     for start in (0, 2, 3 * BLOCK, 7 * BLOCK):
         together = stream.read(start)
         with monkeypatch.context() as patch:

@@ -82,6 +82,21 @@ def test_recall_tasks_agree_with_the_simulation(job):
     assert worst < exact - 0.1, "the cache is read"
 
 
+def test_caches_that_ours_does_not_store_are_simulated_beside_it(job):
+    read = []
+
+    def through(model, arm, layout):
+        read.append(arm.name)
+        return ThroughCache(model, arm, layout)
+
+    asked = replace(job, prefill_chunk=128, baselines=("identity", "kivi", "mlx-2"))
+    simulated = evaluate(asked).report()["arms"]
+    real = evaluate(replace(asked, real_cache=True), through=through).report()["arms"]
+    assert set(read) == {"identity"}
+    for name in ("kivi", "mlx-2"):
+        assert real[name]["tasks"] == simulated[name]["tasks"]
+
+
 def test_what_a_real_cache_does_not_store_is_refused(job):
     for changes in ({"layers": {0}}, {"sides": ("key",)}):
         with pytest.raises(UsageError, match="stores keys and values of all layers"):

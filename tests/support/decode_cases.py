@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from decode_caches import KIVI_CHANNELS, KIVI_TOKENS, LAYOUTS
+from decode_caches import LAYOUTS
 from torch.nn.functional import pad
 
 from rotationzoo.codec import int2
@@ -26,7 +26,7 @@ class Case:
     dim: int = 128
     value_dim: int | None = None
     group_size: int | None = None
-    """Channels that share a scale. Keys of `kivi` have one scale a channel."""
+    """Channels that share a scale."""
     fine: tuple[int, int] | None = None
     """How many channels of keys and of values have third bits, in the format `fine`. None: as many
     as it says."""
@@ -161,13 +161,8 @@ class Drawing:
         for dim, channels in zip((case.dim, self.value_dim), fine, strict=True):
             format = replace(format, fine_channels=channels)
             group = case.group_size or dim
-            if case.format == "kivi":
-                group = math.gcd(KIVI_CHANNELS, dim)
             both.append(PageLayout(case.kv_heads, dim, dim // group, case.page, format))
-        key, value = both
-        if case.format == "kivi":
-            key = PageLayout(case.kv_heads, case.dim, case.dim, case.page, format, KIVI_TOKENS)
-        return key, value
+        return both[0], both[1]
 
     def side(self, layout: PageLayout, rows: torch.Tensor, mean: torch.Tensor | None) -> PackedSide:
         """Rows in pages, stored in a frame of their own by a matrix that is not orthogonal."""
@@ -184,11 +179,10 @@ class Drawing:
         memory = layout.empty(self.batch * count, self.device).unflatten(0, (count, self.batch))
         blocks = list(memory.unbind())
         for page, block in enumerate(blocks):
-            sections = layout.view(block)
+            sections, first = layout.view(block), page * layout.tokens
             for section, rows_of_all in zip(sections, parts, strict=True):
-                each = section.shape[2]  # tokens, or groups of tokens that share a scale
-                section[:] = rows_of_all[:, :, page * each : (page + 1) * each]
-            self.spoil(layout, sections, page * layout.tokens)
+                section[:] = rows_of_all[:, :, first : first + layout.tokens]
+            self.spoil(layout, sections, first)
         packed = PackedSide(blocks, layout, (scales * rotation.mT).contiguous(), mean)
         if self.case.replayed:  # a table on the device, with columns to spare
             packed = replace(packed, table=pad(packed.addresses(), (0, 3)))
@@ -199,12 +193,10 @@ class Drawing:
 
     def spoil(self, layout: PageLayout, sections: Sections, first: int) -> None:
         """Overwrite what is beyond the length of each row."""
-        share = layout.tokens_per_scale
         for row, length in enumerate(self.case.lengths):
             filled = max(0, length - first)
             sections.codes[row, :, filled:] = sections.thirds[row, :, filled:] = 255
-            whole = -(-filled // share)
-            sections.scale[row, :, whole:] = sections.offset[row, :, whole:] = self.case.unread
+            sections.scale[row, :, filled:] = sections.offset[row, :, filled:] = self.case.unread
             if self.case.pooled:
                 skipped = max(0, self.case.pooled[row] - first)
                 sections.scale[row, :, :skipped] = self.case.unread
@@ -244,13 +236,8 @@ class Drawing:
 def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
     """Rows `[B, H, T, D]` as the sections of pages hold them, of any number of pages."""
     format = layout.format
-    if layout.tokens_per_scale == 1:
-        stored = int2.quantize(rows, 0.96, layout.dim // layout.groups, format)
-        codes, scale, offset = stored.codes, stored.scale, stored.offset
-    else:
-        stored = int2.quantize(rows.mT, 1.0, layout.tokens_per_scale, format)
-        codes, scale, offset = stored.codes.mT, stored.scale.mT, stored.offset.mT
-    return int2.Quantized(int2.pack(codes, format), scale, offset)
+    stored = int2.quantize(rows, 0.96, layout.dim // layout.groups, format)
+    return replace(stored, codes=int2.pack(stored.codes, format))
 
 
 def reference(inputs: Inputs) -> torch.Tensor:

@@ -113,7 +113,6 @@ typedef unsigned (*Numbers)[6];
 // ---- functions of CUDA -----------------------------------------------------------------------------------------------------
 
 static int __float2int_rn(float x) { return int(nearbyintf(x)); }
-static float __fdividef(float x, float y) { return x / y; }
 #define __log2f(x) log2f(x)
 
 template <class T>
@@ -124,14 +123,13 @@ template <class T>
 static T __shfl_xor_sync(unsigned, T x, int step) {
   return together({bits_as<unsigned>(x)}, [=](Numbers all, int lane) { return bits_as<T>(all[lane ^ step][0]); });
 }
-static unsigned __reduce_max_sync(unsigned, unsigned x) {
+static bool __any_sync(unsigned, bool x) {
   return together({x}, [](Numbers all, int) {
-    unsigned top = 0;
-    for (int lane = 0; lane < 32; lane++) top = max(top, all[lane][0]);
-    return top;
+    bool any = false;
+    for (int lane = 0; lane < 32; lane++) any |= all[lane][0] != 0;
+    return any;
   });
 }
-static bool __any_sync(unsigned mask, bool x) { return __reduce_max_sync(mask, x); }
 static bool __all_sync(unsigned mask, bool x) { return !__any_sync(mask, !x); }
 
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
@@ -143,7 +141,6 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 
 // ---- in place of the functions of attention.cu that are written in PTX ------------------------------------------------------
 
-static float2 from_halves(unsigned pair) { return {from_half(pair), from_half(pair >> 16)}; }
 static unsigned half_pair(float low, float high) {
   return bits_as<unsigned short>(_Float16(low)) | unsigned(bits_as<unsigned short>(_Float16(high))) << 16;
 }

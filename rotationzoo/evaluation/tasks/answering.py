@@ -7,6 +7,7 @@ from itertools import chain, pairwise, product
 
 from transformers import PreTrainedModel
 
+from rotationzoo.evaluation.arms import SIMULATED_ALONE
 from rotationzoo.evaluation.forward import CacheReader, Trial
 from rotationzoo.evaluation.pace import Pace, Reader
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
@@ -209,9 +210,10 @@ def _ask_arms(
 def _request(
     model: PreTrainedModel, trial: Trial, cache: CacheLayout, arm: Arm, prompts: list[Prompt]
 ) -> Request:
-    """The prompts of a series, read from an arm's cache."""
+    """The prompts of a series, read from an arm's cache: a real one if the trial has its reader,
+    and if ours stores what the arm does."""
     place = cache, arm.name
-    if trial.through:
+    if trial.through and arm.name not in SIMULATED_ALONE:
         return Request(prompts, reader=trial.through(model, arm, cache), timed_as=place)
     layers = set(trial.layers)
     simulation = Simulation(arm, cache, trial.geometry, layers, trial.sides)
