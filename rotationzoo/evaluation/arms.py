@@ -3,9 +3,7 @@ one rotation per layer if that is asked; and baselines that need no calibration.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, Literal
 
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.store import Artifact
@@ -25,6 +23,10 @@ from rotationzoo.simulation.kivi import KiviArm
 DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures."""
 RIVALS = tuple(ENGINE_CACHES)
@@ -228,7 +230,7 @@ def reduced_rotations(
 
 
 def bits_beside_windows(
-    bits: Bits, artifacts: Collection[Artifact], config: PretrainedConfig
+    bits: Bits, artifacts: Collection[Artifact], config: "PretrainedConfig"
 ) -> Bits:
     """The budget of artifacts in an engine that keeps layers with a sliding window exact: `equal`
     beside such layers, because it pads the pages of all layers to the largest. Raises `UsageError`
