@@ -20,12 +20,12 @@ from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
 from rotationzoo.simulation.kivi import KiviArm
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures."""
