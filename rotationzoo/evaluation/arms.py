@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
-
 BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures."""
 RIVALS = tuple(ENGINE_CACHES)
