@@ -136,7 +136,7 @@ class Artifact:
         """The rotations by layer index, read on first access.
 
         Raises `RotationZooError` if they do not fit the recipe and the geometry, are not
-        orthogonal, or are not those that the manifest's sha256 tells.
+        orthogonal, or differ from the manifest's sha256.
         """
         return rotations_from(self._sound_tensors(ROTATIONS))
 

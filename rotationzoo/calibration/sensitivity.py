@@ -65,6 +65,8 @@ def measure_sensitivities(
         cache = CacheLayout(COARSE, sink, recent)
         with keeping_outputs(layers, _keep_in_main_memory) as outputs:
             exact = _predict(model, row, cache.first_quantized)
+        if len(outputs) != len(layers):
+            layers = []  # they do not run once each, so a later one cannot stand for them
         nothing = Simulation(arm, cache, geometry, readers[places[0][0]], sides=())
         # In bfloat16, even an exact simulation differs from the model a little.
         noise = _measure_loss(model, row, exact, nothing)
@@ -94,8 +96,8 @@ def _keep_in_main_memory(states: object) -> tuple[torch.Tensor, torch.device] | 
 def _leaving_out(
     layers: list[torch.nn.Module], outputs: list[tuple[torch.Tensor, torch.device] | None]
 ) -> AbstractContextManager[None]:
-    """A context in which the model's first layers do not run: the last of them returns what it has
-    returned before. All run where that is not known."""
+    """A context in which these first layers of the model do not run: the last of them returns what
+    it has returned before. All run where that is not one tensor."""
     kept = outputs[len(layers) - 1] if layers else None
     if kept is None:
         return nullcontext()

@@ -309,7 +309,7 @@ def _leave_windows(
     job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
 ) -> Evaluation:
     """The job of an engine that keeps layers with a sliding window exact. A real cache stores every
-    layer, as does a user who names layers."""
+    layer, and layers that were named are those to store."""
     full = loading.full_attention_layers(config)
     if not job.beside_windows or full is None:
         return job
@@ -346,10 +346,10 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
     windows = job.windows or [(recipe.sink, recipe.recent)]
     assert job.format is not None
     format = int2.SIMULATED[job.format]
-    spent = artifacts and reduced_rotations(artifacts[0], False, (), job.bits)
-    if format.offset == "none" and spent and spent.has_budget:
-        # The baselines take as many bytes as the first artifact.
-        format = replace(format, fine_channels=average_fine_channels(spent))
+    if format.offset == "none" and artifacts:
+        spent = reduced_rotations(artifacts[0], False, (), job.bits)
+        if spent.has_budget:  # the baselines take as many bytes as the first artifact
+            format = replace(format, fine_channels=average_fine_channels(spent))
     layout = job.prefill_layout or "server"
     return [
         CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows

@@ -17,7 +17,7 @@ from rotationzoo.engines.registry import (
     find_engine,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import Bits, reduced_rotations
+from rotationzoo.evaluation.arms import Bits, bits_beside_windows, reduced_rotations
 from rotationzoo.model.geometry import check_group_size, geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
@@ -71,13 +71,14 @@ def build_settings(
             raise UsageError("settings of a cache take no options", hint="leave out the options")
         return rotations
     check_options({**options})
-    options = as_engine(options, _has_budget(rotations))
-    recipe = Recipe()
-    name = "this cache"
+    recipe, name, engine = Recipe(), "this cache", options.get("engine", DEFAULT)
     if isinstance(rotations, Artifact):
         recipe, name = rotations.recipe, str(rotations.folder)
         check_fits(rotations, model)
-        rotations = served_rotations(rotations, options["engine"], options.get("bits"))
+        bits: Bits = options.get("bits")
+        if not find_engine(engine).sliding:
+            bits = bits_beside_windows(bits, [rotations], model.config)
+        rotations = served_rotations(rotations, engine, bits)
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
     elif not isinstance(rotations, Rotations):
@@ -85,15 +86,11 @@ def build_settings(
             f"an object of type {type(rotations).__name__} holds no rotations",
             hint="give an artifact or its folder, a name in the zoo, or None",
         )
+    options = as_engine(options, rotations.has_budget)
     settings = settle(name, recipe, rotations, options)
     dims = {rotation.dim for _, _, rotation in rotations.each()}
     check_group_size(settings.layout.group_size, dims)
     return settings
-
-
-def _has_budget(rotations: Given) -> bool:
-    held = rotations.rotations if isinstance(rotations, Artifact) else rotations
-    return isinstance(held, Rotations) and held.has_budget
 
 
 def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:

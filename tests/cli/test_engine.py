@@ -154,6 +154,18 @@ def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, cho
         assert measured == served.arm.page_layout(3, side, 64, served.layout.format)
 
 
+def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowed):
+    model, artifact = windowed
+    served = make_settings(Options(artifact=str(artifact.folder)), find(model))
+    for_vllm = build_settings(artifact, _loaded(model), {"engine": "vllm"})
+    for side in SIDES:
+        stored = for_vllm.arm.page_layout(3, side, 64, for_vllm.layout.format)
+        assert stored == served.arm.page_layout(3, side, 64, served.layout.format)
+    with pytest.raises(UsageError, match="all others have the same bits"):
+        build_settings(artifact, _loaded(model), {"engine": "vllm", "bits": 3.25})
+    assert build_settings(artifact, _loaded(model), {}).arm.rotations.has_budget
+
+
 def test_beside_windows_no_other_budget_can_be_asked_for(windowed):
     model, artifact = windowed
     with pytest.raises(UsageError, match="all others have the same bits"):
