@@ -13,6 +13,7 @@ import torch
 
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average
 
 EDGE_ROWS = 8
@@ -46,7 +47,7 @@ def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: i
         return (normal * tail).float()
     mean, second = moments.mean, moments.second_moment
     assert mean is not None, "keys and values of a calibration have a mean"
-    eigenvalues, vectors = torch.linalg.eigh(second - mean.unsqueeze(-1) * mean.unsqueeze(-2))
+    eigenvalues, vectors = compositions.eigenbasis(second - mean.unsqueeze(-1) * mean.unsqueeze(-2))
     # Rounding can push eigenvalues of a singular covariance slightly below 0.
     root = vectors * eigenvalues.clamp(min=0).sqrt().unsqueeze(-2)
     rows: torch.Tensor = mean.unsqueeze(1) + tail * (normal @ root.mT)

@@ -174,7 +174,7 @@ def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
     made traceless. Logarithms weight all directions equally. Directions with nearly equal
     eigenvalues, which differ from text to text, do not lower the share.
     """
-    eigenvalues, vectors = torch.linalg.eigh(moment.double())
+    eigenvalues, vectors = compositions.eigenbasis(moment)
     logarithms = eigenvalues.clamp(min=_FLOOR * eigenvalues.amax().item()).log()
     logarithm = vectors @ torch.diag_embed(logarithms) @ vectors.mT
     spread = logarithms - logarithms.mean(-1, keepdim=True)

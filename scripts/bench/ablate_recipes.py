@@ -40,6 +40,7 @@ from rotationzoo.artifact.layout import rotation_tensors, rotations_from
 from rotationzoo.calibration.budget import COARSE, spend_bits
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit
+from rotationzoo.calibration.recipe_checks import settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.codec import cuda
 from rotationzoo.codec.formats import FINE, SGLANG
@@ -47,7 +48,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_on_meta, has_latents
+from rotationzoo.model.geometry import Geometry, geometry_on_meta, has_latents, shifted_layers
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Data, Recipe
@@ -198,7 +199,7 @@ class Study:
     def rotations(self, name: str, **changes: Any) -> Rotations:
         """The rotations of a closed form, with the factors of error feedback."""
         keys = {"feedback": True, **CLOSED[name], **changes}
-        recipe = Recipe(**keys)
+        recipe, _ = settle_centering(Recipe(**keys), shifted_layers(self.geometry))
         return fit(self.statistics(name == "oscar-v1"), recipe, self.geometry)
 
     @functools.cache  # noqa: B019

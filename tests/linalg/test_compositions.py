@@ -44,6 +44,22 @@ def test_eigenvalues_ascend_and_signs_are_fixed():
     assert torch.allclose(basis @ torch.diag_embed(eigenvalues) @ basis.mT, second, rtol=1e-10)
 
 
+def test_an_eigenbasis_is_made_by_one_thread(monkeypatch):
+    decompose, threads, before = torch.linalg.eigh, [], torch.get_num_threads()
+
+    def counting(matrix):
+        threads.append(torch.get_num_threads())
+        return decompose(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", counting)
+    try:
+        torch.set_num_threads(3)
+        eigenbasis(moment(64))
+        assert (threads, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_strongest_directions_are_those_of_the_largest_eigenvalues():
     second = moment(64)
     eigenvalues, basis = eigenbasis(second)
