@@ -76,6 +76,7 @@ def test_the_commands_of_a_page(page, world: World, tmp_path):
     calibrates = re.search(r"^[^#\n]*\brotationzoo calibrate ", script, re.MULTILINE)
     result = world.run(script, world.page(tmp_path / "page", goes_on=not calibrates))
     assert result.returncode == 0, f"{name_of(page)}\n{result.stdout}\n{result.stderr}"
+    assert "FutureWarning" not in result.stderr
 
 
 @pytest.mark.thorough

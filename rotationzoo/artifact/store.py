@@ -3,6 +3,7 @@
 import os
 import pickletools
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -231,7 +232,7 @@ class Artifact:
         if problems := problems or self._damage(name):
             raise RotationZooError(
                 f"{self.folder / name} is damaged: {problems[0]}",
-                hint="see all of it with: rotationzoo verify",
+                hint=f"see all of it with: rotationzoo verify {shlex.quote(str(self.folder))}",
             )
         return tensors
 

@@ -216,6 +216,7 @@ def _usage_error(error: Any) -> UsageError:
     Its message is empty if Typer has already printed the help.
     """
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
+    message = message.partition(", unable to parse")[0].replace("Input should", "it must")
     if option := getattr(error, "option_name", None):
         message = _describe_unknown(option, error)
     # The message is the only place for the choices that every version of Typer has.

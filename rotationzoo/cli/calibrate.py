@@ -13,7 +13,7 @@ from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import Interrupted, RotationZooError
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.words import nearest, shortened
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def calibrate_command(
     out = Output(json, quiet)
     if recipe is not None:
         _check_recipe(recipe)
+    _check_budget(bits=bits, key_bits=key_bits, value_bits=value_bits)
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.api import CalibrationOptions, calibration_job
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
@@ -131,6 +132,19 @@ def _check_recipe(recipe: str) -> None:
             f"there is no recipe {shortened(recipe)!r}, nor such a file{nearest(recipe, RECIPES)}",
             hint=f"give one of {', '.join(RECIPES)}, or a YAML file such as configs/Qwen3-8B.yaml",
         )
+
+
+def _check_budget(**given: float | None) -> None:
+    """Raise `UsageError` for budgets that no recipe has, by the names of their options. `Recipe`
+    knows it, too, but its module imports torch."""
+    budget = options.given(**given)
+    hint = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
+    for name, bits in budget.items():
+        if not 2 < bits <= 4:
+            option = f"--{name.replace('_', '-')} {bits:g}"
+            raise UsageError(f"{option} is no budget of more than 2 and at most 4 bits", hint)
+    if budget.keys() not in (set(), {"bits"}, {"key_bits", "value_bits"}):
+        raise UsageError("a budget is --bits alone, or --key-bits and --value-bits together", hint)
 
 
 def _last_change(folder: Path) -> int | None:

@@ -45,8 +45,13 @@ def report_command(
     out = Output(json, quiet)
     from rotationzoo.artifact.store import EVALUATION, Artifact
     from rotationzoo.cli.artifact_view import suggest_step
+    from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files
 
+    if output.is_file() and FOOTER.encode() not in files.read(output, 1 << 24):
+        raise RotationZooError(
+            f"{output} exists and is no page of report", hint="choose another place with --output"
+        )
     opened = Artifact.open(artifact)
     others = [Artifact.open(folder) for folder in compare or []]
     report = _draw_report(opened, others, context)
@@ -96,6 +101,8 @@ def _draw_report(
 ) -> "Report":
     from rotationzoo.report.page import make_report
 
+    for each in (artifact, *others):
+        _ = each.rotations  # a page must not recommend rotations that no engine can read
     return make_report(artifact, others, _describe_signature(artifact), context)
 
 

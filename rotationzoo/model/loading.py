@@ -87,10 +87,11 @@ def full_attention_layers(config: "PretrainedConfig") -> set[int] | None:
     kinds = getattr(text, "layer_types", None)
     if kinds is None:  # all layers are alike
         return None if getattr(text, "sliding_window", None) is None else set()
-    if "sliding_attention" not in kinds:
+    # Not `reference_sliding_attention`, which reads all of a prompt, and forgets new tokens alone.
+    if not {"sliding_attention", "hybrid_sliding"}.intersection(kinds):
         return None
     owners = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
-    return {index for index in range(owners) if kinds[index] == "full_attention"}
+    return {index for index in range(owners) if kinds[index] in ("full_attention", "hybrid")}
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":

@@ -30,6 +30,8 @@ from rotationzoo.report.results import VERDICT, describe_measurement, describe_v
 from rotationzoo.simulation.size import CONTEXT, bits_per_element
 
 _FOLDER = Path(__file__).parent
+FOOTER = "Made from stored figures by rotationzoo"
+"""What tells the page of a report from files that others wrote."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Report:
         once for all pages."""
         commands = [name_folder(command, folder) for command in self.verdict.commands]
         named = replace(self, verdict=replace(self.verdict, commands=commands))
-        return render_page("report.html.jinja", ("page.js",), report=named)
+        return render_page("report.html.jinja", ("page.js",), report=named, made=FOOTER)
 
 
 def make_report(

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.model import centering
-from rotationzoo.model.cache_names import returned_cache
+from rotationzoo.model.cache_names import cache_argument, returned_cache
 from rotationzoo.model.geometry import geometry_of, shifted_layers
 from rotationzoo.model.loading import input_device
 from rotationzoo.rotations import Rotations
@@ -32,7 +32,7 @@ from rotationzoo.runtime.settings import CacheSettings
 
 
 class RotatedCache(DynamicCache):
-    """A KV cache that stores 2 bits: `model.generate(..., past_key_values=RotatedCache(...))`.
+    """A KV cache that stores 2 bits: `model.generate(..., **RotatedCache(...).argument)`.
 
     * `rotations`: an artifact or its folder, a name in the zoo, which is pulled, or `Rotations`.
       None is for no rotation at all. An evaluation gives the `CacheSettings` of one of its arms;
@@ -76,6 +76,7 @@ class RotatedCache(DynamicCache):
         settings = build_settings(rotations, model, options)
         super().__init__()
         self.settings = settings
+        (self._name,) = cache_argument(model, None)
         self.padding = Padding()
         self._planned = self._build_layers(model)
         # A cache class of a model's own takes the number of layers for that of its states, so its
@@ -108,6 +109,12 @@ class RotatedCache(DynamicCache):
             if isinstance(layer, RotatedLayer):
                 return layer.update(key_states, value_states, masks=self.page_reading.masks)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def argument(self) -> dict[str, "RotatedCache"]:
+        """This cache under the name that the model has for it: `cache`, or `past_key_values` before
+        transformers 5.24."""
+        return {self._name: self}
 
     @property
     def rotated_layers(self) -> list[RotatedLayer]:

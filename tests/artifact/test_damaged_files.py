@@ -159,13 +159,17 @@ def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says
         assert says in refused(result) + result.stdout, word
 
 
-def test_a_flipped_bit_that_no_check_of_values_finds(inside, folder):
+def test_a_flipped_bit_that_no_check_of_values_finds(inside, small, folder):
     """The clip ratio stays above 0 and below 1."""
     path = folder / "rotations.safetensors"
     tensors = load_file(path)
     tensors["layers.0.key.clip"].view(torch.int32)[0] ^= 1
     path.write_bytes(save(tensors))
-    assert "its sha256 differs" in refused(inside("inspect", folder))
+    for words in (["inspect", folder], ["report", folder], ["report", small, "--compare", folder]):
+        says = refused(inside(*words))
+        assert "its sha256 differs" in says
+        assert f"rotationzoo verify {folder}\n" in says
+    assert not (inside.folder / "report.html").exists()
     with pytest.raises(RotationZooError, match="its sha256 differs"):
         _ = Artifact.open(folder).rotations
 

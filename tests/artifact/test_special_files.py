@@ -49,7 +49,7 @@ COMMANDS = {
 def test_nothing_waits_for_a_pipe_or_reads_a_device(inside, folder, name, kind):
     special(folder / name, kind)
     for word, more in COMMANDS.items():
-        reads = {"inspect": "rotations.safetensors", "report": "manifest.json"}
+        reads = dict.fromkeys(["inspect", "report"], "rotations.safetensors")
         if name not in ("manifest.json", reads.get(word, name)):
             continue
         assert refused(inside(word, folder, *more))

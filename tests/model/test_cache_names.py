@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from rotationzoo.model.cache_names import cache_argument, given_cache, returned_cache
 from rotationzoo.model.prediction import continue_greedily
+from rotationzoo.runtime.cache import RotatedCache
 
 
 class Old:
@@ -37,11 +38,11 @@ def test_a_call_may_have_no_cache():
 @torch.no_grad()
 def test_the_installed_transformers_finds_no_fault_with_the_names(caplog):
     model, ids = architectures.build("llama"), torch.arange(3, 9)[None]
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    caches = [DynamicCache(config=model.config), RotatedCache(None, model)]
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error")
         continue_greedily(model, ids, caches[0], 2)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2}
-        model.generate(ids, **options, **cache_argument(model, caches[1]))
+        model.generate(ids, **options, **caches[1].argument)
     assert "deprecated" not in caplog.text
     assert [cache.get_seq_length() for cache in caches] == [7, 7]

@@ -18,3 +18,16 @@ FULL = {
 @pytest.mark.parametrize("family", FULL)
 def test_layers_of_full_attention_stand_beside_sliding_windows(family):
     assert full_attention_layers(architectures.config(family)) == FULL[family]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "full"),
+    [
+        (["hybrid", "hybrid_sliding"] * 2, {0, 2}),  # ZAYA and Inkling
+        (["reference_sliding_attention"] * 4, None),  # Unlimited OCR reads all of a prompt
+    ],
+)
+def test_sliding_windows_have_other_names(kinds, full):
+    config = architectures.config("llama")
+    config.layer_types = kinds
+    assert full_attention_layers(config) == full

@@ -234,6 +234,18 @@ def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
     assert commands[0] == "rotationzoo evaluate demo FOLDER --for vllm --save"
 
 
+def test_a_page_replaces_a_page_and_nothing_else(tmp_path, inside):
+    folder = make_artifact(tmp_path / "made", Made(layers=[0]), evaluated=False)
+    for _ in range(2):
+        assert inside("report", folder).returncode == 0
+    for content in (b"<!doctype html>mine", bytes(1 << 25)):
+        (inside.folder / "report.html").write_bytes(content)
+        assert inside("report", folder).returncode == 1
+        assert (inside.folder / "report.html").read_bytes() == content
+    (inside.folder / "report.html").write_text("mine")
+    assert "report.html exists and is no page of report" in inside("report", folder).stderr
+
+
 def test_only_the_page_on_this_machine_names_the_folder(tmp_path, inside, monkeypatch):
     folder = make_artifact(tmp_path / "made", Made(layers=[0], model="someone/large"))
     page, drawn = tmp_path / "page.html", []

