@@ -217,8 +217,8 @@ def _usage_error(error: Any) -> UsageError:
     """
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
     message = message.partition(", unable to parse")[0].replace("Input should", "it must")
-    if option := getattr(error, "option_name", None):
-        message = _describe_unknown(option, error)
+    if hasattr(error, "possibilities"):
+        message = _describe_unknown(error.option_name, error)
     # The message is the only place for the choices that every version of Typer has.
     if wrong := _WRONG_CHOICE.search(message):
         message += nearest(wrong[1], _QUOTED.findall(wrong[2]))

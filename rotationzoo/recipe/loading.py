@@ -106,7 +106,7 @@ def with_budget(recipe: Recipe, **bits: float | None) -> Recipe:
     try:
         changed = from_dict({**recipe.model_dump(), **bits}, "the options")
     except RotationZooError as error:
-        raise UsageError(str(error), hint="--bits 2.5, or --key-bits 3 --value-bits 2.5") from error
+        raise UsageError(str(error), hint="as: --recipe oscar --bits 2.5") from error
     suffix = "-".join(f"{number:g}" for number in bits.values() if number is not None)
     return changed.model_copy(update={"name": f"{recipe.name}-{suffix}-bits"})
 

@@ -196,7 +196,7 @@ class Recipe(Section):
         if any(sides) and (self.bits or not all(sides)):
             raise ValueError("give bits, or key_bits and value_bits")
         if self.has_budget and not self.feedback:
-            raise ValueError("a budget of bits needs feedback")
+            raise ValueError("a budget of bits needs a recipe with error feedback")
         if self.has_budget and self.data.media:
             raise ValueError("a budget of bits is measured on text alone, not on images or audio")
         if self.data.positions != "all" and not self.data.media:
