@@ -62,8 +62,9 @@ def run_model(
         model = _load_model(planned, placement)
         ids = _first_tokens(model, text)
         geometry = planned.geometry
-        if geometry is None:
-            geometry = _look_at_model(model, ids, job.recipe)
+        if geometry is None:  # which `meta` could not show
+            geometry = geometry_of(model, ids)
+            check_recipe(job.recipe, geometry)
         dtype = str(model.dtype).removeprefix("torch.")
         # The model was loaded only for its geometry.
         if text is None:
@@ -98,14 +99,6 @@ def _first_tokens(model: PreTrainedModel, text: Corpus | None) -> torch.Tensor:
     zeros = torch.zeros(_CHECKED_TOKENS, dtype=torch.long)
     row = zeros if text is None else text.rows[0][:_CHECKED_TOKENS]
     return row[None].to(loading.input_device(model))
-
-
-def _look_at_model(model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe) -> Geometry:
-    """Find the geometry that `meta` could not show, and check the recipe against it as a plan
-    does."""
-    geometry = geometry_of(model, ids)
-    check_recipe(recipe, geometry)
-    return geometry
 
 
 def _check_capture(
