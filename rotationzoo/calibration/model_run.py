@@ -21,7 +21,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import attend_as_is, check_transparent
 from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
-from rotationzoo.model.placement import Placement, place_weights
+from rotationzoo.model.placement import place_weights
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
@@ -56,10 +56,13 @@ def run_model(
     - `checkpoint`: what a stopped run left, and where this run saves.
     """
     job = planned.job
+    assert planned.config is not None
     placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
     with placing as placement:
         progress("loading the model", 0, 0)
-        model = _load_model(planned, placement)
+        # Only its decoder runs, unless predictions are compared.
+        how = job.torch_device, job.torch_dtype, placement, job.recipe.has_budget
+        model = loading.load(planned.source, planned.config, *how)
         ids = _first_tokens(model, text)
         geometry = planned.geometry
         if geometry is None:  # which `meta` could not show
@@ -84,14 +87,6 @@ def run_model(
             )
             rotations = spend_bits(rotations, recipe)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
-
-
-def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
-    """Load the model's weights. Only its decoder runs, unless predictions are compared."""
-    job = planned.job
-    assert planned.config is not None
-    device, dtype, predicts = job.torch_device, job.torch_dtype, job.recipe.has_budget
-    return loading.load(planned.source, planned.config, device, dtype, placement, predicts)
 
 
 def _first_tokens(model: PreTrainedModel, text: Corpus | None) -> torch.Tensor:
