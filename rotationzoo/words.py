@@ -21,9 +21,9 @@ def differing(names: Sequence[str]) -> str:
     return f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
 
 
-def shortened(text: str) -> str:
-    """The text, or its beginning where it is longer than a line of a message."""
-    return text if len(text) <= _LINE else text[:_LINE] + "..."
+def shortened(text: str, longest: int = _LINE) -> str:
+    """The text, or its beginning where it is longer, by default than a line of a message."""
+    return text if len(text) <= longest else text[:longest] + "..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from rotationzoo.artifact.measured import Summary
-from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.storage import strict_json
@@ -23,7 +22,7 @@ ROTATIONS, STATISTICS = "rotations.safetensors", "statistics.safetensors"
 _Number = Annotated[int, Field(ge=0, le=1 << 16)]
 _Size = Annotated[int, Field(ge=1, le=1 << 16)]
 # A name may not lead out of the artifact's folder.
-_Name = Annotated[str, AfterValidator(plain), Field(pattern="^[^/]*$")]
+PlainName = Annotated[str, AfterValidator(plain), Field(pattern="^[^/]*$")]
 _Primitive = str | int | float | bool
 
 
@@ -71,12 +70,10 @@ class Calibration(Strict):
     note: str | None = None
 
 
-class ForeignFile(Strict):
+class ForeignFile(File):
     """A file that rotations were imported from."""
 
     name: str
-    size: Count
-    sha256: Sha256
 
 
 class Imported(Strict):
@@ -143,7 +140,7 @@ class Manifest(Strict):
     versions: Versions
     run: Run
     metrics: Metrics
-    files: dict[_Name, File]
+    files: dict[PlainName, File]
     notes: list[str] = Field(default=[])
     imported: Imported | None = None
 
@@ -201,18 +198,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The content of a manifest file that passes `Manifest`. Raises `RotationZooError`
     otherwise."""
     content: Any = strict_json.read(path)
-    schema = content.get("schema") if isinstance(content, dict) else None
-    # In Python a bool is an int, and `true` is no schema.
-    if not isinstance(schema, int) or isinstance(schema, bool):
-        raise RotationZooError(
-            f"{path} is damaged: it is no table with a schema",
-            hint="fetch or make the artifact again",
-        )
-    if schema != SCHEMA:
-        raise RotationZooError(
-            f"{path.parent} has schema {schema}; this rotationzoo reads schema {SCHEMA}",
-            hint="upgrade rotationzoo",
-        )
+    hint = "fetch or make the artifact again"
+    strict_json.check_schema(content, SCHEMA, str(path.parent), f"{path} is damaged", hint)
     parse_manifest(content, str(path))
     return dict(content)
 

@@ -12,14 +12,14 @@ from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.compositions import is_orthogonal
 
-# The dtypes that artifacts use, by the names that safetensors gives them.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "I64": torch.int64,
 }
+"""The dtypes that artifacts use, by the names that safetensors gives them."""
 _SHOWN = 4  # unknown tensors named in a message
 
 Problem = tuple[str, int]
@@ -40,7 +40,7 @@ def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], l
             names = list(file.keys())
             slices = {name: file.get_slice(name) for name in names}
             shapes: Shapes = {
-                name: (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                name: (DTYPES[part.get_dtype()], tuple(part.get_shape()))
                 for name, part in slices.items()
             }
             if problems := shape_problems(shapes, layout):

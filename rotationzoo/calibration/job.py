@@ -31,6 +31,7 @@ from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
 from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.words import differing
 from rotationzoo.writer import check_replaceable, library_versions
 
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
@@ -73,7 +74,7 @@ def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
     saved = {**artifact.manifest.identity, "recipe": _asked_recipe(artifact)}
     if changed := differences(saved, identity):
         raise RotationZooError(
-            f"{job.output} holds the work of another job: {', '.join(changed)} differ",
+            f"{job.output} holds the work of another job: {differing(changed)}",
             hint="choose another place with --output, or replace it with --restart",
         )
     return None if artifact.damaged_files() else artifact

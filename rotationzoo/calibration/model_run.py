@@ -21,7 +21,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import attend_as_is, check_transparent
 from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
-from rotationzoo.model.placement import Placement, place_weights
+from rotationzoo.model.placement import place_weights
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
@@ -56,14 +56,18 @@ def run_model(
     - `checkpoint`: what a stopped run left, and where this run saves.
     """
     job = planned.job
+    assert planned.config is not None
     placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
     with placing as placement:
         progress("loading the model", 0, 0)
-        model = _load_model(planned, placement)
+        # Only its decoder runs, unless predictions are compared.
+        how = job.torch_device, job.torch_dtype, placement, job.recipe.has_budget
+        model = loading.load(planned.source, planned.config, *how)
         ids = _first_tokens(model, text)
         geometry = planned.geometry
-        if geometry is None:
-            geometry = _look_at_model(model, ids, job.recipe)
+        if geometry is None:  # which `meta` could not show
+            geometry = geometry_of(model, ids)
+            check_recipe(job.recipe, geometry)
         dtype = str(model.dtype).removeprefix("torch.")
         # The model was loaded only for its geometry.
         if text is None:
@@ -85,27 +89,11 @@ def run_model(
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 
 
-def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
-    """Load the model's weights. Only its decoder runs, unless predictions are compared."""
-    job = planned.job
-    assert planned.config is not None
-    device, dtype, predicts = job.torch_device, job.torch_dtype, job.recipe.has_budget
-    return loading.load(planned.source, planned.config, device, dtype, placement, predicts)
-
-
 def _first_tokens(model: PreTrainedModel, text: Corpus | None) -> torch.Tensor:
     """The first few tokens of the text as a batch `[1, T]`, or zeros if there is no text."""
     zeros = torch.zeros(_CHECKED_TOKENS, dtype=torch.long)
     row = zeros if text is None else text.rows[0][:_CHECKED_TOKENS]
     return row[None].to(loading.input_device(model))
-
-
-def _look_at_model(model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe) -> Geometry:
-    """Find the geometry that `meta` could not show, and check the recipe against it as a plan
-    does."""
-    geometry = geometry_of(model, ids)
-    check_recipe(recipe, geometry)
-    return geometry
 
 
 def _check_capture(

@@ -11,7 +11,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, check_group_size, has_latents, head_dims
-from rotationzoo.model.rope import longer_rows_hint, position_count
+from rotationzoo.model.rope import check_positions, position_count
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT
 from rotationzoo.words import counted
@@ -79,12 +79,7 @@ def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
     if not recipe.needs_statistics:
         return
     length, data = recipe.data.length, recipe.data
-    positions = position_count(config)
-    if positions is not None and length > positions:
-        raise RotationZooError(
-            f"rows of {length} tokens are longer than the {positions} positions of the model",
-            hint=longer_rows_hint(config, length, f"add: --length {positions}"),
-        )
+    check_positions(config, length, "rows", "add: --length {}")
     if recipe.exclude_sink and length <= recipe.sink:
         raise RotationZooError(
             f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens",

@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields
 
 import torch
@@ -24,19 +25,13 @@ def keep_sums(statistics: Statistics) -> Undo:
 
     The copies take as much memory as the sums; `calibration.memory` counts them.
     """
-    kept: Statistics = {}
-    for layer, moments in statistics.items():
-        kept[layer] = {kind: _copy(moment) for kind, moment in moments.items()}
+    kept = deepcopy(statistics)
 
     def undo() -> None:
         # Observers hold the outer table, so it stays the same one.
         statistics.update(kept)
 
     return undo
-
-
-def _copy(moment: Moment) -> Moment:
-    return Moment(*(getattr(moment, field.name).clone() for field in fields(Moment)))
 
 
 class RunningSums:

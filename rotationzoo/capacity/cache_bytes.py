@@ -67,11 +67,7 @@ def _quantized_bits(layer: CachedLayer, cache: str, context: int, storage: Stora
     metadata += (layer.elements - layer.rounded) * _EXACT_BITS
     if cache == "int4":
         return held * (4 * layer.rounded + metadata)
-    exact = _exact_tokens(held, context, storage)
-    return exact * layer.elements * _EXACT_BITS + (held - exact) * (2 * layer.rounded + metadata)
-
-
-def _exact_tokens(held: int, context: int, storage: Storage) -> int:
-    """How many of the tokens that a layer holds are exact. A layer that slides forgets the sink."""
+    # A layer that slides forgets the sink.
     forgotten = context - held
-    return min(held, max(0, storage.sink - forgotten) + storage.recent)
+    exact = min(held, max(0, storage.sink - forgotten) + storage.recent)
+    return exact * layer.elements * _EXACT_BITS + (held - exact) * (2 * layer.rounded + metadata)

@@ -7,8 +7,8 @@ from typing import Any
 from rotationzoo.capacity.cache_bytes import Storage, longest_context, request_bytes
 from rotationzoo.capacity.cards import Card
 from rotationzoo.capacity.shape import Shape, read_shape
-from rotationzoo.capacity.weights import Weights, text_config, weigh
-from rotationzoo.model.files import read_json
+from rotationzoo.capacity.weights import Weights, weigh
+from rotationzoo.model.files import read_json, text_config
 from rotationzoo.model.source import Source, find
 
 _CONTEXT = 131072

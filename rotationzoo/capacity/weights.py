@@ -6,7 +6,7 @@ from typing import Any
 import huggingface_hub
 
 from rotationzoo.capacity.shape import Shape
-from rotationzoo.model.files import read_json, weight_files
+from rotationzoo.model.files import indexed_bytes, text_config, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
@@ -59,12 +59,6 @@ def _packed(shape: Shape, bits: float, only_experts: bool) -> int:
     return int(kept * 2 + (parameters - kept) * bits / 8)
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that describes the language model."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
-
-
 def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:
     """Bits of a published weight, and whether only routed experts have so few."""
     text = text_config(config)
@@ -88,11 +82,8 @@ def _published_bytes(source: Source) -> tuple[int | None, str]:
     """The size and what told it; None where only the config is left."""
     if paths := weight_files(source.folder):
         return sum(path.stat().st_size for path in paths), "files"
-    index = read_json(source.folder / "model.safetensors.index.json")
-    metadata = index.get("metadata")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(size, int | float) and 0 < size < 1 << 60:
-        return int(size), "index"
+    if (size := indexed_bytes(source.folder)) is not None:
+        return size, "index"
     return _ask_hub(source), "hub"
 
 

@@ -11,7 +11,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.compatibility import check_artifacts
+from rotationzoo.evaluation.compatibility import check_artifacts, check_bound
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
@@ -88,11 +88,7 @@ def check_membership(
     """
     _ = candidate.memory_limits  # for its errors
     bases = _recover_bases(artifact)
-    if not artifact.bound:
-        raise RotationZooError(
-            f"{artifact.folder} is bound to no model",
-            hint=f"import its files again with --model {candidate.model}, then ask again",
-        )
+    check_bound(artifact, candidate.model)
     recipe = artifact.recipe
     _check_shapes(artifact, candidate)
     statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
@@ -117,15 +113,14 @@ def _collect_statistics(
     candidate: Candidate, recipe: Recipe, geometry: Geometry, progress: Progress
 ) -> Statistics:
     """The model's statistics on `TEXT`, as a calibration with this recipe would collect them."""
-    source = candidate.source
+    source, device = candidate.source, candidate.torch_device
     config = loading.load_config(source, recipe.rope_scaling)
-    device = loading.torch_device(candidate.device)
     check_loadable(config, source.name, device)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
     with place_weights(candidate.device_map, candidate.max_memory) as placement:
         progress("loading the model", 0, 0)
-        dtype = loading.torch_dtype("auto", candidate.device, candidate.device_map)
+        dtype = candidate.torch_dtype
         model = loading.load(source, config, device, dtype, placement, predicts=False)
         with loading.forward_errors(candidate.model, 1, TEXT.length), torch.no_grad():
             first_tokens = text.rows[0][None, :_TRANSPARENCY_TOKENS]

@@ -32,7 +32,7 @@ from rotationzoo.cli.report import report_command
 from rotationzoo.cli.serve import serve_command
 from rotationzoo.cli.validate import validate_command
 from rotationzoo.cli.verify import verify_command
-from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
 from rotationzoo.words import nearest
 
 _MODEL = "Qwen/Qwen3-8B"
@@ -248,11 +248,9 @@ def _describe_unknown(option: str, error: Any) -> str:
 
 
 def _unexpected_error(error: Exception) -> RotationZooError:
-    """An unforeseen error in one line: its type and the first line of its message."""
-    lines = (line.strip() for line in str(error).splitlines())
-    first = next(filter(None, lines), "")
-    name = type(error).__name__
+    """An unforeseen error in one line: its type and the first sentence of its message."""
+    name, first = type(error).__name__, first_sentence(error)
     return RotationZooError(
-        f"{name}: {first}" if first else name,
+        name if first == name else f"{name}: {first}",
         hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
     )

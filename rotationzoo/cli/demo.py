@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, Quiet, follow_link
+from rotationzoo.cli.options import Json, Quiet, Restart, follow_link
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 
@@ -28,9 +28,7 @@ def demo_command(
             "--output", "-o", help="Folder of the artifact and its page (rotations/demo)."
         ),
     ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Replace an artifact that is there.")
-    ] = False,
+    restart: Restart = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

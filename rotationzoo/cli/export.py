@@ -5,17 +5,8 @@ from typing import Annotated
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    ArtifactFolder,
-    Clip,
-    Json,
-    Quiet,
-    Windows,
-    follow_link,
-    parse_clip,
-    parse_window,
-)
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import EngineName
@@ -23,7 +14,7 @@ from rotationzoo.errors import UsageError
 
 
 def export_command(
-    artifact: ArtifactFolder,
+    artifact: options.ArtifactFolder,
     to: Annotated[EngineName | None, typer.Option("--for", "--to", help="Engine")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder (ROTATIONS-ENGINE in exports).")
@@ -35,8 +26,8 @@ def export_command(
     uncentered: Annotated[
         bool, typer.Option("--uncentered", help="Leave the means of keys and values out.")
     ] = False,
-    clip: Clip = None,
-    windows: Windows = None,
+    clip: options.Clip = None,
+    windows: options.Windows = None,
     base: Annotated[
         Path | None, typer.Option(help="llama.cpp: the GGUF file that is copied and added to.")
     ] = None,
@@ -63,8 +54,8 @@ def export_command(
             metavar="FOLDER", help="Serve this model, which --absorb wrote for the same rotations."
         ),
     ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
@@ -96,7 +87,8 @@ def export_command(
         from rotationzoo.engines.absorb import absorb as write_absorbed
         from rotationzoo.storage.folders import check_writable
 
-        target = follow_link(output) or Path("exports") / f"{artifact.resolve().name}-absorbed"
+        name = f"{artifact.resolve().name}-absorbed"
+        target = options.follow_link(output) or Path("exports") / name
         check_writable(target)  # before the weights are fetched
         with show_progress(out) as progress:
             write_absorbed(opened, str(absorb), target, progress)
@@ -108,11 +100,11 @@ def export_command(
 
     request = Request(
         engine=str(to),
-        output=follow_link(output),
+        output=options.follow_link(output),
         pooled=pooled,
         uncentered=uncentered,
-        clip=parse_clip(clip),
-        windows=parse_window(windows),
+        clip=options.parse_clip(clip),
+        windows=options.parse_window(windows),
         absorbed=absorbed,
         options=Options(base, engine_hadamard, model),
     )

@@ -8,25 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import (
-    Anyway,
-    Budget,
-    Device,
-    DeviceMap,
-    Dtype,
-    Engine,
-    Format,
-    Json,
-    MaxMemory,
-    ModelName,
-    PrefillLayout,
-    Revision,
-    RopeScaling,
-    Rounding,
-    Sink,
-    given,
-)
 from rotationzoo.cli.output import Mode, Output, say, write_text
 from rotationzoo.cli.prompt_text import read_prompt
 from rotationzoo.cli.text_screen import TextScreen
@@ -41,7 +24,7 @@ _SHOWN = 24  # characters of each text after the place where two part
 
 
 def generate_command(
-    model: ModelName,
+    model: options.ModelName,
     rotations: Annotated[
         str | None,
         typer.Option(
@@ -49,7 +32,7 @@ def generate_command(
             "the folder rotations that you calibrated or pulled on this machine.",
         ),
     ] = None,
-    engine: Engine = None,
+    engine: options.Engine = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The text to continue.")
     ] = None,
@@ -70,28 +53,28 @@ def generate_command(
         float | None, typer.Option(help="Sample from the most probable tokens up to this share.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
-    bits: Budget = None,
-    format: Annotated[Format | None, typer.Option(help="The 2-bit format")] = None,
-    rounding: Rounding = None,
-    sink: Sink = None,
+    bits: options.Budget = None,
+    format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
+    rounding: options.Rounding = None,
+    sink: options.Sink = None,
     recent: Annotated[
         int | None, typer.Option(min=0, help="Last tokens kept exact (the recipe's).")
     ] = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Read the prompt in chunks of so many tokens.")
     ] = 2048,
-    prefill_layout: PrefillLayout = None,
-    rope_scaling: RopeScaling = None,
+    prefill_layout: options.PrefillLayout = None,
+    rope_scaling: options.RopeScaling = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show what the exact model writes.")
     ] = False,
-    anyway: Anyway = False,
-    revision: Revision = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    json: Json = False,
+    anyway: options.Anyway = False,
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    json: options.Json = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print the text and nothing else.")
     ] = False,
@@ -110,40 +93,19 @@ def generate_command(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
     text = read_prompt(prompt, file, out.note)
-    from rotationzoo.api import generation_job
+    from rotationzoo.api import GenerationOptions, generation_job
     from rotationzoo.runtime.job import generate
 
     hush_libraries()
     _check_order(model, rotations)
-    options = given(
-        engine=engine,
-        chat=chat,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        format=format,
-        bits=bits,
-        rounding=rounding,
-        sink=sink,
-        recent=recent,
-        prefill_chunk=prefill_chunk,
-        prefill_layout=prefill_layout,
-        compare=compare,
-        anyway=anyway,
-        rope_scaling=rope_scaling,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
-    job = generation_job(model, text, None, **options)
+    settings = options.chosen(locals(), GenerationOptions)
+    job = generation_job(model, text, None, **settings)
     job.check()  # before rotations are looked for
     job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:
         report = generate(job, screen.progress, None if json else screen.write, screen.note)
-    show_generation(out, report)
+    if out.mode is not Mode.QUIET:  # which wants the text alone, and that is on stdout already
+        out.result(report, "", lambda: _say_generation(out, report))
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
     suggest_next(out, report, model, engine)
@@ -180,13 +142,6 @@ def _check_order(model: str, rotations: str | None) -> None:
         f"{model} has rotations and no model",
         hint=f"give it with its model: {shlex.join(['rotationzoo', 'generate', *words])}",
     )
-
-
-def show_generation(out: Output, report: dict[str, Any]) -> None:
-    """Print the report of a text that is on stdout already, unless a program reads the output."""
-    if out.mode is Mode.QUIET:
-        return
-    out.result(report, "", lambda: _say_generation(out, report))
 
 
 def _say_generation(out: Output, report: dict[str, Any]) -> None:

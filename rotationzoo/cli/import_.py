@@ -34,9 +34,7 @@ def import_command(
     transposed: Annotated[
         bool, typer.Option("--transposed", help="They hold the matrices transposed.")
     ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Replace an artifact that is there.")
-    ] = False,
+    restart: options.Restart = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.words import number
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -86,11 +87,7 @@ def _feedback_words(layers: list["LayerSpectra"], sides: dict[str, str]) -> str:
 def _cells(side: "SideSpectrum") -> list[str]:
     return [
         str(side.dim),
-        _number(side.effective_rank, ".1f"),
-        _number(side.top_1_share, ".1%"),
-        _number(side.top_8_share, ".1%"),
+        number(side.effective_rank, ".1f"),
+        number(side.top_1_share, ".1%"),
+        number(side.top_8_share, ".1%"),
     ]
-
-
-def _number(value: float | None, format: str) -> str:
-    return "-" if value is None else f"{value:{format}}"

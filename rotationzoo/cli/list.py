@@ -8,7 +8,7 @@ import typer
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.words import counted
+from rotationzoo.words import UNKNOWN, change, counted, percent
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
 
 if TYPE_CHECKING:
@@ -114,12 +114,10 @@ def _show_entries(entries: list["Entry"]) -> None:
 
 def _row(entry: "Entry") -> list[str]:
     figures = entry.summary
-    share = figures and figures.share_answered
-    increase = figures and figures.perplexity_increase
-    answers = "-" if share is None else f"{share:.0%}"
-    cost = "-" if increase is None else f"{increase:+.2%}"
+    answers = percent(figures.share_answered if figures else None)
+    cost = change(figures.perplexity_increase if figures else None)
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
-    revision = (entry.model_revision or "-")[:8]
+    revision = (entry.model_revision or UNKNOWN)[:8]
     format = _FORMATS[entry.format]
     return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), answers, cost]
 
@@ -130,7 +128,7 @@ def _without_empty_columns(
     """Drop the columns that are empty in every row, except for the first."""
     kept = [0]
     for number in range(1, len(columns)):
-        if any(row[number] != "-" for row in rows):
+        if any(row[number] != UNKNOWN for row in rows):
             kept.append(number)
 
     def keep(cells: list[str]) -> list[str]:

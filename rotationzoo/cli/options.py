@@ -131,6 +131,7 @@ OutputFolder = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Artifact folder, by default MODEL-RECIPE in rotations."),
 ]
+Restart = Annotated[bool, typer.Option("--restart", help="Replace an artifact that is there.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 
 Subset = Annotated[str | None, typer.Option(help="The data set's configuration.")]

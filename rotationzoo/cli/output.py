@@ -21,7 +21,7 @@ from rich.console import Console
 from rotationzoo.cli.grid import build_grids
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
-from rotationzoo.words import sentence
+from rotationzoo.words import sentence, shortened
 
 if TYPE_CHECKING:
     from rotationzoo.report.tables import Table
@@ -150,7 +150,7 @@ def show_error(error: RotationZooError, as_json: bool = False) -> None:
     With `as_json`, also print both as the command's one JSON object, unless it has already printed
     one.
     """
-    message = _shortened(str(error))
+    message = shortened(str(error), _LONGEST)
     lines = [f"Error: {message}"]
     hint = None
     if error.hint:
@@ -241,7 +241,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

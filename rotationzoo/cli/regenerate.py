@@ -78,14 +78,12 @@ def regenerate_command(
         next_words = ["regenerate", models[0].model] if models else ["list"]
         out.suggest(*next_words)
         return
-    from rotationzoo.api import calibration_job, evaluation_job
+    from rotationzoo.api import Rows, calibration_job, evaluation_job
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.report import add_report
     from rotationzoo.zoo.regenerate import regenerate
 
-    run = options.given(
-        revision=revision, batch=batch, device=device, device_map=device_map, max_memory=max_memory
-    )
+    run = options.chosen(locals(), Rows)
     job = calibration_job(model, options.follow_link(output), str(recipe_file), **run)
     asked = options.given(
         data=data,

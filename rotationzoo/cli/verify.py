@@ -75,15 +75,10 @@ def verify_command(
     agreement = None
     if run and model is not None and verification.orthogonality_error is not None:
         from rotationzoo.checks.membership import Candidate, check_membership
+        from rotationzoo.model.loading import RunOptions
 
         with show_progress(out) as progress:
-            candidate = Candidate(
-                model,
-                revision=revision,
-                device=device,
-                device_map=device_map,
-                max_memory=max_memory,
-            )
+            candidate = Candidate(model, **options.chosen(locals(), RunOptions))
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
             verification = verification.with_misfits(

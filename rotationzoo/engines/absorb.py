@@ -27,6 +27,7 @@ from rotationzoo.model.geometry import (
     same_shapes,
 )
 from rotationzoo.model.latent import DOWN, NORM, UP, find_latent_parts
+from rotationzoo.model.quantized import quantization_of
 from rotationzoo.model.rope import same_scaling, scaling_of
 from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
@@ -146,8 +147,8 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
 def _check_scaling(artifact: Artifact, config: PretrainedConfig, model: str) -> None:
     """Raise `RotationZooError` for an artifact that was calibrated with scaled RoPE, unless the
     config scales it so: whoever serves the copy would know nothing of the scaling."""
-    wanted, present = artifact.recipe.rope_scaling, scaling_of(config)
-    if wanted is not None and not (present and same_scaling(wanted, present)):
+    wanted = artifact.recipe.rope_scaling
+    if not same_scaling(wanted, scaling_of(config)):
         raise RotationZooError(
             f"{artifact.folder} was calibrated with the rope scaling {wanted}, and a copy of "
             f"{model} would run without it, because it gets the model's own config",
@@ -157,10 +158,8 @@ def _check_scaling(artifact: Artifact, config: PretrainedConfig, model: str) -> 
 
 
 def _check_not_quantized(config: PretrainedConfig, model: str) -> None:
-    # The config of a multimodal model may keep the entry in its text part.
-    for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "quantization_config", None):
-            raise UnsupportedModel(
-                f"the weights of {model} are quantized in blocks, which cannot carry a rotation",
-                hint="absorb into the weights that it was quantized from, and quantize those",
-            )
+    if quantization_of(config) is not None:
+        raise UnsupportedModel(
+            f"the weights of {model} are quantized in blocks, which cannot carry a rotation",
+            hint="absorb into the weights that it was quantized from, and quantize those",
+        )

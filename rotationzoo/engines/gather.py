@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rotationzoo.engines.formats import gguf_rotations, mlx, oscar_pt_reader
 from rotationzoo.engines.formats.oscar_pt import markers
-from rotationzoo.engines.formats.reading import check_regular
 from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
@@ -30,7 +29,6 @@ def gather_pair(files: Sequence[Path]) -> Pair:
                 f"there is no file {path}",
                 hint="give the two rotation files, or the folder that holds them",
             )
-        check_regular(path)
     pair = _pair_of([file for path in paths for file in _read_file(path)])
     _check_whole(pair)
     return pair

@@ -219,7 +219,10 @@ def import_(job: Import) -> Artifact:
     check_pair(pair, described)
     source, geometry = find_geometry(pair, job.model, job.revision)
     _check_centering(job, pair.key, geometry)
-    group_size = job.group_size or _stated_group(pair.key)
+    group_size = job.group_size
+    stated = pair.key.calibration.get("group_size")
+    if group_size is None and isinstance(stated, int) and stated > 0:
+        group_size = stated
     check_group_size(group_size, head_dims(geometry))
     composition, notes = recognise_composition(pair, described, group_size)
     if composition == "r_pbr_hblock" and group_size is None:
@@ -313,11 +316,6 @@ def _check_centering(job: Import, key: RotationFile, geometry: Geometry) -> None
             f"{centering.reason(moved)}",
             hint="import files that were made without a key mean",
         )
-
-
-def _stated_group(key: RotationFile) -> int | None:
-    group = key.calibration.get("group_size")
-    return group if isinstance(group, int) and group > 0 else None
 
 
 def _identity(

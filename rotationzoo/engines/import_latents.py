@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.engines.formats.oscar_pt_reader import read_latent
-from rotationzoo.engines.formats.reading import check_layer, check_regular
+from rotationzoo.engines.formats.reading import check_layer
 from rotationzoo.engines.rotation_checks import check_matrices
 from rotationzoo.engines.rotation_file import RotationFile, normalise
 from rotationzoo.errors import RotationZooError, UnsupportedModel
@@ -48,7 +48,6 @@ def read_latents(folder: Path, transposed: bool) -> RotationFile:
     """
     sides: dict[int, SideMatrices] = {}
     for path in _files_in(folder):
-        check_regular(path)
         layer = check_layer(path, path.stem.removeprefix("layer_"))
         if layer in sides:
             raise RotationZooError(f"{folder.name} has layer {layer} twice")

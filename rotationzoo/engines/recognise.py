@@ -39,8 +39,7 @@ def pair_contrast(second_moment: torch.Tensor) -> float | None:
     layouts = [(energy[..., :half], energy[..., half : 2 * half]) for half in halves]
     layouts.append((energy[..., 0::2], energy[..., 1::2]))
     contrasts = [_rope_contrast(first, second) for first, second in layouts]
-    known = [contrast for contrast in contrasts if contrast is not None]
-    return min(known) if known else None
+    return min((contrast for contrast in contrasts if contrast is not None), default=None)
 
 
 def _rope_contrast(first: torch.Tensor, second: torch.Tensor) -> float | None:
@@ -134,8 +133,7 @@ def _least_contrast(
         for reverse in orders
         for composition in candidates
     ]
-    known = [contrast for contrast in contrasts if contrast is not None]
-    return min(known) if known else None
+    return min((contrast for contrast in contrasts if contrast is not None), default=None)
 
 
 def _contrast(
@@ -158,6 +156,5 @@ def _contrast(
         ordered = eigenvalues.sort(-1, descending=reverse).values
         moments.setdefault(dim, []).append(basis @ torch.diag_embed(ordered) @ basis.mT)
     contrasts = [pair_contrast(torch.cat(of_dim)) for of_dim in moments.values()]
-    known = [contrast for contrast in contrasts if contrast is not None]
     # The mark must show at every head dimension, so the least clear one counts.
-    return max(known) if known else None
+    return max((contrast for contrast in contrasts if contrast is not None), default=None)

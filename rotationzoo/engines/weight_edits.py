@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rotationzoo.artifact.tensor_check import DTYPES
 from rotationzoo.artifact.weights import RECORD
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import weight_files
@@ -21,9 +22,7 @@ from rotationzoo.progress import Progress
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
+_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 Transform = Callable[..., torch.Tensor]
 """Takes a parameter in float64, and returns it changed, in the same shape. What a change `reads`
 comes second."""

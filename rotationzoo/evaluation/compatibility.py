@@ -19,16 +19,10 @@ from rotationzoo.model.geometry import (
     shifted_layers,
 )
 from rotationzoo.model.loading import load_config
-from rotationzoo.model.rope import (
-    complete_scaling,
-    longer_rows_hint,
-    position_count,
-    same_scaling,
-    scaling_of,
-)
+from rotationzoo.model.rope import complete_scaling, position_count, same_scaling, scaling_of
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.rope_scaling import RopeScaling
+from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus
 from rotationzoo.words import counted
@@ -58,11 +52,7 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
     with other shapes, whose quantization groups do not divide the heads, or whose rotations are
     damaged."""
     for artifact in artifacts:
-        if not artifact.bound:
-            raise RotationZooError(
-                f"{artifact.folder} is bound to no model",
-                hint=f"import its files again with --model {model}",
-            )
+        check_bound(artifact, model)
         made_for = artifact.manifest.has_latents
         if made_for != has_latents(geometry):
             rows = "latents (MLA)", "keys and values of heads"
@@ -81,6 +71,15 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
         _ = artifact.rotations  # read now, because weights may take hours to fetch
 
 
+def check_bound(artifact: Artifact, model: str) -> None:
+    """Raise `RotationZooError` for an artifact that is bound to no model."""
+    if not artifact.bound:
+        raise RotationZooError(
+            f"{artifact.folder} is bound to no model",
+            hint=f"import its files again with --model {model}",
+        )
+
+
 def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:
     """The scaling of RoPE that the model runs with: the one that was asked for, or else that of the
     artifacts which were calibrated with one.
@@ -90,7 +89,7 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: So
     another.
     """
     try:
-        scaling = None if asked is None else str(RopeScaling.parse(asked))
+        scaling = None if asked is None else normalize(asked)
     except ValueError as error:
         raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
     for artifact in artifacts:
@@ -113,7 +112,7 @@ def check_rope(artifact: Artifact, config: PretrainedConfig) -> None:
     """Raise `RotationZooError` for a model that runs without the scaling of RoPE with which an
     artifact was calibrated."""
     wanted, present = artifact.recipe.rope_scaling, scaling_of(config)
-    if wanted is not None and not (present and same_scaling(wanted, present)):
+    if not same_scaling(wanted, present):
         raise RotationZooError(
             f"{artifact.folder} was calibrated with the rope scaling {wanted}, and this model runs "
             f"{f'with {present}' if present else 'without'}",
@@ -202,18 +201,6 @@ def judged_text(data: Data) -> Data:
     if data.source == "bundled":
         return data.model_copy(update={"source": str(HELD_OUT)})
     return data
-
-
-def check_positions(length: int, config: PretrainedConfig, drift: int = 0) -> None:
-    """Raise `RotationZooError` for texts, of which `drift` tokens are generated, that are longer
-    than the model has positions."""
-    positions = position_count(config)
-    if positions is not None and length > positions:
-        smaller = "give a smaller --drift" if drift else f"add: --length {positions}"
-        raise RotationZooError(
-            f"texts of {length} tokens are longer than the {positions} positions of the model",
-            hint=longer_rows_hint(config, length, smaller),
-        )
 
 
 def fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:

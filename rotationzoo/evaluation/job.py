@@ -32,7 +32,6 @@ from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_layers,
     check_length,
-    check_positions,
     check_weights,
     fit_rows,
     judged_text,
@@ -57,7 +56,7 @@ from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta, 
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.rope import position_count, scaling_of
+from rotationzoo.model.rope import check_positions, position_count, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
@@ -175,10 +174,11 @@ def evaluate(
     geometry = geometry_on_meta(on_meta)
     if geometry is not None:
         _check_model(job, artifacts, geometry)
-    check_positions(job.data.length, config)
+    check_positions(config, job.data.length, "texts", "add: --length {}")
     job.tasks.check_positions(config)
     check_length(job.data, start)
-    check_positions(start + 1 + job.drift, config, job.drift)
+    shorter = "give a smaller --drift" if job.drift else "add: --length {}"
+    check_positions(config, start + 1 + job.drift, "texts", shorter)
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)

@@ -6,6 +6,8 @@ To add a column to `evaluate`, compute it here from what `forward` observes, and
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,6 +29,9 @@ from rotationzoo.simulation.simulated import Observers
 
 COMPARED_TOKENS = 8192
 """Tokens of outputs that are compared at a time: float32 copies of long rows take gigabytes."""
+
+Sums = defaultdict[str, list[torch.Tensor]]
+"""All sums by name, each with one part `[B, ...]` per batch of texts."""
 
 _KL, _ERROR = "head divergence", "head error"
 _RANGES = {"key": "key range", "value": "value range", LATENT: "key range"}
@@ -76,12 +81,8 @@ class HeadSums:
     text do not depend on the others of its batch.
     """
 
-    def __init__(self, layers: list[int]):
-        names = {_KL, _ERROR, *_RANGES.values()}
-        self.parts: dict[str, list[torch.Tensor]] = {
-            f"{name} {layer}": [] for name in names for layer in layers
-        }
-        """All sums by name, each with one part `[B, H, 2]` per batch."""
+    def __init__(self, parts: Sums):
+        self.parts = parts
 
     def add_kl(self, layer: int, divergence: torch.Tensor) -> None:
         """Add the attention KL `[B, H, Q]` of sampled queries."""
@@ -91,12 +92,9 @@ class HeadSums:
         """Add attention outputs `[B, T, H, N]`: the arm's and the exact ones, where N channels
         belong to a KV head."""
         errors, norms = [], []
-        parts = output.split(COMPARED_TOKENS, dim=1), exact.split(COMPARED_TOKENS, dim=1)
-        for part, exact_part in zip(*parts, strict=True):
-            exact_part = exact_part.float()
-            difference = part.float() - exact_part
-            errors.append(difference.square_().sum(-1).double().sum(1))
-            norms.append(exact_part.square().sum(-1).double().sum(1))
+        for error, norm in _squares(output, exact):
+            errors.append(error.sum(1))
+            norms.append(norm.sum(1))
         self._add(_ERROR, layer, torch.stack(errors).sum(0), torch.stack(norms).sum(0))
 
     def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
@@ -142,21 +140,16 @@ class Metrics:
 
     def __init__(self, buckets: Buckets, layers: list[int]):
         self.buckets, self.layers = buckets, layers
-        self._losses: list[torch.Tensor] = []
-        self._counts: list[torch.Tensor] = []
-        self._errors: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-        self._norms: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-        self._divergences: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-        self._sampled: list[torch.Tensor] = []
-        self._heads = HeadSums(layers)
+        self._parts: Sums = defaultdict(list)
+        self._heads = HeadSums(self._parts)
 
     def keep(self) -> Undo:
         """Note what has been added so far, and return what drops anything added later."""
-        lengths = {name: len(parts) for name, parts in self._sums().items()}
+        lengths = {name: len(parts) for name, parts in self._parts.items()}
 
         def undo() -> None:
-            for name, parts in self._sums().items():
-                del parts[lengths[name] :]
+            for name, parts in self._parts.items():
+                del parts[lengths.get(name, 0) :]
 
         return undo
 
@@ -170,21 +163,16 @@ class Metrics:
         """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""
         member = self._member_from_start(losses.shape[1])
         # Sum in float64: over a long text, arms may differ by less than float32 rounding.
-        self._losses.append(losses.double().cpu() @ member)
-        self._counts.append(torch.ones(losses.shape, dtype=torch.float64) @ member)
+        self._parts["loss"].append(losses.double().cpu() @ member)
+        self._parts["count"].append(torch.ones(losses.shape, dtype=torch.float64) @ member)
 
     def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
         """Add one attention block's outputs `[B, T, hidden]`: the arm's and the exact ones."""
-        start, errors, norms = self.buckets.start, [], []
-        # In blocks, because float32 copies of long rows take gigabytes.
-        parts = output[:, start:].split(COMPARED_TOKENS, dim=1)
-        exact_parts = exact[:, start:].split(COMPARED_TOKENS, dim=1)
-        for part, exact_part in zip(parts, exact_parts, strict=True):
-            errors.append((part.float() - exact_part.float()).square().sum(-1).double())
-            norms.append(exact_part.float().square().sum(-1).double())
+        start = self.buckets.start
+        errors, norms = zip(*_squares(output[:, start:], exact[:, start:]), strict=True)
         member = self._member_from_start(output.shape[1] - start)
-        self._errors[layer].append(torch.cat(errors, dim=1).cpu() @ member)
-        self._norms[layer].append(torch.cat(norms, dim=1).cpu() @ member)
+        self._parts[f"error {layer}"].append(torch.cat(errors, dim=1).cpu() @ member)
+        self._parts[f"norm {layer}"].append(torch.cat(norms, dim=1).cpu() @ member)
 
     def add_heads(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
         """Add one layer's attention outputs `[B, T, H, N]` by KV head: the arm's and the exact
@@ -196,19 +184,19 @@ class Metrics:
         """Add the attention KL `[B, H, Q]` by KV head of the queries at `positions` `[Q]`."""
         self._heads.add_kl(layer, divergence)
         member = self.buckets.one_hot(positions)
-        self._divergences[layer].append(divergence.double().mean(1).cpu() @ member)
+        self._parts[f"divergence {layer}"].append(divergence.double().mean(1).cpu() @ member)
         # All layers sample the same queries, so counting them in the first layer is enough.
         if layer == self.layers[0]:
-            self._sampled.append(member.sum(0).expand(len(divergence), -1))
+            self._parts["sampled"].append(member.sum(0).expand(len(divergence), -1))
 
     @property
     def tokens(self) -> int:
         """The number of tokens that have a loss."""
-        return int(torch.cat(self._counts).sum())
+        return int(torch.cat(self._parts["count"]).sum())
 
     def measure_exact(self) -> ExactCosts:
         """The report on the exact model, which has only losses."""
-        loss, count = torch.cat(self._losses), torch.cat(self._counts)
+        loss, count = torch.cat(self._parts["loss"]), torch.cat(self._parts["count"])
         by_length = []
         for i, (low, high) in enumerate(self.buckets.ranges):
             perplexity = _perplexity(loss[:, i].sum(), count[:, i].sum())
@@ -235,8 +223,8 @@ class Metrics:
 
     def _measure(self, exact: "Metrics", buckets: slice) -> Measures:
         """The measures over all texts, restricted to some of the buckets."""
-        loss, exact_loss = _sum(self._losses, buckets), _sum(exact._losses, buckets)
-        count = _sum(self._counts, buckets)
+        loss, exact_loss = self._sum("loss", buckets), exact._sum("loss", buckets)
+        count = self._sum("count", buckets)
         # 0 / 0 for a text that ends before these buckets. Its weight is 0, so it is left out.
         extra, extra_error = weighted_mean((loss - exact_loss) / count, count)
         increase = math.expm1(extra)
@@ -258,28 +246,28 @@ class Metrics:
 
     def _relative_errors(self, buckets: slice) -> torch.Tensor:
         """Each text's relative RMS error of the block outputs, averaged over layers: `[texts]`."""
-        errors = torch.stack([_sum(self._errors[layer], buckets) for layer in self.layers])
-        norms = torch.stack([_sum(self._norms[layer], buckets) for layer in self.layers])
+        errors = torch.stack([self._sum(f"error {layer}", buckets) for layer in self.layers])
+        norms = torch.stack([self._sum(f"norm {layer}", buckets) for layer in self.layers])
         return (errors / norms).sqrt().mean(0)
 
     def _attention_kl(self, buckets: slice) -> tuple[float | None, float | None]:
         """The mean over layers and sampled queries, and its standard error."""
-        if not self._sampled:
+        if not self._parts["sampled"]:
             return None, None
-        sampled = _sum(self._sampled, buckets)
+        sampled = self._sum("sampled", buckets)
         if not sampled.sum():
             return None, None
-        divergences = [_sum(self._divergences[layer], buckets) for layer in self.layers]
+        divergences = [self._sum(f"divergence {layer}", buckets) for layer in self.layers]
         return weighted_mean(torch.stack(divergences).mean(0) / sampled, sampled)
 
     def _measure_layer(self, layer: int) -> LayerMeasures:
         # No standard error is reported by layer, so all texts are summed before the root is taken.
-        error = torch.cat(self._errors[layer]).sum().item()
-        norm = torch.cat(self._norms[layer]).sum().item()
+        error = torch.cat(self._parts[f"error {layer}"]).sum().item()
+        norm = torch.cat(self._parts[f"norm {layer}"]).sum().item()
         kl = None
-        if self._sampled:
-            total = torch.cat(self._divergences[layer]).sum()
-            kl = (total / torch.cat(self._sampled).sum()).item()
+        if self._parts["sampled"]:
+            total = torch.cat(self._parts[f"divergence {layer}"]).sum()
+            kl = (total / torch.cat(self._parts["sampled"]).sum()).item()
         return LayerMeasures(
             layer=layer,
             output_error=(error / norm) ** 0.5,
@@ -289,20 +277,29 @@ class Metrics:
 
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""
-        return (torch.cat(self._losses).sum(1) / torch.cat(self._counts).sum(1)).tolist()
+        everywhere = slice(None)
+        return (self._sum("loss", everywhere) / self._sum("count", everywhere)).tolist()
 
-    def _sums(self) -> dict[str, list[torch.Tensor]]:
-        """The lists of all sums by name, of which each has one part `[B, ...]` per batch."""
-        sums = {"losses": self._losses, "counts": self._counts, "sampled": self._sampled}
-        by_layer = {"error": self._errors, "norm": self._norms, "divergence": self._divergences}
-        for name, layers in by_layer.items():
-            sums |= {f"{name} {layer}": parts for layer, parts in layers.items()}
-        return sums | self._heads.parts
+    def _sum(self, name: str, buckets: slice) -> torch.Tensor:
+        """Sums `[texts]` over some buckets."""
+        return torch.cat(self._parts[name])[:, buckets].sum(1)
 
     def _member_from_start(self, count: int) -> torch.Tensor:
         """Membership `[count, buckets]` of the first `count` positions from the start on."""
         start = self.buckets.start
         return self.buckets.one_hot(torch.arange(start, start + count))
+
+
+def _squares(
+    output: torch.Tensor, exact: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For blocks of tokens of outputs `[B, T, ..., N]`, the sums over N, in float64, of the squares
+    of the arm's errors and of the exact outputs."""
+    parts = output.split(COMPARED_TOKENS, dim=1), exact.split(COMPARED_TOKENS, dim=1)
+    for part, exact_part in zip(*parts, strict=True):
+        exact_part = exact_part.float()
+        difference = part.float() - exact_part
+        yield difference.square_().sum(-1).double(), exact_part.square().sum(-1).double()
 
 
 def _numbers(ratios: torch.Tensor) -> list[float | None]:
@@ -311,11 +308,6 @@ def _numbers(ratios: torch.Tensor) -> list[float | None]:
     for head in ratios.isnan().nonzero().flatten().tolist():
         numbers[head] = None
     return numbers
-
-
-def _sum(parts: list[torch.Tensor], buckets: slice) -> torch.Tensor:
-    """Sums `[texts]` over some buckets, from one part `[B, buckets]` per batch of texts."""
-    return torch.cat(parts)[:, buckets].sum(1)
 
 
 def _perplexity(loss: torch.Tensor, count: torch.Tensor) -> float:

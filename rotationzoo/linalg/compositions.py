@@ -137,14 +137,14 @@ def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def compose(basis: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:
     """`R = left U right` for eigenbases U `[..., D, D]`, float64."""
-    left, right = _factors(basis.shape[-1], composition, group_size)
+    left, right = _AROUND_EIGENBASIS[composition](basis.shape[-1], group_size)
     return left @ basis @ right
 
 
 def recover_basis(rotation: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:
     """The eigenbasis inside a composed rotation `[..., D, D]`: `U = left^T R right^T`, exact up to
     rounding."""
-    left, right = _factors(rotation.shape[-1], composition, group_size)
+    left, right = _AROUND_EIGENBASIS[composition](rotation.shape[-1], group_size)
     return left.mT @ rotation.double() @ right.mT
 
 
@@ -188,7 +188,3 @@ def orthogonality_error(rotation: torch.Tensor) -> float:
     """`max |R R^T - I|` over all matrices `[..., D, D]`, computed in float64."""
     rotation = rotation.double()
     return (rotation @ rotation.mT - identity(rotation.shape[-1])).abs().max().item()
-
-
-def _factors(dim: int, composition: str, group_size: int) -> Factors:
-    return _AROUND_EIGENBASIS[composition](dim, group_size)

@@ -79,7 +79,8 @@ def add_runs(
     if missing:  # `pad` copies even where it adds nothing
         rows = pad(rows, (0, 0, 0, missing))
     if weights is None:
-        left = right = _exact_factors(rows)
+        # Products of float16 are exact in float32, and need no pieces.
+        left = right = [rows] if rows.dtype == torch.float16 else bfloat16_pieces(rows)
         weighted = rows
         moment.weight += count
     else:
@@ -139,11 +140,6 @@ def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False
     one_head = -(-rows // RUN) * dim**2
     held = min(heads * one_head, max(_BLOCK, one_head))
     return copies * heads * rows * dim + 4 * held + (4 + 8) * held // GROUP
-
-
-def _exact_factors(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Pieces whose products are exact in float32; float16 is multiplied as it is."""
-    return [rows] if rows.dtype == torch.float16 else bfloat16_pieces(rows)
 
 
 def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int) -> torch.Tensor:

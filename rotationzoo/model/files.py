@@ -12,6 +12,7 @@ from rotationzoo.storage import files
 
 MOST_LAYERS = 1024
 """No model has nearly as many layers. A file that claims more only wastes time and memory."""
+_INDEX = "model.safetensors.index.json"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
@@ -63,11 +64,24 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that `from_pretrained` reads: a single file, or the shards that the
     index names. The list is empty unless all of them are present. Raises `ModelUnavailable` for an
     index that names anything but files in the folder."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     names = _shards(index) if index.is_file() else ["model.safetensors"]
     paths = [folder / name for name in names]
     complete = all(path.is_file() for path in paths)
     return paths if complete else []
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a `config.json` that describes the language model."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def indexed_bytes(folder: Path) -> int | None:
+    """The bytes of all weights by the index of their files; None where there is none that says."""
+    metadata = read_json(folder / _INDEX).get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(size) if isinstance(size, int | float) and 0 < size < 1 << 60 else None
 
 
 def tensor_ends(path: Path) -> dict[str, bytes]:

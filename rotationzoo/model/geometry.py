@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _PROBE_TOKENS = 8
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
-_LATENT_HINT = "nothing to do: no rotation of heads or of latents fits such a cache"
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,11 @@ def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[in
     # One tensor that serves as both keys and values is a latent, too, although it has the shape of
     # one head.
     if call.key is call.value or differs:
-        raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
+        raise UnsupportedModel(
+            f"{name} caches a compressed latent (MLA or alike), not the keys and values that its "
+            "attention reads",
+            hint="nothing to do: no rotation of heads or of latents fits such a cache",
+        )
     owner = index if index in stored else _owner(index, calls, stored)
     if owner is None:
         raise UnsupportedModel(
@@ -277,11 +280,6 @@ def _is_encoder(model: "PreTrainedModel") -> bool:
     """Whether any attention module of the decoder declares itself not causal."""
     attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
     return any(getattr(module, "is_causal", True) is False for module in attentions)
-
-
-def _latent(name: str) -> str:
-    stored = "a compressed latent (MLA or alike)"
-    return f"{name} caches {stored}, not the keys and values that its attention reads"
 
 
 def _shape(tensor: torch.Tensor) -> _Shape:

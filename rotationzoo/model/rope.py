@@ -71,9 +71,11 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
         text.validate_rope()
 
 
-def same_scaling(wanted: str, present: str) -> bool:
+def same_scaling(wanted: str | None, present: str | None) -> bool:
     """Whether a config's scaling is the one that is wanted, which need not say the positions. A
-    config never says those of linear scaling."""
+    config never says those of linear scaling. Where none is wanted, any will do."""
+    if wanted is None or present is None:
+        return wanted is None
     if wanted.startswith("linear:"):
         wanted = ":".join(wanted.split(":")[:2])
     return wanted == present or (wanted.count(":") == 1 and present.startswith(f"{wanted}:"))
@@ -88,6 +90,18 @@ def complete_scaling(scaling: str, config: "PretrainedConfig") -> str:
     original = _parameters(config).get("original_max_position_embeddings")
     positions = stated.positions or original or position_count(config)
     return str(RopeScaling(stated.kind, stated.factor, positions))
+
+
+def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter: str) -> None:
+    """Raise `RotationZooError` for rows of more tokens than the model has positions.
+
+    `what` they are, and the hint to make them `shorter`, where `{}` stands for the positions."""
+    positions = position_count(config)
+    if positions is not None and tokens > positions:
+        raise RotationZooError(
+            f"{what} of {tokens} tokens are longer than the {positions} positions of the model",
+            hint=longer_rows_hint(config, tokens, shorter.format(positions)),
+        )
 
 
 def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> str:

@@ -21,8 +21,14 @@ from huggingface_hub.errors import (
 )
 
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
-from rotationzoo.model.files import check_configs, read_json, tensor_ends, weight_files
-from rotationzoo.network.huggingface_session import asking_huggingface
+from rotationzoo.model.files import (
+    check_configs,
+    indexed_bytes,
+    read_json,
+    tensor_ends,
+    weight_files,
+)
+from rotationzoo.network.huggingface_session import asking_huggingface, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress
 from rotationzoo.storage import strict_yaml
@@ -145,7 +151,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
             hint="give a branch, a tag or a commit of the repository",
         ) from error
     except LocalEntryNotFoundError as error:
-        answer = _status(error.__cause__)
+        answer = status_of(error.__cause__)
         what = "cannot be reached" if answer is None else f"answered {answer}"
         raise ModelUnavailable(
             f"the hub {what}, and {model} is neither in its cache here nor a folder{_alike(model)}",
@@ -160,7 +166,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     # Anything that the client's transport, its cache folder or a full disk may raise.
     except Exception as error:
         hint = "check the network and the disk of HF_HOME, then run the same command again"
-        if _status(error) in (401, 403):
+        if status_of(error) in (401, 403):
             hint = "run: hf auth login"
         raise ModelUnavailable(
             f"{model} could not be fetched: {first_sentence(error)}", hint=hint
@@ -172,11 +178,6 @@ def _alike(model: str) -> str:
     parent = Path(model).parent
     folders = [str(other) for other in parent.glob("*") if other.is_dir()]
     return nearest(model, folders)
-
-
-def _status(error: BaseException | None) -> int | None:
-    """The HTTP status of the hub's answer, or None where it did not answer."""
-    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def config_hash(source: Source) -> str:
@@ -217,7 +218,6 @@ def weights_fingerprint(source: Source) -> str:
 
 
 _STAGE = "fetching the weights"
-_INDEX = "model.safetensors.index.json"
 
 
 def fetch_weights(source: Source, progress: Progress) -> None:
@@ -226,9 +226,8 @@ def fetch_weights(source: Source, progress: Progress) -> None:
     Bytes are told where the index of the weights says how many there are: that is fetched with the
     tokenizer, and models of a single file have none.
     """
-    metadata = read_json(source.folder / _INDEX).get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if source.revision is None or not isinstance(total, int) or total <= 0 or has_weights(source):
+    total = indexed_bytes(source.folder)
+    if source.revision is None or total is None or has_weights(source):
         progress(_STAGE, 0, 0)
         fetch(source)
         return

@@ -161,6 +161,11 @@ def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> It
         sessions.uses.remove(use)
 
 
+def status_of(error: BaseException | None) -> int | None:
+    """The HTTP status of the answer that an error is about; None where there was no answer."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
 def _answer_seconds(request: Any) -> float:
     """Time limit for a small answer, in seconds. The user or the client may ask for less than
     usual."""

@@ -9,12 +9,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.errors import HubError
+from rotationzoo.storage.files import disk_errors
 
 T = TypeVar("T")
 CONNECT_SECONDS = 4.0
@@ -92,26 +92,18 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
     """
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     limited = limit_chunks(chunks, size, what, seconds)
-    with _disk_errors(path):
+    # The file's name alone: its folder may be one that is renamed in the end.
+    writing = partial(disk_errors, Path(path.name), "use a larger disk")
+    with writing():
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("wb")
     with file:
-        # The chunks are read outside `_disk_errors`, which would blame the disk for an `OSError` of
+        # The chunks are read outside `writing`, which would blame the disk for an `OSError` of
         # the network.
         for chunk in limited:
-            with _disk_errors(path):
+            with writing():
                 file.write(chunk)
                 file.flush()  # so that a full disk shows here, and not when the file is closed
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RotationZooError(
-            f"{path.name} cannot be written: {error.strerror}", hint="make room on the disk"
-        ) from error
 
 
 def check_encoding(headers: Any, what: str) -> None:

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -222,8 +223,8 @@ class _Writer:
         They are tokenized together, as the statement was, so that the answer has the same tokens.
         """
         ids = self._encode(asked.prefix + asked.answer + "\n")
-        first = _common(ids, self._encode(asked.prefix))
-        last = _common(ids, self._encode(asked.prefix + asked.answer))
+        first = common_length(ids, self._encode(asked.prefix))
+        last = common_length(ids, self._encode(asked.prefix + asked.answer))
         return _Piece(ids, slice(first, last), asked.line)
 
     def _encode(self, text: str) -> list[int]:
@@ -231,11 +232,8 @@ class _Writer:
         return ids
 
 
-def _common(ids: list[int], beginning: list[int]) -> int:
-    """How many tokens two rows have in common at their start."""
-    count = 0
-    for first, second in zip(ids, beginning, strict=False):
-        if first != second:
-            break
-        count += 1
-    return count
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements are the same at the start of both."""
+    pairs = zip(one, other, strict=False)
+    differing = (at for at, (first, second) in enumerate(pairs) if first != second)
+    return next(differing, min(len(one), len(other)))

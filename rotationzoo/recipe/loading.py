@@ -86,10 +86,16 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:
         content["seed"] = changes["seed"]
+    return _from_options(content)
+
+
+def _from_options(content: dict[str, Any], hint: str | None = None) -> Recipe:
+    """Build a recipe that options have changed. Raises `UsageError`, with another hint if there is
+    one."""
     try:
         return from_dict(content, "the options")
     except RotationZooError as error:
-        raise UsageError(str(error), error.hint) from error
+        raise UsageError(str(error), hint or error.hint) from error
 
 
 def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
@@ -103,10 +109,7 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
 def with_budget(recipe: Recipe, **bits: float | None) -> Recipe:
     """The recipe with a budget of `bits`, or of `key_bits` and `value_bits`, under a name that says
     so. Raises `UsageError`."""
-    try:
-        changed = from_dict({**recipe.model_dump(), **bits}, "the options")
-    except RotationZooError as error:
-        raise UsageError(str(error), hint="as: --recipe oscar --bits 2.5") from error
+    changed = _from_options({**recipe.model_dump(), **bits}, "as: --recipe oscar --bits 2.5")
     suffix = "-".join(f"{number:g}" for number in bits.values() if number is not None)
     return changed.model_copy(update={"name": f"{recipe.name}-{suffix}-bits"})
 
@@ -115,10 +118,7 @@ def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
     """The recipe for a model whose RoPE is scaled, under a name that says so. Raises
     `UsageError`."""
     content = {**recipe.model_dump(), "rope_scaling": scaling}
-    try:
-        scaled = from_dict(content, "the options")
-    except RotationZooError as error:
-        raise UsageError(str(error), hint="--rope-scaling yarn:4") from error
+    scaled = _from_options(content, "--rope-scaling yarn:4")
     if scaled.rope_scaling == recipe.rope_scaling:
         return recipe
     suffix = str(scaled.rope_scaling).replace(":", "-")

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
-from rotationzoo.recipe.rope_scaling import RopeScaling
+from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.words import nearest
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -171,7 +178,7 @@ class Recipe(Section):
     """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
     seed: Seed = 0
     """Seeds the composition `random`."""
-    rope_scaling: str | None = None
+    rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
     """How RoPE is scaled to more positions than the model's config has: `yarn:4` or `linear:2`, or
     `yarn:4:32768` where the model was trained on other positions than its config says. None leaves
     the config as it is."""
@@ -184,11 +191,6 @@ class Recipe(Section):
             names = ", ".join(COMPOSITIONS)
             raise ValueError(f"must be one of {names}{nearest(value, COMPOSITIONS)}")
         return value
-
-    @field_validator("rope_scaling")
-    @classmethod
-    def _known_scaling(cls, value: str | None) -> str | None:
-        return None if value is None else str(RopeScaling.parse(value))
 
     @model_validator(mode="after")
     def _one_budget(self) -> "Recipe":

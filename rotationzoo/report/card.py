@@ -11,7 +11,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rotationzoo.artifact.layout import tensor_name
-from rotationzoo.artifact.manifest import Calibration, Manifest
+from rotationzoo.artifact.manifest import Manifest
 from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import cached_layers, geometry_from_json
@@ -24,7 +24,7 @@ from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.words import counted, numbers, perplexity, sentence
 
-_DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")
+_DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
 _LIBRARIES = ("torch", "transformers", "python")
 _WORDS = (counted, describe_prefill, numbers, perplexity, sentence, tensor_name)
 
@@ -41,6 +41,8 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         name: bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
         for name, format in int2.FORMATS.items()
     }
+    versions = manifest.versions.model_dump()
+    libraries = [f"{name} {versions[name]}" for name in _LIBRARIES if name in versions]
     sides = LATENT if manifest.has_latents else "{key,value}"
     return _template().render(
         **_evaluation_values(manifest),
@@ -58,7 +60,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         bits=[f"{value:.2f}" for value in sorted(bits.values())],
         sizes=_sizes(bits),
         serving=describe_serving(manifest, recipe),
-        libraries=_libraries(manifest),
+        libraries=", ".join(libraries),
         checksums=_checksums(manifest),
     )
 
@@ -122,11 +124,6 @@ def _sizes(bits: dict[str, float]) -> Table:
     return Table("size", ["format", "scale, offset", "bits", "smaller than bfloat16"], rows)
 
 
-def _libraries(manifest: Manifest) -> str:
-    versions = manifest.versions.model_dump()
-    return ", ".join(f"{name} {versions[name]}" for name in _LIBRARIES if name in versions)
-
-
 def _checksums(manifest: Manifest) -> Table:
     rows = []
     for name, file in sorted(manifest.files.items()):
@@ -149,20 +146,14 @@ def _front_matter(manifest: Manifest, title: str) -> str:
         front |= {"base_model": model.id, "base_model_relation": "quantized"}
     if model.license:
         front["license"] = model.license
-    if (names := _data_sets(manifest.calibration)) and manifest.imported is None:
-        front["datasets"] = names
+    text = manifest.calibration
+    if text and manifest.imported is None and _DATA_SET.fullmatch(text.source):
+        front["datasets"] = [text.source]
     evaluation = manifest.metrics.evaluation
     if evaluation is not None:
         arms = arms_of(evaluation.arms, manifest.rotations_sha256)
         front["model-index"] = [{"name": title, "results": _results(evaluation, arms)}]
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
-
-
-def _data_sets(text: Calibration | None) -> list[str]:
-    """The data sets of a hub that calibration read: names such as `owner/name`, and no files."""
-    if text is None:
-        return []
-    return [text.source] if _DATA_SET.fullmatch(text.source) else []
 
 
 def _results(evaluation: Summary, arms: list[ArmSummary]) -> list[dict[str, Any]]:

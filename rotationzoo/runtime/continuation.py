@@ -1,7 +1,7 @@
 """One continuation of a prompt, by the model with a given cache, and how it compares with the exact
 model's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import is_out_of_memory
 from rotationzoo.progress import Progress, Tokens
+from rotationzoo.recall.prompts import common_length
 from rotationzoo.runtime.generation import Generation
 from rotationzoo.runtime.prompt import Prompt
 from rotationzoo.runtime.text_stream import TextStream
@@ -169,18 +170,11 @@ def find_parting(one: Continuation, other: Continuation) -> dict[str, int] | Non
     """How many characters and tokens of two continuations are the same before the first difference,
     or None if they are the same as far as both go: one that was interrupted is only compared up to
     there."""
-    token = _common(one.ids, other.ids)
+    token = common_length(one.ids, other.ids)
     cut_short = [len(each.ids) for each in (one, other) if each.stop == INTERRUPTED]
     if token in (*cut_short, max(len(one.ids), len(other.ids))):
         return None
-    return {"character": _common(one.text, other.text), "token": token}
-
-
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many elements are the same at the start of both."""
-    pairs = zip(one, other, strict=False)
-    differing = (at for at, (first, second) in enumerate(pairs) if first != second)
-    return next(differing, min(len(one), len(other)))
+    return {"character": common_length(one.text, other.text), "token": token}
 
 
 def describe_text(prompt: Prompt, text: Continuation) -> dict[str, Any]:

@@ -169,14 +169,9 @@ class Stream:
         write(0, arm.keep_exact(self.head[side], self.layer, side))
         for first, stored in blocks.read(start - sink, READ_TOGETHER[side]):
             # No name is kept for what is restored: it would outlive the next ones.
-            write(sink + first, self._restore(stored, side))
+            write(sink + first, arm.restore(blocks.layout.dequantize(stored), self.layer, side))
         write(self.tail_start, exact)
         return read
-
-    def _restore(self, stored: Sections, side: str) -> torch.Tensor:
-        """Stored rows in the model's frame, float32 `[B, H, T, D]`."""
-        rotated = self.blocks[side].layout.dequantize(stored)
-        return self.arm.restore(rotated, self.layer, side)
 
     def has_kernel(self, query: torch.Tensor) -> bool:
         """Whether a kernel reads the pages and windows, with queries `[B, H_q, T, D]` of this

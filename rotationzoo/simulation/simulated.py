@@ -192,15 +192,10 @@ class _SimulatedAttention:
         exact = arm.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
         sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
-        quantized = self._quantize(past, owner, side)
-        return torch.cat([exact, sink, quantized], dim=2)
-
-    def _quantize(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as the arm returns them. Whole groups of tokens are quantized on
-        their own."""
-        arm, format = self.simulation.arm, self.simulation.cache.format
-        parts = rows.split(TOKENS // arm.token_group * arm.token_group, dim=2)
-        return torch.cat([arm.fake_quantize(part, owner, side, format) for part in parts], dim=2)
+        # Whole groups of tokens are quantized on their own.
+        parts = past.split(TOKENS // arm.token_group * arm.token_group, dim=2)
+        quantized = [arm.fake_quantize(part, owner, side, cache.format) for part in parts]
+        return torch.cat([exact, sink, *quantized], dim=2)
 
     def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
         """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""

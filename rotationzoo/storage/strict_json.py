@@ -68,6 +68,20 @@ def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
         raise RotationZooError(f"{origin} is damaged: {where}: {what}", hint=hint) from error
 
 
+def check_schema(content: Any, known: int, origin: str, problem: str, hint: str) -> None:
+    """Raise `RotationZooError` unless content is a table whose `schema` is the `known` one.
+    `problem` says what content without any schema is."""
+    schema = content.get("schema") if isinstance(content, dict) else None
+    # In Python a bool is an int, and `true` is no schema.
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise RotationZooError(f"{problem}: it is no table with a schema", hint=hint)
+    if schema != known:
+        raise RotationZooError(
+            f"{origin} has schema {schema}; this rotationzoo reads schema {known}",
+            hint="upgrade rotationzoo",
+        )
+
+
 def text(content: Any) -> bytes:
     """Write a table as JSON that `parse` reads. Raises `RotationZooError` for a number that is not
     finite."""

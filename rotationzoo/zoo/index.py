@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rotationzoo.artifact.manifest import ROTATIONS
+from rotationzoo.artifact.manifest import ROTATIONS, PlainName
 from rotationzoo.artifact.measured import Summary
-from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Count, Sha256
@@ -28,7 +27,6 @@ REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
 Place = Annotated[str, AfterValidator(files.plain)]
 """A relative path inside a folder. It is checked, because it becomes a path on this machine."""
-PlainName = Annotated[Place, Field(pattern="^[^/]*$")]
 BITS_FORMAT = "sglang"
 """The format whose bits are stated, so that rotations in one list can be compared."""
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
@@ -247,16 +245,7 @@ def parse(text: str | bytes, origin: str) -> Index:
     other than `SCHEMA`.
     """
     content = strict_json.parse(text, origin, _OTHER_INDEX_HINT)
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if not isinstance(schema, int) or isinstance(schema, bool):
-        raise RotationZooError(
-            f"{origin} is no index: it is no table with a schema", hint=_OTHER_INDEX_HINT
-        )
-    if schema != SCHEMA:
-        raise RotationZooError(
-            f"{origin} has schema {schema}; this rotationzoo reads schema {SCHEMA}",
-            hint="upgrade rotationzoo",
-        )
+    strict_json.check_schema(content, SCHEMA, origin, f"{origin} is no index", _OTHER_INDEX_HINT)
     return strict_json.validate(Index, content, origin, _OTHER_INDEX_HINT)
 
 

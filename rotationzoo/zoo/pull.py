@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from rotationzoo.artifact.manifest import PlainName
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt
@@ -30,7 +31,7 @@ from rotationzoo.zoo.download import (
 )
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
 from rotationzoo.zoo.hubs.registry import open_hub
-from rotationzoo.zoo.index import Copy, Entry, File, Place, PlainName
+from rotationzoo.zoo.index import Copy, Entry, File, Place
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.ownership import check_entry
 from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_files, expected_signers

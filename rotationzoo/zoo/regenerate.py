@@ -27,7 +27,7 @@ from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import pull
 
 _WORKERS = 8  # parallel, because each request may wait until it times out
-# Changes to other files, such as the README, do not affect the rotations.
+# Changes to other files, such as the README, or in folders do not affect the rotations.
 _SUFFIXES = (".safetensors", ".jinja", ".model", ".json")
 
 
@@ -154,14 +154,10 @@ def _find_reason(
         return "the published revision is gone"
     changed = []
     for name in sorted(before.keys() | hashes.keys()):
-        if _matters(name) and before.get(name) != hashes.get(name):
+        matters = "/" not in name and name.endswith(_SUFFIXES)
+        if matters and before.get(name) != hashes.get(name):
             changed.append(name)
     return f"changed: {', '.join(changed[:3])}" if changed else None
-
-
-def _matters(name: str) -> bool:
-    """Whether a change of this file may change the rotations: a root file with such a suffix."""
-    return "/" not in name and name.endswith(_SUFFIXES)
 
 
 _WORSE = 1e-3  # the smallest relative increase of perplexity that matters
@@ -186,7 +182,10 @@ def regenerate(
     folders = [artifact.folder]
     if published is not None:
         folders.append(published.folder)
-    report = evaluate(_complete_evaluation(evaluation, job, folders), progress)
+    shared = {name: getattr(job, name) for name in _SHARED}
+    # The published rotations were made for the weights of an earlier revision.
+    shared |= {"artifacts": folders, "save_to": folders[:1], "anyway": True}
+    report = evaluate(replace(evaluation, **shared), progress)
     verdict: dict[str, Any] = {
         "artifact": str(artifact.folder),
         "identity": artifact.identity,
@@ -274,10 +273,3 @@ def _pull_published(loaded: LoadedIndex, job: Job, progress: Progress) -> Artifa
     if entry is None:
         return None
     return Artifact.open(pull(loaded, entry, entry.copies[0], progress=progress).path)
-
-
-def _complete_evaluation(evaluation: Evaluation, job: Job, folders: list[Path]) -> Evaluation:
-    """The evaluation of these artifacts on the job's model, saved to the first artifact. The others
-    were made for the weights of an earlier revision."""
-    shared = {name: getattr(job, name) for name in _SHARED}
-    return replace(evaluation, artifacts=folders, save_to=folders[:1], anyway=True, **shared)

@@ -136,7 +136,7 @@ def test_budgets_that_contradict_each_other_are_refused(budget, problem):
 
 
 def test_a_budget_needs_error_feedback():
-    with pytest.raises(RotationZooError, match="a budget of bits needs a recipe with error feedback"):
+    with pytest.raises(RotationZooError, match="needs a recipe with error feedback"):
         from_dict({"extends": "hadamard", "bits": 2.5}, "the file")
 
 

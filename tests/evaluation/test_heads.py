@@ -1,6 +1,7 @@
 """The figures of single KV heads, beside plain attention computed query by query."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -157,7 +158,7 @@ def test_what_is_not_measured_is_null():
 
 
 def test_a_head_of_zeros_has_no_error():
-    sums = HeadSums([0])
+    sums = HeadSums(defaultdict(list))
     output = torch.stack([torch.zeros(1, 3, 4), torch.ones(1, 3, 4)], dim=2)
     sums.add_output(0, output, output)
     assert sums.measure(0).output_error == [None, 0]

@@ -17,7 +17,7 @@ from rotationzoo.engines.base import Payload
 from rotationzoo.engines.formats.gguf_file import read_field
 from rotationzoo.engines.formats.gguf_rotations import ROTATION_NAME
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.files import read_json
+from rotationzoo.model.files import read_json, text_config
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.model.source import Source, config_hash, find
 
@@ -106,9 +106,7 @@ def compare_base(reader: Any, base: Path, payload: Payload, model: str | None) -
         raise RotationZooError(
             f"{model} is not the model of this artifact: its config differs", hint="check --model"
         )
-    config = read_json(source.folder / "config.json")
-    if isinstance(text_config := config.get("text_config"), dict):  # a vision model's text part
-        config = text_config
+    config = text_config(read_json(source.folder / "config.json"))
     # Some configs keep `rope_theta` under `rope_parameters`.
     if isinstance(rope := config.get("rope_parameters"), dict):
         config = {**rope, **config}

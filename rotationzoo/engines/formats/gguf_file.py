@@ -10,6 +10,8 @@ tensors: name, dimensions, type, offset`. Strings and lists begin with their len
 
 import dataclasses
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,14 +37,20 @@ def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
 
     `sizes` maps each tensor type to the elements and the bytes of one of its blocks.
     """
+    with _gguf_errors(path, ValueError, struct.error), path.open("rb") as file:
+        _Walk(file, path.stat().st_size, sizes).check_all()
+
+
+@contextmanager
+def _gguf_errors(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds, and of the disk, into one sentence about a file."""
     try:
-        with path.open("rb") as file:
-            _Walk(file, path.stat().st_size, sizes).check_all()
+        yield
     except OSError as error:
         raise RotationZooError(
             f"{path} cannot be read: {error.strerror}", hint="check the path"
         ) from error
-    except (ValueError, struct.error) as error:
+    except kinds as error:
         raise RotationZooError(
             f"{path} is no GGUF file: {error}", hint="give a file that llama.cpp loads"
         ) from error
@@ -127,7 +135,7 @@ class _Walk:
             for _ in range(count):
                 self._string(self.size)
         elif kind in _SCALARS:
-            self._skip(count * _SCALARS[kind])
+            self.file.seek(self._fitting(count * _SCALARS[kind], 1), 1)
         else:
             raise ValueError(f"a list of it is of type {kind}, which is not known here")
 
@@ -148,9 +156,6 @@ class _Walk:
 
     def _number(self, kind: str) -> Any:
         return struct.unpack(self.order + kind, self._bytes(struct.calcsize(kind)))[0]
-
-    def _skip(self, count: int) -> None:
-        self.file.seek(self._fitting(count, 1), 1)
 
     def _bytes(self, count: int) -> bytes:
         data = self.file.read(count)
@@ -182,16 +187,8 @@ def open_gguf(path: Path) -> Any:
     package = gguf_package()
     check_regular(path)
     check_header(path, {kind.value: sizes for kind, sizes in package.GGML_QUANT_SIZES.items()})
-    try:
+    with _gguf_errors(path, Exception):  # the parser fails in many ways
         return package.GGUFReader(path)
-    except OSError as error:
-        raise RotationZooError(
-            f"{path} cannot be read: {error.strerror}", hint="check the path"
-        ) from error
-    except Exception as error:  # the parser fails in many ways
-        raise RotationZooError(
-            f"{path} is no GGUF file: {error}", hint="give a file that llama.cpp loads"
-        ) from error
 
 
 def read_field(reader: Any, name: str) -> Any:

@@ -107,7 +107,13 @@ def write_side(
     if provenance:
         content["calibration"] = dict(provenance)
     content["layers"] = {layer: _entry(side, layer) for layer in sorted(side.rotation)}
-    buffer = io.BytesIO()  # torch's file writer does not report a full disk as OSError
+    write_pt(path, content)
+
+
+def write_pt(path: Path, content: Any) -> None:
+    """Write tensors and primitives as a new `.pt` file. Raises `OSError`, which torch's own writer
+    does not for a full disk."""
+    buffer = io.BytesIO()
     torch.save(content, buffer)
     with path.open("wb") as file:
         file.write(buffer.getbuffer())

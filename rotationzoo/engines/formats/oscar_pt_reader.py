@@ -49,14 +49,7 @@ def read_pt(path: Path) -> RotationFile:
     """
     content = _load(path)
     table = as_mapping(content)
-    entries = _entries(path, content)
-    _check_orthogonal(path, table, entries)
-    tensors = {name: _tensors(path, entries, name) for name in _TENSORS}
-    for name, by_layer in tensors.items():
-        for layer, tensor in by_layer.items():
-            check_tensor(path, f"{name} of layer {layer}", tensor)
-    if not tensors["rotation"]:
-        raise RotationZooError(f"{path.name} is no rotation file: its layers have no rotation")
+    tensors = _checked_tensors(path, table, _entries(path, content))
     objective = objective_name(table.get("objective"))
     matrices = SideMatrices(
         tensors["rotation"], objective, tensors["eigenvalues"], tensors["k_mean"]
@@ -77,15 +70,23 @@ def read_latent(path: Path, layer: int) -> SideMatrices:
     rotation, second = entry.get("rotation"), entry.get("q_rotation")
     if _are_equal(rotation, second):
         del entry["q_rotation"]  # the inverse transposed of an orthogonal matrix is itself
-    _check_orthogonal(path, as_mapping(content), entries)
-    tensors = {name: _tensors(path, entries, name) for name in _TENSORS}
-    for name, by_layer in tensors.items():
-        for tensor in by_layer.values():
-            check_tensor(path, name, tensor)
-    if not tensors["rotation"]:
-        raise RotationZooError(f"{path.name} is no rotation file: it has no rotation")
+    tensors = _checked_tensors(path, as_mapping(content), entries)
     means = {number: mean.flatten() for number, mean in tensors["k_mean"].items()}
     return SideMatrices(tensors["rotation"], "unknown", tensors["eigenvalues"], means)
+
+
+def _checked_tensors(
+    path: Path, table: Mapping[str, Any], entries: _Entries
+) -> dict[str, dict[int, torch.Tensor]]:
+    """The tensors of each name of `_TENSORS` by layer."""
+    _check_orthogonal(path, table, entries)
+    tensors = {name: _tensors(path, entries, name) for name in _TENSORS}
+    for name, by_layer in tensors.items():
+        for layer, tensor in by_layer.items():
+            check_tensor(path, f"{name} of layer {layer}", tensor)
+    if not tensors["rotation"]:
+        raise RotationZooError(f"{path.name} is no rotation file: it has no rotation")
+    return tensors
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -4,15 +4,12 @@ The 2-bit cache of latents is in OSCAR's own server, which finds the folder by a
 variable. Each file holds one float32 matrix R `[D, D]`, for `c @ R`.
 """
 
-import io
 import shlex
 from pathlib import Path
 
-import torch
-
 from rotationzoo.engines.base import Launch, Options, Payload
+from rotationzoo.engines.formats.oscar_pt import write_pt
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage.files import write_new
 
 _PACKED = 512  # elements of the latents that the server's own kernels pack
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
@@ -35,9 +32,7 @@ def check_payload(payload: Payload) -> None:
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write a file for each layer to `work`. The environment variables name the folder `final`."""
     for layer, matrix in payload.key.rotation.items():
-        buffer = io.BytesIO()  # torch's file writer does not report a full disk as OSError
-        torch.save(matrix.float().contiguous().clone(), buffer)
-        write_new(work / file_name(layer), buffer.getvalue())
+        write_pt(work / file_name(layer), matrix.float().contiguous().clone())
     environment = {
         "SGLANG_OSCAR_MLA_KV_ROTATION_PATH": str(final),
         "SGLANG_OSCAR_MLA_KV_GROUP_SIZE": str(payload.largest_group),

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Tasks
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model.rope import longer_rows_hint, position_count
+from rotationzoo.model.rope import check_positions
 from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, write_prompts
 from rotationzoo.recipe import Data
@@ -63,14 +63,8 @@ class TaskSettings:
 
     def check_positions(self, config: PretrainedConfig) -> None:
         """Raise `RotationZooError` if prompts are longer than the model has positions."""
-        positions = position_count(config)
-        longest = max(self.lengths, default=0)
-        if self.names and positions is not None and longest > positions:
-            raise RotationZooError(
-                f"prompts of {longest} tokens are longer than the {positions} positions of the "
-                "model",
-                hint=longer_rows_hint(config, longest, f"give --lengths of at most {positions}"),
-            )
+        if self.names and self.lengths:
+            check_positions(config, max(self.lengths), "prompts", "give --lengths of at most {}")
 
 
 @dataclass(frozen=True)
@@ -142,9 +136,12 @@ def plan_tasks(
                 # A passage that the text repeats could be copied from the exact window.
                 plan.notes.append(f"no passages are quoted in {length:,} tokens: the text is short")
                 continue
-            wanted = PromptSettings(task, 1, length, None, first, recent, data.seed)
+            # As many prompts, with as many questions each, as give at least so many in all.
+            count = -(-settings.looks[-1] // TASKS[task])
+            questions = -(-settings.looks[-1] // count)
+            wanted = PromptSettings(task, count, length, questions, first, recent, data.seed)
             try:
-                prompts = write_prompts(_share_out(wanted, settings.looks[-1]), tokenizer, filler)
+                prompts = write_prompts(wanted, tokenizer, filler)
             except RotationZooError:
                 crowded.append(task)
                 continue
@@ -161,12 +158,6 @@ def plan_tasks(
             plan.notes[-1], hint="give greater --lengths, smaller --windows, or --tasks none"
         )
     return plan
-
-
-def _share_out(wanted: PromptSettings, questions: int) -> PromptSettings:
-    """As many prompts, with as many questions each, as give at least `questions` in all."""
-    prompts = -(-questions // TASKS[wanted.task])
-    return replace(wanted, prompts=prompts, questions=-(-questions // prompts))
 
 
 def _read_filler(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
-from rotationzoo.network.huggingface_session import BrokenAnswer, asking_huggingface
+from rotationzoo.network.huggingface_session import BrokenAnswer, asking_huggingface, status_of
 from rotationzoo.network.limits import NETWORK_HINT, save_chunks
 from rotationzoo.network.tokens import huggingface_token, redact
 from rotationzoo.zoo.hubs.protocol import (
@@ -26,6 +26,9 @@ from rotationzoo.zoo.hubs.protocol import (
     Published,
     retry,
 )
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
@@ -72,7 +75,7 @@ def huggingface_errors(
 
 def may_pass(error: Exception) -> bool:
     """Whether a retry of the same call may succeed."""
-    status = _status(error)
+    status = status_of(error)
     if status is not None:
         return status in (408, 429) or status >= 500
     if isinstance(error, BrokenAnswer):
@@ -87,7 +90,7 @@ def _as_hub_error(
 ) -> HubError:
     from huggingface_hub import errors as client_errors
 
-    status = _status(error)
+    status = status_of(error)
     if isinstance(error, client_errors.RevisionNotFoundError):
         return HubError(f"{where} has no revision {revision}", hint=SPELLING_HINT, missing=True)
     if isinstance(error, client_errors.EntryNotFoundError):
@@ -117,16 +120,9 @@ def _as_hub_error(
     return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT)
 
 
-def _status(error: Exception) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
 def _is_of_transport(error: Exception) -> bool:
     return type(error).__module__.split(".")[0] in _TRANSPORTS
 
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
 
 _MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
 

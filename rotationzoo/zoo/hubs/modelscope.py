@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -131,7 +131,6 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
 @contextmanager
 def modelscope_errors(repo: str) -> Iterator[None]:
     """Turn every failure inside the block into a `RotationZooError`."""
-    import requests
     from huggingface_hub import constants
     from modelscope_hub import errors as client_errors
 
@@ -172,7 +171,6 @@ def modelscope_errors(repo: str) -> Iterator[None]:
 
 def may_pass(error: Exception) -> bool:
     """Whether a retry of the same call may succeed."""
-    import requests
     from modelscope_hub import errors as client_errors
 
     return isinstance(
@@ -182,10 +180,6 @@ def may_pass(error: Exception) -> bool:
         | client_errors.RateLimitError
         | requests.RequestException,
     )
-
-
-if TYPE_CHECKING:
-    import requests
 
 
 _BRANCH = "master"
@@ -212,7 +206,6 @@ class ModelScope(Hub):
     def __init__(self) -> None:
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
-        import requests
         from modelscope_hub import HubApi, HubConfig
 
         self.token = _read_token()
@@ -319,7 +312,7 @@ class ModelScope(Hub):
             retry(lambda: self.api.create_repo_tag(repo, "model", tag, revision=_BRANCH), may_pass)
 
 
-def _mount(session: "requests.Session", adapter: "LimitedAdapter") -> None:
+def _mount(session: requests.Session, adapter: LimitedAdapter) -> None:
     for scheme in ("https://", "http://"):
         session.mount(scheme, adapter)
 

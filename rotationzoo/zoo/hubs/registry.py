@@ -1,6 +1,7 @@
 """The table of hubs, from which the command line, the index and the tests take their names.
 
-To add a hub, write a module in this folder with a subclass of `protocol.Hub`, and add a row here.
+To add a hub, write a module in this folder with a subclass of `protocol.Hub`, and add a row of its
+name here.
 """
 
 import importlib
@@ -19,9 +20,9 @@ class HubEntry:
     """Its name in sentences."""
     abbreviation: str
     """Its name in the narrow column of `list`."""
-    module: str
-    """A module of `zoo/hubs`. It is imported only on use, so that `--help` does not wait for it."""
     class_name: str
+    """Its class in the module of `zoo/hubs` that has the hub's name. That is imported only on use,
+    so that `--help` does not wait for it."""
     main: str
     """The branch that a repository begins with."""
     repo_page: str
@@ -35,7 +36,6 @@ HUBS = {
     "huggingface": HubEntry(
         title="Hugging Face",
         abbreviation="hf",
-        module="huggingface",
         class_name="HuggingFace",
         main="main",
         repo_page="https://huggingface.co/{repo}",
@@ -45,7 +45,6 @@ HUBS = {
     "modelscope": HubEntry(
         title="ModelScope",
         abbreviation="ms",
-        module="modelscope",
         class_name="ModelScope",
         main="master",
         repo_page="https://modelscope.cn/models/{repo}",
@@ -66,6 +65,6 @@ else:
 
 def open_hub(name: str) -> "Hub":
     """The client of a hub. Raises `KeyError` if the table has no such name."""
-    entry = HUBS[name]
-    module = importlib.import_module(f"rotationzoo.zoo.hubs.{entry.module}")
-    return cast("Hub", getattr(module, entry.class_name)())
+    class_name = HUBS[name].class_name
+    module = importlib.import_module(f"rotationzoo.zoo.hubs.{name}")
+    return cast("Hub", getattr(module, class_name)())
