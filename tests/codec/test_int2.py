@@ -77,26 +77,6 @@ def test_bytes_hold_codes_of_other_bits():
     assert int2.pack(codes, replace(STRIDED, bits=8)).tolist() == codes.tolist()
 
 
-@FORMATS
-@pytest.mark.parametrize("bits", BITS)
-def test_errors_are_at_most_half_a_step(format, bits):
-    """And the rounding of a scale and an offset in float16, over the steps that they multiply."""
-    format = replace(format, bits=bits)
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    stored = int2.quantize(x, 1.0, 32, format)
-    assert stored.codes.min() == 0
-    assert stored.codes.max() == 2**bits - 1
-    restored = int2.dequantize(stored, format)
-    groups = x.unflatten(-1, (-1, 32))
-    step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
-    eps = torch.finfo(int2.METADATA_TYPES[format.metadata]).eps
-    # A code or a zero is at most the range in steps, and a minimum is at most the largest number.
-    allowed = step * (0.5 + 2 * eps * 2**bits) + 2 * eps * groups.abs().amax(-1)
-    error = (restored - x).abs().unflatten(-1, (-1, 32)).amax(-1)
-    assert (error <= allowed).all()
-    assert error.max() > 0.4 * step.max()
-
-
 def test_other_bits_are_refused():
     with pytest.raises(RotationZooError, match="a code has 2, 3, 4 or 8 bits, and not 5"):
         replace(int2.SGLANG, bits=5)
@@ -122,7 +102,7 @@ def test_codes_of_grid_values_survive(format, shape, seed, exponent, zero):
 # With several groups that share a threshold, the second one is found among numbers that each group
 # rounded in its own way. Measured over 300,000 rows: 2 ulps with one group or without a clip, 7
 # with both. In float16 the zero of a symmetric group may round to one side, so with a clip the
-# second threshold moves by a float16 rounding: `vllm`, and `mlx` as well.
+# second threshold moves by a float16 rounding: `vllm`, and `mlx` as well, by 2.8e-3 of the largest.
 @pytest.mark.parametrize(
     ("name", "clip", "ulps"),
     [
@@ -130,6 +110,8 @@ def test_codes_of_grid_values_survive(format, shape, seed, exponent, zero):
         ("sglang", 0.96, 8),
         ("mlx", 1.0, 4),
         ("vllm", 1.0, 4),
+        ("mlx", 0.96, None),
+        ("mlx", 0.5, None),
     ],
 )
 @given(case=rows())
@@ -143,33 +125,22 @@ def test_a_second_time_changes_nothing(name, clip, ulps, case):
     values = int2.dequantize(once, format)
     twice = int2.quantize(values, clip, group, format)
     assert torch.equal(once.codes, twice.codes)
-    allowed = 4 if group == x.shape[-1] else ulps
-    assert ((int2.dequantize(twice, format) - values).abs() <= allowed * ulp(largest(x))).all()
-
-
-@pytest.mark.parametrize("clip", [0.96, 0.5])
-@given(case=rows())
-@many
-def test_a_second_time_in_float16_moves_values_by_its_rounding(clip, case):
-    x, group = case
-    format = int2.FORMATS["mlx"]
-    assume(ordinary(x, group))
-    assume(ordinary(clipped(x, clip, group, format), group))
-    once = int2.quantize(x, clip, group, format)
-    values = int2.dequantize(once, format)
-    twice = int2.quantize(values, clip, group, format)
-    assert torch.equal(once.codes, twice.codes)
-    moved = (int2.dequantize(twice, format) - values).abs()
-    assert (moved <= 2.0**-8 * largest(x)).all()  # measured 2.8e-3
+    unit = 2.0**-8 * largest(x)
+    if ulps is not None:
+        unit = ulp(largest(x)) * (4 if group == x.shape[-1] else ulps)
+    assert ((int2.dequantize(twice, format) - values).abs() <= unit).all()
 
 
 @FORMATS
+@pytest.mark.parametrize("bits", BITS)
 @given(case=rows(largest=30000.0), clip=RATIOS)
 @many
-def test_the_error_inside_the_clip_is_half_a_step(format, case, clip):
+def test_the_error_inside_the_clip_is_half_a_step(format, bits, case, clip):
     x, group = case
     assume(ordinary(clipped(x, clip, group, format), group))
+    format = replace(format, bits=bits)
     quantized = int2.quantize(x, clip, group, format)
+    assert (quantized.codes.min(), quantized.codes.max()) == (0, 2**bits - 1)
     error = (int2.dequantize(quantized, format) - clipped(x, clip, group, format)).abs()
     half_step = quantized.scale.float().repeat_interleave(group, -1) / 2
     # 4 ulps of the metadata
