@@ -19,9 +19,9 @@ def model():
     return architectures.build("deepseek_v3")
 
 
-def cache_of(model, **options):
+def cache_of(model):
     rotations = fit(None, PRESETS["random"], geometry_of(model))
-    return RotatedCache(rotations, model, sink=SINK, recent=RECENT, **options)
+    return RotatedCache(rotations, model, sink=SINK, recent=RECENT)
 
 
 @torch.no_grad()
@@ -75,28 +75,6 @@ def test_rows_are_selected_and_tokens_taken_back(model, filled):
     assert filled.get_seq_length() == IDS.shape[1] - 3
     for layer, (_, keys) in zip(filled.layers, before, strict=True):
         assert torch.equal(layer.read(0)[1], keys[[2, 0, 0], :, :-3])
-
-
-def test_padded_rows_are_read_as_alone(model):
-    """Rows of a batch that begin with padding have streams of their own."""
-    ids = IDS[:2].clone()
-    mask = torch.ones_like(ids)
-    mask[0, :11] = 0
-    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    both = model.generate(ids, attention_mask=mask, past_key_values=cache_of(model), **options)
-    alone = model.generate(ids[:1, 11:], past_key_values=cache_of(model), **options)
-    assert torch.equal(both[0, 11:], alone[0])
-
-
-def test_a_decoding_step_reads_rows(model):
-    """No kernel reads latents, also where pages are asked for."""
-    for reading in ("pages", "rows"):
-        cache = cache_of(model, reading=reading)
-        read(model, cache)
-        step = read(model, cache, IDS[:, :1])
-        if reading == "pages":
-            first = step
-    assert torch.equal(step, first)
 
 
 def test_rotations_of_heads_are_refused(model):

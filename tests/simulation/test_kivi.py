@@ -3,18 +3,14 @@ token."""
 
 import pytest
 import torch
-import transformers
 from support import architectures
-from support.float64 import CLOSE, to_float64
-from support.naive_cache import NaiveLayer
+from support.caches import distance, random_arm, read_in_calls, read_whole, simulate
+from support.float64 import CLOSE
+from support.naive_cache import naive_cache
 
-from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.simulated import Simulation
 
 IDS = torch.randint(3, 59, (2, 37), generator=torch.Generator().manual_seed(1))
 CACHE = CacheLayout(sink=3, recent=5)
@@ -22,8 +18,7 @@ GROUP = 8
 
 
 def arm_for(model, preset: str = "identity") -> KiviArm:
-    rotations = to_float64(fit(None, PRESETS[preset], geometry_of(model)))
-    return KiviArm("kivi", rotations, tokens=GROUP, channels=8)
+    return KiviArm("kivi", random_arm(model, preset).rotations, tokens=GROUP, channels=8)
 
 
 def quantize_block(block: torch.Tensor, dim: int) -> torch.Tensor:
@@ -48,30 +43,14 @@ def test_blocks_are_rounded_by_the_formula_of_kivi(side):
     assert (stored - expected.double() @ matrix.mT).abs().max() < 1e-5
 
 
-@torch.no_grad()
-def served_logits(model, arm: KiviArm) -> torch.Tensor:
-    """Logits of a model that reads one token at a time, from a cache by the letter."""
-    past = transformers.DynamicCache()
-    past.layers = [NaiveLayer(arm, CACHE, index) for index in range(architectures.LAYERS)]
-    past.layer_class_to_replicate = None
-    steps = IDS.split(1, dim=1)
-    return torch.cat([model(input_ids=ids, past_key_values=past).logits for ids in steps], dim=1)
-
-
 @pytest.mark.parametrize("preset", ["identity", "random"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_the_simulation_is_what_a_cache_filled_token_by_token_gives(name, preset):
     model = architectures.build(name, torch.float64)
     arm = arm_for(model, preset)
-    geometry = geometry_of(model)
-    layers = {layer.index for layer in geometry}
-    with torch.no_grad():
-        plain = model(input_ids=IDS, use_cache=False).logits
-        with Simulation(arm, CACHE, geometry, layers).running(model):
-            simulated = model(input_ids=IDS, use_cache=False).logits
-    served = served_logits(model, arm)
-    distance = (simulated - served).abs().max() / served.abs().max()
-    assert distance <= CLOSE
+    plain, simulated = read_whole(model, IDS), simulate(model, arm, CACHE, IDS)
+    served = read_in_calls(model, naive_cache(arm, CACHE), IDS, 1)
+    assert distance(simulated, served) <= CLOSE
     first = CACHE.sink + CACHE.recent + GROUP - 1
     assert (simulated - plain)[:, :first].abs().max() <= CLOSE * plain.abs().max()
     assert (simulated - plain)[:, first:].abs().max() > 1e-3 * plain.abs().max()

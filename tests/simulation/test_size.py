@@ -38,16 +38,6 @@ def test_every_token_counts(arm, length):
     assert arm_bits(GEOMETRY, arm, cache, length) == pytest.approx(expected)
 
 
-def test_groups_of_tokens_stay_exact_until_they_are_complete():
-    cache = CacheLayout(sink=1, recent=2, token_group=3)
-    exact = cache.exact_for(torch.arange(9), 9)
-    rows = [exact[query, : query + 1].int().tolist() for query in range(9)]
-    assert rows[4] == [1, 1, 1, 1, 1], "the last token of the first group is recent"
-    assert rows[5] == [1, 0, 0, 0, 1, 1]
-    assert rows[7] == [1, 0, 0, 0, 1, 1, 1, 1]
-    assert rows[8] == [1, 0, 0, 0, 0, 0, 0, 1, 1]
-
-
 def test_an_arm_of_rotations_takes_what_its_recipe_says():
     cache = CacheLayout()
     bits = bits_per_element(GEOMETRY, replace(cache, group_size=8))
