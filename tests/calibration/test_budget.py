@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.jobs import SMALL, job
-from support.models import save_tiny
+from support.models import edited_weights, save_tiny
 from typer.testing import CliRunner
 
 from rotationzoo import api
@@ -36,9 +35,8 @@ RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), bits=B
 def folder(tmp_path_factory):
     """The folder of a tiny model whose second layer's attention changes little."""
     folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.o_proj.weight"] *= 0.01
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with edited_weights(folder) as weights:
+        weights["model.layers.1.self_attn.o_proj.weight"] *= 0.01
     return folder
 
 

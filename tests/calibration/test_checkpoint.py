@@ -15,25 +15,14 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
     batch = 4 if name == "oscar-v1" else 2  # four steps either way: v1 makes two passes
     whole = calibrate(job(tiny, tmp_path / "whole", recipe, batch=batch))
-    read = []
-
-    def interrupt(stage, done, total):
-        if stage == "calibrating":
-            read.append(done)
-            if len(read) == 1 + stop:  # the first is told before any batch
-                raise KeyboardInterrupt
-
     stopped = job(tiny, tmp_path / "stopped", recipe, batch=batch)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(stopped, interrupt)
+        calibrate(stopped, interrupt_after(stop))
     assert [p.name for p in stopped.output.parent.iterdir()] == ["out.checkpoint.safetensors"]
-
-    def note_tokens(stage, done, total):
-        if stage == "calibrating":
-            read.append(done)
-
-    resumed = calibrate(stopped, note_tokens)
-    assert 0 < read[1 + stop] <= read[stop], "the checkpoint was not used"
+    steps = []
+    resumed = calibrate(stopped, lambda stage, done, _: steps.append((stage, done)))
+    first = next(done for stage, done in steps if stage == "calibrating")
+    assert first == stop * batch * SMALL.length, "the checkpoint was not used"
     assert rotation_bytes(resumed) == rotation_bytes(whole)
     assert (resumed.folder / "statistics.safetensors").read_bytes() == (
         whole.folder / "statistics.safetensors"

@@ -60,17 +60,6 @@ def test_what_no_formula_makes_again_is_not_held_against_one(sound):
     assert not list(replace(claim, recipe=recipe).origin_problems(moved, averages))
 
 
-def test_keys_keep_their_mean_where_attention_reads_it(sound):
-    claim, rotations, _ = sound
-    geometry = [replace(layer, shift_invariant=layer.index != 2) for layer in claim.geometry]
-    moved = replace(claim, geometry=geometry)
-    assert moved.centering_problems(rotations) == []
-    centered = change_one(rotations, 0, "key", mean=torch.zeros(2, rotations[0].key.dim))
-    (problem,) = moved.centering_problems(centered)
-    assert problem.startswith("keys are stored without their mean: attention depends on what all")
-    assert "(layer 2)" in problem
-
-
 def test_a_manifest_claims_its_recipe_and_geometry(sound):
     claim, _, _ = sound
     content = {

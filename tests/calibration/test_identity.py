@@ -1,12 +1,12 @@
 """Which job it is: what makes two jobs the same, and how they are told apart."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from support.jobs import interrupt_after, job
+from support.models import edit_config
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -18,9 +18,8 @@ def test_the_config_is_part_of_the_job(tiny, tmp_path):
     """The same weights with other RoPE scaling are another model."""
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
     first = calibrate(job(model, tmp_path))
-    config = json.loads((model / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    (model / "config.json").write_text(json.dumps(config))
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    edit_config(model, rope_parameters=rope)
     with pytest.raises(RotationZooError, match="another job: config differ"):
         calibrate(job(model, tmp_path))
     assert "another model or config" in verify(first, str(model)).problems[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import architectures
 from support.jobs import job, rotation_bytes
+from support.models import edit_config, save_family
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.errors import RotationZooError
@@ -28,8 +29,7 @@ from rotationzoo.model.source import find
 )
 def test_damaged_configs_get_a_sentence(key, value, tiny, tmp_path):
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, key: value}))
+    edit_config(model, **{key: value})
     with pytest.raises(RotationZooError) as caught:
         calibrate(job(model, tmp_path))
     assert caught.value.hint
@@ -50,23 +50,17 @@ def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
     calibrate(job(model, tmp_path))
     assert not (tmp_path / "ran").exists()
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "brand-new"}))
+    edit_config(model, model_type="brand-new")
     with pytest.raises(RotationZooError, match="does not know the model type 'brand-new'"):
         calibrate(job(model, tmp_path, restart=True))
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3-vlm"])
-def plain(request, tiny, tmp_path_factory) -> SimpleNamespace:
+def plain(request, tmp_path_factory) -> SimpleNamespace:
     """A saved model whose config names no implementation, and the artifact that is made of it."""
-    name, folder = request.param, tmp_path_factory.mktemp("plain") / "model"
-    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
-    if name.endswith("vlm"):
-        changes = {"text_config": architectures.config(name).text_config.to_dict() | changes}
-    architectures.build(name, **changes).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny / file, folder)
+    name = request.param
+    folder = save_family(name, tmp_path_factory.mktemp("plain") / "model")
     made = calibrate(job(folder, tmp_path_factory.mktemp("expected")))
     return SimpleNamespace(name=name, folder=folder, made=made)
 
@@ -92,7 +86,7 @@ def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, m
         for part in ("text_config", "vision_config")
         if part in config
     }
-    (folder / "config.json").write_text(json.dumps({**config, **nested, key: implementation}))
+    edit_config(folder, **nested, **{key: implementation})
     source = find(str(folder))
     loaded = loading.load_config(source)
     built = loading.load(source, loaded, "cpu", torch.float32)

@@ -1,6 +1,5 @@
 """Models of all kinds from disk: spread over devices, in FP8, of other families, damaged."""
 
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -9,10 +8,9 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import OffloadedWeightsLoader
-from safetensors.torch import load_file, save_file
 from support import architectures
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
-from support.models import save_tiny
+from support.models import edit_config, edited_weights, save_family, save_tiny
 from support.tensors import stored_statistics
 
 from rotationzoo.calibration import plan as plans
@@ -65,18 +63,10 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["gemma3-vlm", "qwen3_5-vlm", "gemma4", "gpt_oss", "mimo_v2_flash", "lfm2"]
 )
-def test_other_families_from_disk_to_a_sound_artifact(name, tiny, tmp_path):
+def test_other_families_from_disk_to_a_sound_artifact(name, tmp_path):
     """Saved as their makers save them and loaded by name: vision towers, shared caches, sinks,
     unequal head dimensions."""
-    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
-    if name == "gemma4":
-        changes["vocab_size_per_layer_input"] = 2048
-    if name.endswith("vlm"):
-        text = architectures.config(name).text_config.to_dict()
-        changes = {"text_config": text | changes}
-    architectures.build(name, **changes).save_pretrained(tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny / file, tmp_path / "model")
+    save_family(name, tmp_path / "model")
     artifact = calibrate(job(tmp_path / "model", tmp_path))
     layers = [layer.layer for layer in summarize(artifact)]
     assert layers == [*architectures.EXPECTED[name].layers]
@@ -100,9 +90,8 @@ def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(
 def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(tiny, tmp_path):
     """A head that is not in the weights would be random, and so would its predictions."""
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("lm_head.weight")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited_weights(folder) as weights:
+        del weights["lm_head.weight"]
     expected = calibrate(job(tiny, tmp_path / "expected"))
     assert rotation_bytes(calibrate(job(folder, tmp_path))) == rotation_bytes(expected)
     source = find(str(folder))
@@ -113,36 +102,34 @@ def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(tiny, tmp_path
 def test_weights_that_are_not_complete(tiny, tmp_path):
     def spoil(name, change):
         folder = Path(shutil.copytree(tiny, tmp_path / name))
-        change(folder / "model.safetensors")
+        change(folder)
         with pytest.raises(RotationZooError) as caught:
             calibrate(job(folder, tmp_path))
         assert not (tmp_path / "out").exists()
         return str(caught.value)
 
-    def drop_one(path):
-        weights = load_file(path)
-        weights.pop("model.layers.1.self_attn.q_proj.weight")
-        save_file(weights, path, metadata={"format": "pt"})
+    def drop_one(folder):
+        with edited_weights(folder) as weights:
+            del weights["model.layers.1.self_attn.q_proj.weight"]
 
+    def write(data: bytes):
+        return lambda folder: (folder / "model.safetensors").write_bytes(data)
+
+    whole = (tiny / "model.safetensors").read_bytes()
     assert "model.layers.1.self_attn.q_proj.weight is missing" in spoil("dropped", drop_one)
-    assert "could not be loaded" in spoil(
-        "cut", lambda path: path.write_bytes(path.read_bytes()[:-1000])
-    )
-    assert "no safetensors file" in spoil(
-        "pointer", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    )
-    assert "no safetensors file" in spoil("empty", lambda path: path.write_bytes(b""))
-    assert "no complete safetensors weights" in spoil("gone", lambda path: path.unlink())
+    assert "could not be loaded" in spoil("cut", write(whole[:-1000]))
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    assert "no safetensors file" in spoil("pointer", write(pointer))
+    assert "no safetensors file" in spoil("empty", write(b""))
+    gone = spoil("gone", lambda folder: (folder / "model.safetensors").unlink())
+    assert "no complete safetensors weights" in gone
 
 
 def test_a_model_that_fails_when_it_runs_gets_a_sentence(tiny, tmp_path):
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = weights[name][:100].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with edited_weights(edit_config(folder, vocab_size=100)) as weights:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name] = weights[name][:100].clone()
     with pytest.raises(RotationZooError, match="fails when it runs: index out of range"):
         calibrate(job(folder, tmp_path))
 

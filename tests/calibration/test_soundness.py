@@ -1,12 +1,9 @@
 """What would not pass verify is never written, whoever writes it, and one sentence says what and
 where."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.models import save_tiny
+from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
@@ -19,13 +16,6 @@ from rotationzoo.errors import Unsound
 from rotationzoo.recipe import Data, Recipe
 
 RECIPE = Recipe(data=Data(tokens=512, length=128))
-
-
-def scale_weights(folder: Path, name: str, factor: float) -> Path:
-    weights = load_file(folder / "model.safetensors")
-    weights[name] = weights[name] * factor
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.mark.hostile("values")
@@ -41,7 +31,8 @@ def test_weights_too_large_for_float32_statistics(side, recipe, inside, tmp_path
     model = save_tiny(tmp_path / "model")
     # Keys pass through a norm, whose own weight scales them.
     name = "q_norm" if side == "key" else "v_proj"
-    scale_weights(model, f"model.layers.1.self_attn.{name}.weight", 1e30)
+    with edited_weights(model) as weights:
+        weights[f"model.layers.1.self_attn.{name}.weight"] *= 1e30
     (inside.folder / "mine.yaml").write_text(recipe.yaml())
     words = ["calibrate", model, "--recipe", "mine.yaml", "--output", "made/out", "--device", "cpu"]
     done = inside(*words)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from support.architectures import EXPECTED, LATENTS, WINDOW, families
-from support.models import save_family
+from support.models import edit_config, save_family
 
 from rotationzoo.capacity.shape import CachedLayer, Shape, read_shape
 from rotationzoo.errors import ModelUnavailable
@@ -65,7 +65,6 @@ def test_latents_count_with_the_keys_beside_them(name, tmp_path):
 )
 def test_a_damaged_config_is_refused(tmp_path, changes):
     save_family("mistral", tmp_path, weights=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    edit_config(tmp_path, **changes)
     with pytest.raises(ModelUnavailable):
         read_shape(Source("mistral", tmp_path, None))

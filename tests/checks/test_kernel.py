@@ -35,13 +35,8 @@ def test_without_a_gpu_the_definition_is_checked_and_the_artifact_stays_as_it_wa
 
 
 def test_a_report_of_a_gpu_is_kept(folder):
-    gpu = {
-        "on_gpu": True,
-        "device": "NVIDIA H200",
-        "rows": 1,
-        "codes_equal": True,
-        "dequantized_equal": True,
-    }
+    gpu = {"on_gpu": True, "device": "NVIDIA H200", "rows": 1}
+    gpu |= {"codes_equal": True, "dequantized_equal": True}
     add_files(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu})
     validate_kernel(Artifact.open(folder), **ON_CPU)
     assert (folder / "validation.json").read_bytes() == b"{}"
@@ -64,10 +59,8 @@ def test_a_wrong_rotation_fails(folder, monkeypatch):
     assert not (folder / "validation.json").exists()
 
 
-def test_the_command_line(inside):
-    made = inside("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
-    assert made.returncode == 0
-    words = ["validate", "rotations/demo-oscar"]
+def test_the_command_line(inside, folder):
+    words = ["validate", folder]
     shown = inside(*words, "--json", "--device", "cpu")
     assert shown.returncode == 0
     keys = {"device", "rows", "codes_equal", "dequantized_equal", "max_difference"}
@@ -79,10 +72,7 @@ def test_the_command_line(inside):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_command_asks_for_a_cpu(inside):
-    made = inside("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
-    assert made.returncode == 0
-    folder = inside.folder / "rotations" / "demo-oscar"
+def test_without_a_gpu_the_command_asks_for_a_cpu(inside, folder):
     before = contents(folder)
     refused = inside("validate", folder)
     assert refused.returncode == 1

@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 import pytest
-import torch
-import transformers
-from support.models import save_tiny
+from support.models import edited_weights, save_tiny
 from support.reports import evaluate
 
 from rotationzoo.calibration.job import calibrate
@@ -24,10 +22,8 @@ def test_an_artifact_of_other_weights_is_refused_unless_it_is_wanted(tmp_path):
     model = save_tiny(tmp_path / "other")
     artifact = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "made")).folder
     twin = save_tiny(tmp_path / "twin")
-    changed = transformers.AutoModelForCausalLM.from_pretrained(twin)
-    with torch.no_grad():
-        changed.model.layers[0].self_attn.q_proj.weight.mul_(2)
-    changed.save_pretrained(twin)
+    with edited_weights(twin) as weights:
+        weights["model.layers.0.self_attn.q_proj.weight"] *= 2
     options = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
     job = Evaluation(str(twin), [artifact], ONE_ROW, **options)
     with pytest.raises(RotationZooError, match="made for other weights") as refused:

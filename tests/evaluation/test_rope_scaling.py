@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from support.engine_artifacts import exported
-from support.models import save_tiny
+from support.models import edit_config, save_tiny
 from support.reports import evaluate
 
 from rotationzoo import RotatedCache
@@ -109,9 +109,8 @@ def test_a_copy_of_the_model_has_the_scaling_or_is_not_written(model, scaled, tm
     # What the hint says.
     assert "put the scaling into config.json" in no.value.hint
     folder = Path(shutil.copytree(model, tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] |= YARN
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"] | YARN
+    edit_config(folder, rope_parameters=rope, max_position_embeddings=512)
     artifact = calibrate(Job(str(folder), Recipe(data=LONG), tmp_path / "out"))
     copy = absorb(artifact, str(folder), tmp_path / "copy")
     assert scaling_of(load_config(find(str(copy)))) == "yarn:2:256"

@@ -1,14 +1,13 @@
 """A text that a model writes through a 2-bit cache: the same as with the library alone, compared
 with the exact model's, and ended by whoever reads it."""
 
-import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models import save_tiny
+from support.models import edit_config, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import RotatedCache, generate
@@ -161,8 +160,7 @@ def test_a_comparison_of_a_prompt_that_stays_exact_reads_codes_all_the_same(made
 def test_a_note_on_other_weights_comes_before_the_text(made, tmp_path):
     folder, shown = tmp_path / "other", []
     shutil.copytree(DEMO, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+    edit_config(folder, rope_theta=12345.0)
     job = Generation(str(folder), TEXT, str(made), max_new_tokens=4, cache={"sink": 4, "recent": 8})
     with pytest.raises(RotationZooError, match="made for other weights"):
         run(job)
