@@ -1,4 +1,4 @@
-"""The codec's definition: what it promises of every row, and what it refuses."""
+"""The codec's definition: what it promises of every row, what it refuses, and where it clips."""
 
 import math
 from dataclasses import replace
@@ -9,10 +9,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.codec import RATIOS, largest, many, restore, rows, shapes
+from support.places import ROOT
 
 from rotationzoo.codec import int2
-from rotationzoo.codec.clip import clip_threshold
-from rotationzoo.codec.formats import BITS
+from rotationzoo.codec.clip import bisected_threshold, clip_threshold
+from rotationzoo.codec.formats import BITS, SIMULATED
 from rotationzoo.errors import RotationZooError
 
 FORMATS = pytest.mark.parametrize("format", int2.FORMATS.values(), ids=int2.FORMATS)
@@ -190,6 +191,7 @@ def test_bits_per_element():
     windows = dict(context=131072, sink=64, recent=256)
     assert int2.bits_per_element(128) == 2.5
     assert int2.bits_per_element(128, 32) == 4.0
+    assert int2.bits_per_element(64, 32, int2.FORMATS["mlx"]) == 3
     assert int2.bits_per_element(128, **windows) == pytest.approx(2.5330, abs=1e-4)
     assert int2.bits_per_element(128, format=int2.FORMATS["vllm"], **windows) == pytest.approx(
         2.2836, abs=1e-4
@@ -241,3 +243,64 @@ def test_the_worked_row_of_the_documentation():
     assert int2.dequantize(quantized).tolist() == pytest.approx(
         [1.2, -0.4, 0.4, -1.2, 1.2, 0.4, -0.4, 0.4]
     )
+
+
+# ---- where a row's threshold is among its magnitudes
+
+
+@given(case=rows(), clip=RATIOS)
+@many
+def test_the_threshold_is_an_entry_of_the_sorted_row(case, clip):
+    x, _ = case
+    entry = min(math.floor(clip * x.shape[-1] + 1e-6), x.shape[-1] - 1)
+    assert torch.equal(clip_threshold(x, clip), x.abs().sort(-1).values[:, entry])
+    quantile = torch.quantile(x.abs(), clip, dim=-1)
+    interpolated = clip_threshold(x, clip, interpolated=True)
+    position = x.shape[-1] * 2.0**-24  # torch has it in float32
+    assert ((interpolated - quantile).abs() <= 4 * position * largest(x)[:, 0]).all()
+
+
+@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.5, math.nan])
+def test_ratios_that_clip_everything_or_nothing_at_all_are_refused(ratio):
+    with pytest.raises(RotationZooError, match="clip ratio"):
+        int2.quantize(torch.ones(16), ratio)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("ratio", [0.9, 0.96, 1.0])
+def test_a_bisected_threshold_step_by_step(dim, ratio):
+    """The kernel's own loop, a row at a time; at a ratio of 1 nothing is clamped."""
+    rows = torch.randn(20, dim, generator=torch.Generator().manual_seed(0)) ** 3
+    entry = min(int(ratio * dim + 1e-6), dim - 1)
+    for row, threshold in zip(rows.abs(), bisected_threshold(rows, ratio), strict=True):
+        low, high = torch.tensor(0.0), row.max()
+        for _ in range(int(math.log2(dim))):
+            middle = (low + high) * 0.5
+            if (row > middle).sum() > dim - entry:
+                low = middle
+            else:
+                high = middle
+        assert threshold == (row.max() if ratio == 1 else high)
+
+
+def test_a_format_that_bisects_clamps_elsewhere_than_one_that_sorts():
+    rows = torch.randn(100, 128, generator=torch.Generator().manual_seed(0))
+    sorted_codes, bisected_codes = (
+        int2.quantize(rows, 0.96, format=SIMULATED[name]).codes
+        for name in ("sglang", "sglang-bisected")
+    )
+    assert 0 < (sorted_codes != bisected_codes).double().mean() < 0.1
+    short = rows[:, :32]
+    assert torch.equal(bisected_threshold(short, 0.9), clip_threshold(short, 0.9)), (
+        "rows of fewer than 64 channels are sorted"
+    )
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_every_format_is_documented(name):
+    text = (ROOT / "docs" / "codec.md").read_text(encoding="utf-8")
+    assert name in text
+
+
+def test_what_the_kernels_write_can_be_evaluated():
+    assert int2.FORMATS.items() <= SIMULATED.items()

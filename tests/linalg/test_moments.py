@@ -1,6 +1,10 @@
+"""Second moments, and means of texts that are paired."""
+
+import pytest
 import torch
 
 from rotationzoo.linalg.moments import Moment, from_raw, to_raw
+from rotationzoo.linalg.paired import paired_difference, weighted_mean
 
 
 def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
@@ -62,3 +66,13 @@ def test_checkpoint_form_loses_no_bit():
         for kind, moment in kinds.items():
             for field in ("second", "first", "weight"):
                 assert torch.equal(getattr(back[layer][kind], field), getattr(moment, field))
+
+
+def test_texts_weigh_as_much_as_they_have_tokens():
+    mean, error = paired_difference([2.0, 3.0, 9.0], [1.0, 1.0, 1.0], [300, 100, 0])
+    assert mean == pytest.approx(1.25)
+    assert error == pytest.approx(((0.75 * 0.25) ** 2 + (0.25 * 0.75) ** 2) ** 0.5 * 2**0.5)
+
+
+def test_a_single_text_has_no_standard_error():
+    assert weighted_mean(torch.tensor([2.0]), torch.tensor([7.0])) == (2.0, None)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from support import architectures
 from support.architectures import CALIBRATED, families
-from support.caches import distance, random_arm, read_whole
+from support.caches import distance, random_arm, read_in_calls, read_whole, simulate
 from support.float64 import CLOSE
+from support.naive_cache import naive_cache
 
+from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS, SGLANG
 from rotationzoo.model import long_masks
 from rotationzoo.model.capture import intercept
@@ -47,7 +49,7 @@ def attention_modules(model) -> dict[int, torch.nn.Module]:
     return modules
 
 
-def simulate(model, arm, cache, queries=None):
+def observe(model, arm, cache, queries=None):
     """Logits, and by layer the outputs (simulated, exact) and the KL."""
     geometry = geometry_of(model)
     outputs, divergences = {}, {}
@@ -69,7 +71,7 @@ def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     """Windows, soft caps and sinks stay the model's although every position is there twice."""
     model = architectures.build(name, torch.float64)
     cache = CacheLayout(sink=24, recent=0)
-    simulated, outputs, divergences = simulate(
+    simulated, outputs, divergences = observe(
         model, random_arm(model), cache, queries=torch.arange(24)
     )
     assert distance(simulated, read_whole(model, IDS)) <= CLOSE
@@ -98,7 +100,7 @@ def test_what_centring_moves_is_seen(name):
     }
     arm = Arm("centered", with_key_means(random_arm(model).rotations, means))
     cache = CacheLayout(sink=24, recent=0)
-    simulated, _, divergences = simulate(model, arm, cache, queries=torch.arange(24))
+    simulated, _, divergences = observe(model, arm, cache, queries=torch.arange(24))
     moved = distance(simulated, read_whole(model, IDS))
     kl = max(divergence.max().item() for divergence in divergences.values())
     if shifted_layers(geometry):
@@ -112,7 +114,7 @@ def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
     model = architectures.build(name, torch.float64)
     plain = read_whole(model, IDS)
     cache = CacheLayout(sink=0, recent=0)
-    simulated, outputs, divergences = simulate(
+    simulated, outputs, divergences = observe(
         model, random_arm(model), cache, queries=torch.arange(24)
     )
     assert distance(simulated, plain) > 1e-4
@@ -132,9 +134,70 @@ def test_more_bits_come_closer_to_the_exact_model(kind):
         arm = replace(arm, tokens=8, channels=8)
     for bits in BITS:
         layout = CacheLayout(replace(SGLANG, bits=bits), sink=1, recent=2)
-        _, outputs, _ = simulate(model, arm, layout)
+        _, outputs, _ = observe(model, arm, layout)
         simulated, exact = outputs[0]
         errors.append((simulated - exact).norm() / exact.norm())
     # Measured: 1.9 to 2.5 times smaller with one more bit, and 15 to 19 times with four more.
     assert all(fewer > 1.5 * more for fewer, more in pairwise(errors)), errors
     assert 1e-4 < errors[-1] < 0.05
+
+
+# ---- keys per channel over groups of tokens, against a cache that is filled token by token
+
+
+LONGER = torch.randint(3, 59, (2, 37), generator=torch.Generator().manual_seed(1))
+CACHE = CacheLayout(sink=3, recent=5)
+GROUP = 8
+
+
+def arm_for(model, preset: str = "identity") -> KiviArm:
+    return KiviArm("kivi", random_arm(model, preset).rotations, tokens=GROUP, channels=8)
+
+
+def quantize_block(block: torch.Tensor, dim: int) -> torch.Tensor:
+    """KIVI's own formula: minimum and scale over `dim`, both in float16, rounded to 0 to 3."""
+    minimum = block.amin(dim, keepdim=True).half().float()
+    low = block.amin(dim, keepdim=True)
+    scale = ((block.amax(dim, keepdim=True) - low) / 3).half().float()
+    codes = ((block - minimum) / scale).round().clamp(0, 3)
+    return codes * scale + minimum
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_blocks_are_rounded_by_the_formula_of_kivi(side):
+    """Keys over groups of tokens, values over groups of channels."""
+    model = architectures.build("llama")
+    arm = arm_for(model, "random")
+    rows = torch.randn(1, 2, 3 * GROUP, 16, generator=torch.Generator().manual_seed(0)).double()
+    matrix, dim = arm.rotations[0][side].matrix, {"key": 2, "value": 3}[side]
+    blocks = (rows @ matrix).float().split(8, dim)
+    expected = torch.cat([quantize_block(block, dim) for block in blocks], dim)
+    stored = arm.fake_quantize(rows, 0, side, int2.SGLANG)
+    assert (stored - expected.double() @ matrix.mT).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["identity", "random"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_simulation_is_what_a_cache_filled_token_by_token_gives(name, preset):
+    model = architectures.build(name, torch.float64)
+    arm = arm_for(model, preset)
+    plain, simulated = read_whole(model, LONGER), simulate(model, arm, CACHE, LONGER)
+    served = read_in_calls(model, naive_cache(arm, CACHE), LONGER, 1)
+    assert distance(simulated, served) <= CLOSE
+    first = CACHE.sink + CACHE.recent + GROUP - 1
+    assert (simulated - plain)[:, :first].abs().max() <= CLOSE * plain.abs().max()
+    assert (simulated - plain)[:, first:].abs().max() > 1e-3 * plain.abs().max()
+
+
+def test_a_towering_key_channel_costs_the_others_nothing():
+    """What a rotation lacks: each channel has a scale of its own."""
+    model = architectures.build("llama", torch.float64)
+    arm = arm_for(model)
+    keys = torch.randn(1, 2, 2 * GROUP, 16, generator=torch.Generator().manual_seed(0))
+    towering = keys.clone()
+    towering[..., 3] *= 1000
+    plain, other = (arm.fake_quantize(rows, 0, "key", int2.SGLANG) for rows in (keys, towering))
+    rest = [channel for channel in range(16) if channel != 3]
+    assert torch.equal(plain[..., rest], other[..., rest])
+    values = arm.fake_quantize(towering, 0, "value", int2.SGLANG)
+    assert not torch.equal(values[..., rest], plain[..., rest])
