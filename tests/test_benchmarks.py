@@ -19,7 +19,7 @@ from benchmark_decode import SHAPES
 from decode_arms import exact_arms as list_exact_arms
 from decode_arms import exact_error, first_request, packed_variants
 from decode_caches import LAYOUTS, Shape, Storage, exact_caches, packed_caches
-from scale_models import ModelShape, make_model
+from scale_models import make_model
 from support import architectures
 from transformers import AutoModelForCausalLM, Cache
 from transformers.cache_utils import QuantizedLayer
@@ -63,8 +63,10 @@ def test_every_order_of_a_cache_in_memory_gives_its_own_attention():
             assert exact_error(arm.read(query, *both), query, *both) < 1e-2
 
 
-DENSE = ModelShape("none", 2, 64, 96, 4, 2, dim=16, vocabulary=20_000)
-EXPERTS = ModelShape("none", 2, 64, 32, 4, 2, experts=8, active=2, dim=16, vocabulary=20_000)
+DENSE = scale_models.Shape("none", 2, 64, 96, 4, 2, dim=16, vocabulary=20_000)
+EXPERTS = scale_models.Shape(
+    "none", 2, 64, 32, 4, 2, experts=8, active=2, dim=16, vocabulary=20_000
+)
 
 
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS], ids=["dense", "experts"])
