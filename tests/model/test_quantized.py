@@ -1,4 +1,5 @@
-"""Quantized checkpoints: what transformers loads, and what is refused before it is fetched."""
+"""Quantized checkpoints: what transformers loads, and what is refused before it is fetched. And what
+a config alone says of the layers."""
 
 import importlib.util
 import json
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import architectures
 from support.jobs import job
 from support.models import save_tiny
 from support.quantized import (
@@ -17,6 +19,7 @@ from support.quantized import (
 from rotationzoo.calibration.plan import plan
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model import loading
+from rotationzoo.model.loading import full_attention_layers
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import find
@@ -134,3 +137,18 @@ def test_evaluation_and_generation_read_fp8(tmp_path, inside):
     absorbed = inside("export", "out", "--absorb", str(folder), "--output", "served")
     assert absorbed.returncode == 1
     assert "are quantized in blocks" in absorbed.stderr
+
+
+FULL = {
+    "llama": None,  # no layer has a window
+    "phi3": set(),  # every layer has one
+    "gemma3": {3},
+    "gemma3-vlm": {3},
+    "gpt_oss": {3},
+    "gemma4": {1},  # the last layers read the cache of others
+}
+
+
+@pytest.mark.parametrize("family", FULL)
+def test_layers_of_full_attention_stand_beside_sliding_windows(family):
+    assert full_attention_layers(architectures.config(family)) == FULL[family]

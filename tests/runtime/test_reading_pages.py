@@ -1,7 +1,9 @@
-"""Decoding steps that read the pages of a 2-bit cache, against those that read restored rows."""
+"""Decoding steps that read the pages of a 2-bit cache, against those that read restored rows, and
+what reading rows takes beside the rows."""
 
 import copy
 import threading
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -10,19 +12,24 @@ import torch
 from support import architectures, caches
 from support.caches import distance, random_arm, with_factors, with_means
 from support.float64 import CLOSE, all_in_float64
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.formats import FORMATS, SGLANG
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.model.capture import capture
+from rotationzoo.model.geometry import Layer
+from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.paged_attention import PageReader
 from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.runtime.stream import Blocks, Stream
+from rotationzoo.runtime.stream import READ_TOGETHER, Blocks, Reach, Stream
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 
@@ -277,3 +284,68 @@ def test_the_table_of_addresses_follows_the_blocks():
     assert other.addresses()[0, 0] == other.table[0].data_ptr() != blocks.table[0].data_ptr()
     blocks.select(torch.tensor([2, 0]))
     assert torch.equal(blocks.addresses()[:, :6], expected())
+
+
+# ---- few blocks are restored at a time
+
+
+HEADS, DIM, BLOCK = 2, 32, 128
+SIZES = {"sink": 4, "recent": 8}
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors take which operations made since the mode began."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.peak = weakref.WeakValueDictionary(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.made |= {id(each): each for each in tree_leaves(result) if hasattr(each, "nbytes")}
+        storages = [tensor.untyped_storage() for tensor in self.made.values()]
+        held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.peak = max(self.peak, sum(held.values()))
+        return result
+
+
+def stream_of(arm, format, tokens, batch=1):
+    rows = torch.randn(batch, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(1))
+    storage = CacheSettings(arm, CacheLayout(FORMATS[format], **SIZES), block=BLOCK)
+    stream = Stream(storage, 0, rows.bfloat16(), rows.bfloat16())
+    later = Reach(tokens - SIZES["recent"], 0)
+    stream.update(rows.bfloat16(), rows.flip(2).bfloat16(), Reach(0, 0), later, None)
+    return stream
+
+
+def rotations_of_a_layer():
+    return fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)])
+
+
+@torch.no_grad()
+def test_a_long_context_takes_little_beside_its_rows():
+    """Measured: 5.5 blocks of float32 rows beside both sides; with eight blocks together, and
+    those restored before them still held, 44."""
+    stream = stream_of(Arm("", rotations_of_a_layer()), "sglang", 100 * BLOCK)
+    with PeakMemory() as memory:
+        rows = stream.read()
+    one = 4 * HEADS * BLOCK * DIM
+    assert memory.peak >= sum(each.nbytes for each in rows)
+    beside = (memory.peak - sum(each.nbytes for each in rows)) / one
+    assert beside <= 3 * READ_TOGETHER["value"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_blocks_read_together_are_those_read_alone(format, monkeypatch):
+    stream = stream_of(Arm("", rotations_of_a_layer(), 16), format, 7 * BLOCK + 5, batch=3)
+    for start in (0, 2, 3 * BLOCK, 7 * BLOCK):
+        together = stream.read(start)
+        with monkeypatch.context() as patch:
+            for side in READ_TOGETHER:
+                patch.setitem(READ_TOGETHER, side, 1)
+            alone = stream.read(start)
+        for rows, expected in zip(together, alone, strict=True):
+            assert rows.shape == (3, HEADS, stream.length - start, DIM)
+            # A product of other rows beside it may differ in its last bit.
+            torch.testing.assert_close(rows, expected)
