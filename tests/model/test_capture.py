@@ -3,6 +3,7 @@ import torch
 import transformers
 from support import architectures
 from support.architectures import CALIBRATED, EXPECTED, NAMES, families
+from support.caches import read_whole
 from support.places import ROOT
 
 from rotationzoo.artifact.layout import statistics_tensors
@@ -16,11 +17,6 @@ from rotationzoo.recipe import Recipe
 
 TABLE = ROOT / "docs" / "architectures.md"
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model, ids=IDS):
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
 
 
 @families()
@@ -43,12 +39,12 @@ def test_looking_on_meta_agrees_with_the_real_model(name):
 @families(CALIBRATED)
 def test_capture_sees_every_layer_and_is_undone(name):
     model = architectures.build(name)
-    plain = logits(model)
+    plain = read_whole(model, IDS)
     seen = {}
     with capture(model, lambda layer, *tensors: seen.update({layer: [t.shape for t in tensors]})):
-        captured = logits(model)
+        captured = read_whole(model, IDS)
     assert torch.equal(plain, captured)
-    assert torch.equal(plain, logits(model)), "not restored"
+    assert torch.equal(plain, read_whole(model, IDS)), "not restored"
     geometry = geometry_of(model)
     assert sorted(seen) == [layer.index for layer in geometry]
     for layer in geometry:
@@ -111,37 +107,37 @@ def test_the_table_in_the_docs_is_what_the_probe_finds(request):
 
 def test_restored_when_the_forward_raises():
     model = architectures.build("gemma2")  # eager: in no registry before, and in none after
-    plain = logits(model)
+    plain = read_whole(model, IDS)
 
     def fail(*_):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), capture(model, fail):
-        logits(model)
-    assert torch.equal(plain, logits(model))
+        read_whole(model, IDS)
+    assert torch.equal(plain, read_whole(model, IDS))
 
 
 def test_other_models_and_towers_are_left_alone():
     model, other = architectures.build("qwen3"), architectures.build("llama")
     with capture(model, lambda *_: pytest.fail("captured another model")):
-        logits(other)
+        read_whole(other, IDS)
     vlm = architectures.build("gemma3-vlm")
     layers = []
     pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with capture(vlm, lambda layer, *_: layers.append(layer)), torch.no_grad():
         vlm.model.vision_tower(pixel_values=pixels)
         assert layers == []
-        logits(vlm)
+        read_whole(vlm, IDS)
     assert layers == [0, 1, 2, 3]
 
 
 def test_intercept_replaces_the_output():
     model = architectures.build("qwen3")
-    plain = logits(model)
+    plain = read_whole(model, IDS)
     with intercept(model, lambda layer, query, key, value, attend: attend(query, key, value)):
-        assert torch.equal(logits(model), plain)
+        assert torch.equal(read_whole(model, IDS), plain)
     with intercept(model, lambda layer, query, key, value, attend: attend(query, key, 2 * value)):
-        assert not torch.allclose(logits(model), plain)
+        assert not torch.allclose(read_whole(model, IDS), plain)
 
 
 def test_a_capture_that_changes_the_model_is_refused():

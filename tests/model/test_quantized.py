@@ -1,5 +1,5 @@
-"""Quantized checkpoints: what transformers loads, and what is refused before it is fetched. And what
-a config alone says of the layers."""
+"""Quantized checkpoints: what transformers loads, and what is refused before it is fetched. And a
+model's layers, as its config alone has them."""
 
 import importlib.util
 import json
