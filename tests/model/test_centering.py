@@ -4,16 +4,18 @@ whatever it is called."""
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from support import architectures
 from support.architectures import families
+from support.command_line import edited_manifest
 from support.models import save_family
 from support.tensors import stored_rotations
 
-from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
@@ -42,10 +44,7 @@ CENTERED = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made: dict[str, Path] = {}
-    return lambda name: (
-        made.get(name) or made.setdefault(name, save_family(name, tmp_path_factory.mktemp(name)))
-    )
+    return cache(lambda name: save_family(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +159,10 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
 def planted(artifact: Artifact, folder: Path, invariant: bool | None) -> Artifact:
     """A copy whose geometry says something else of the attention."""
     shutil.copytree(artifact.folder, folder)
-    path = folder / MANIFEST
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    layers = geometry_from_json(manifest["geometry"])
-    layers = [replace(layer, shift_invariant=invariant) for layer in layers]
-    path.write_text(json.dumps({**manifest, "geometry": geometry_json(layers)}), encoding="utf-8")
+    with edited_manifest(folder) as manifest:
+        layers = geometry_from_json(manifest["geometry"])
+        layers = [replace(layer, shift_invariant=invariant) for layer in layers]
+        manifest["geometry"] = geometry_json(layers)
     return Artifact.open(folder)
 
 
