@@ -1,4 +1,5 @@
-"""The 2-bit cache inside every family of models, against the simulation of the same layout."""
+"""The 2-bit cache inside every family of models, against the simulation of the same layout, and the
+codes and exact keys of latents."""
 
 from dataclasses import replace
 
@@ -10,9 +11,12 @@ from support.caches import distance, random_arm, read_in_calls, read_whole, simu
 from support.float64 import CLOSE
 from transformers import DynamicCache
 
+from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.error_feedback import factorize, whitening
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.simulation.arm import Arm
@@ -126,3 +130,83 @@ def test_codes_of_other_bits_are_refused():
     layout = CacheLayout(replace(FORMATS["sglang"], bits=4))
     with pytest.raises(RotationZooError, match="stores codes of 2 bits, and the format has 4"):
         CacheSettings(Arm("", {}), layout)
+
+
+# ---- latents (MLA): their codes, and keys with RoPE that all stay exact
+
+
+THREE_ROWS = torch.randint(3, 59, (3, 48), generator=torch.Generator().manual_seed(1))
+SINK, RECENT = 4, 8
+
+
+@pytest.fixture(scope="module")
+def latent_model():
+    return architectures.build("deepseek_v3")
+
+
+def latent_cache(latent_model):
+    rotations = fit(None, PRESETS["random"], geometry_of(latent_model))
+    return RotatedCache(rotations, latent_model, sink=SINK, recent=RECENT)
+
+
+@torch.no_grad()
+def read_rows(latent_model, cache, ids=THREE_ROWS):
+    return latent_model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+
+
+@pytest.fixture
+def filled(latent_model):
+    cache = latent_cache(latent_model)
+    read_rows(latent_model, cache)
+    return cache
+
+
+def test_it_holds_codes_of_latents_and_exact_keys(latent_model, filled):
+    """A latent has 20 elements and a key 8. The exact windows hold both; between them a latent
+    takes 20 / 4 bytes and a float32 scale and offset."""
+    stream = filled.layers[0].streams[0]
+    assert list(stream.blocks) == ["latent"]
+    quantized = THREE_ROWS.shape[1] - SINK - RECENT
+    assert stream.blocks["latent"].length == quantized
+    assert stream.tail["latent"].shape == (3, 1, RECENT, 20)
+    assert stream.head["latent"].shape == (3, 1, SINK, 20)
+    assert stream.head["rope"].shape == (3, 1, SINK + quantized, 8)
+    page = stream.blocks["latent"].layout
+    assert page.bytes == page.tokens * (5 + 8)
+    assert filled.bytes_in_bf16 == 2 * architectures.LAYERS * THREE_ROWS.numel() * (20 + 8)
+
+
+def test_latents_lose_something_and_keys_nothing(latent_model, filled):
+    kept = latent_model(input_ids=THREE_ROWS, use_cache=True).past_key_values
+    for layer, exact in zip(filled.layers, kept.layers, strict=True):
+        latents, keys = layer.read(0)
+        if layer.index == 0:  # later layers read what earlier ones made of rounded rows
+            assert torch.equal(keys, exact.values)
+            assert torch.equal(latents[:, :, :SINK], exact.keys[:, :, :SINK])
+            assert torch.equal(latents[:, :, -RECENT:], exact.keys[:, :, -RECENT:])
+            middle = slice(SINK, -RECENT)
+            error = (latents - exact.keys)[:, :, middle].norm() / exact.keys[:, :, middle].norm()
+            assert 0.1 < error < 0.6
+
+
+def test_rows_are_selected_and_tokens_taken_back(latent_model, filled):
+    before = [layer.read(0) for layer in filled.layers]
+    filled.reorder_cache(torch.tensor([2, 0, 0]))
+    for layer, (latents, keys) in zip(filled.layers, before, strict=True):
+        selected = layer.read(0)
+        assert torch.equal(selected[0], latents[[2, 0, 0]])
+        assert torch.equal(selected[1], keys[[2, 0, 0]])
+    filled.crop(-3)
+    assert filled.get_seq_length() == THREE_ROWS.shape[1] - 3
+    for layer, (_, keys) in zip(filled.layers, before, strict=True):
+        assert torch.equal(layer.read(0)[1], keys[[2, 0, 0], :, :-3])
+
+
+def test_rotations_of_heads_are_refused(latent_model):
+    heads = architectures.build("llama")
+    rotations = fit(None, PRESETS["random"], geometry_of(heads))
+    with pytest.raises(RotationZooError, match="layer 0 has 1 KV heads of 20 channels"):
+        read_rows(latent_model, RotatedCache(rotations, latent_model))
+    of_latents = fit(None, PRESETS["random"], geometry_of(latent_model))
+    with pytest.raises(RotationZooError, match="layer 0 has 2 KV heads of 16 channels"):
+        read_rows(heads, RotatedCache(of_latents, heads))
