@@ -15,6 +15,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from support.places import ROOT, TEXT, recipe_of
 
+WORKFLOWS = ROOT / ".github" / "workflows"
+TESTED = yaml.safe_load((WORKFLOWS / "tests.yml").read_text("utf-8"))["jobs"]["tests"]
+RELEASE = yaml.safe_load((WORKFLOWS / "release.yml").read_text("utf-8"))
+JOBS = RELEASE["jobs"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS = "docs", "engines", "sign"  # what CI installs with the package; `cuda` needs a GPU
 
@@ -105,17 +109,14 @@ def test_continuous_integration_runs_the_same_command():
     run = (ROOT / ".ci" / "run").read_text("utf-8")
     assert "set -eu" in run
     assert "\nmake test\nmake check\n" in run
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8"))
-    job = workflow["jobs"]["tests"]
-    assert job["steps"][-1]["run"] == "make test"
-    assert {"ubuntu-latest", "macos-latest"} == set(job["strategy"]["matrix"]["os"])
-    constraints = {row["constraints"] for row in job["strategy"]["matrix"]["include"]}
+    assert TESTED["steps"][-1]["run"] == "make test"
+    assert {"ubuntu-latest", "macos-latest"} == set(TESTED["strategy"]["matrix"]["os"])
+    constraints = {row["constraints"] for row in TESTED["strategy"]["matrix"]["include"]}
     assert constraints == {"constraints-oldest.txt", "constraints-cpu.txt", ""}
 
 
 def test_the_pythons_that_are_claimed_are_tested():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8"))
-    rows = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    rows = TESTED["strategy"]["matrix"]["include"]
     named = "Programming Language :: Python :: 3."
     classifiers = PYPROJECT["project"]["classifiers"]
     claimed = {line.rsplit(" ", 1)[1] for line in classifiers if line.startswith(named)}
@@ -123,8 +124,6 @@ def test_the_pythons_that_are_claimed_are_tested():
     assert PYPROJECT["project"]["requires-python"] == f">={min(claimed, key=Version)}"
 
 
-WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
-JOBS = WORKFLOW["jobs"]
 CHANGELOG = "# Changelog\n\n## [0.2.0] - 2026-11-30\n\n### Added\n\n## [0.1.0] - unreleased\n"
 
 
@@ -159,10 +158,10 @@ def test_the_changelog_begins_with_the_version_of_the_package():
 
 
 def test_only_the_publisher_may_publish_and_it_runs_no_code_of_the_checkout():
-    assert yaml.safe_load(json.dumps(WORKFLOW[True])) == {
+    assert yaml.safe_load(json.dumps(RELEASE[True])) == {
         "push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}
     }
-    assert "secrets." not in json.dumps(WORKFLOW)
+    assert "secrets." not in json.dumps(RELEASE)
     for name in ("build", "test"):
         assert not {"permissions", "environment"} & JOBS[name].keys()
     publisher = JOBS["publish"]
