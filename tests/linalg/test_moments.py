@@ -8,7 +8,7 @@ from support.memory import allocated
 
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment, from_raw, to_raw
-from rotationzoo.linalg.paired import paired_difference, weighted_mean
+from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.linalg.run_sums import (
     RUN,
     add_runs,
@@ -84,10 +84,6 @@ def test_texts_weigh_as_much_as_they_have_tokens():
     mean, error = paired_difference([2.0, 3.0, 9.0], [1.0, 1.0, 1.0], [300, 100, 0])
     assert mean == pytest.approx(1.25)
     assert error == pytest.approx(((0.75 * 0.25) ** 2 + (0.25 * 0.75) ** 2) ** 0.5 * 2**0.5)
-
-
-def test_a_single_text_has_no_standard_error():
-    assert weighted_mean(torch.tensor([2.0]), torch.tensor([7.0])) == (2.0, None)
 
 
 # ---- runs of float32 products

@@ -28,7 +28,6 @@ from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import (
     geometry_from_json,
     geometry_json,
-    geometry_of,
     geometry_on_meta,
     shifted_layers,
 )
@@ -189,9 +188,3 @@ def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
     for recipe, reason in ((CENTERED, None), (other, "the recipe has changed")):
         assert regenerate._find_reason(None, recipe, entry, "1" * 40, {}) == reason
-
-
-def test_the_geometry_says_it_in_every_manifest(centered):
-    assert [layer["shift_invariant"] for layer in centered.content["geometry"]] == [True] * 4
-    model = architectures.build("qwen3")
-    assert geometry_from_json(geometry_json(geometry_of(model))) == geometry_of(model)

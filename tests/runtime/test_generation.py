@@ -133,7 +133,6 @@ def test_a_model_ends_its_text_itself(demo, made, tmp_path):
         ({"temperature": 1.0, "top_p": 1.5}, "no share"),
         ({"chat": True}, "no chat template"),
         ({"format": "int3"}, "no format 'int3'"),
-        ({"format": "kivi"}, "no format 'kivi'"),
         ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
         ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
         ({"rounding": "feedback", "rotations": None}, "no factors"),
