@@ -96,6 +96,8 @@ def test_a_plan_says_that_keys_keep_their_mean(name, tmp_path):
     planned = plan(Job(str(folder), CENTERED, tmp_path / "out"))
     (note,) = planned.notes
     assert "attention depends on what all keys share" in note
+    assert f"({len(MOVED[name])} layers, 0 the first)" in note
+    assert "(layer 2)" in centering.reason([2])
     assert not planned.job.recipe.center_keys
     plain = CENTERED.model_copy(update={"center_keys": False})
     assert plan(Job(str(folder), plain, tmp_path / "out")).notes == ()
