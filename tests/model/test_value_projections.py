@@ -118,7 +118,8 @@ def test_what_else_reads_the_values_is_seen(change, reason, monkeypatch):
 
 
 def test_a_fused_projection_is_refused():
-    with pytest.raises(UnsupportedModel, match=r"fused value projection, .*0\.self_attn\.qkv_proj"):
+    reason = "layer 0 of this has a fused value projection, model.layers.0.self_attn.qkv_proj"
+    with pytest.raises(UnsupportedModel, match=reason):
         projections(on_meta("Phi3"))
 
 
@@ -133,7 +134,7 @@ def test_a_layer_that_reads_the_cache_of_another_is_refused():
 
 def test_the_look_leaves_the_library_as_it_was():
     before = transformers.Cache.update, torch.nn.Linear.forward
-    reason = r"layer 0 of this has another use of its values .*, in aten\.clamp_\.default"
-    with pytest.raises(UnsupportedModel, match=reason):
+    use = "layer 0 of this has another use of its values than its attention, in aten.clamp_.default"
+    with pytest.raises(UnsupportedModel, match=use):
         projections(on_meta("Olmo", clip_qkv=8.0))  # in place
     assert before == (transformers.Cache.update, torch.nn.Linear.forward)
