@@ -43,12 +43,8 @@ def test_every_module_says_what_it_holds():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_a_document_names_exist(path):
-    named = set(NAMED.findall(path.read_text("utf-8")))
-    assert not {name for name in named if not (ROOT / name).exists()}
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_modules_that_a_document_names_exist(path):
-    named = {PACKAGE / name.rstrip("/") for name in ROOM.findall(path.read_text("utf-8"))}
-    assert not {path for path in named if not (path.is_dir() or path.with_suffix(".py").is_file())}
+def test_files_and_modules_that_a_document_names_exist(path):
+    text = path.read_text("utf-8")
+    assert not {name for name in NAMED.findall(text) if not (ROOT / name).exists()}
+    rooms = {PACKAGE / name.rstrip("/") for name in ROOM.findall(text)}
+    assert not {path for path in rooms if not (path.is_dir() or path.with_suffix(".py").is_file())}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import train_lab_models
 import transformers
+from support.architectures import BASE
 from torch._dynamo.testing import CompileCounter
 
 from rotationzoo.model.loading import load_tokenizer
@@ -124,11 +125,8 @@ def test_a_model_with_latents_learns_in_two_steps():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_copy_with_outliers_computes_the_same_bits(config, dtype):
     torch.manual_seed(0)
-    options = dict(
-        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config(**options), dtype=dtype)
+    config = config(**BASE, head_dim=16, attention_bias=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)

@@ -6,6 +6,7 @@ import json
 import sys
 from http.cookies import SimpleCookie
 from types import SimpleNamespace
+from urllib.parse import urlencode
 
 import pytest
 from support.browser import scrolls_sideways, serious_findings
@@ -140,17 +141,13 @@ def test_an_evaluation_that_says_less_or_was_changed(space):
 )  # fmt: skip
 def test_only_a_model_of_the_hub_is_planned_or_asked_for(space, model):
     before = len(space.hub.requests)
-    for path in (f"/plan?{_query(model=model)}", f"/plan?{_query(model=MODEL, gpu=model)}"):
+    for path in (
+        f"/plan?{urlencode(asked)}" for asked in ({"model": model}, {"model": MODEL, "gpu": model})
+    ):
         status, _, text = space.ask(path)
         assert status == 400
         assert "<script>" not in text.split("<main")[1].split("</main>")[0]
     assert len(space.hub.requests) == before, "no hub was asked"
-
-
-def _query(**values) -> str:
-    from urllib.parse import urlencode
-
-    return urlencode(values)
 
 
 def test_what_cannot_be_planned_is_said_in_a_sentence(space):

@@ -1,28 +1,39 @@
 """Recipes with a budget of bits: measured losses, bits for the layers that lose more, and the
 caches and checks that read them."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from support.architectures import CALIBRATED, LAYERS, build, families
 from support.jobs import SMALL, job
-from support.models import save_tiny
+from support.models import edited_weights, save_tiny
 from typer.testing import CliRunner
 
 from rotationzoo import api
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration import sensitivity
-from rotationzoo.calibration.budget import average_fine_channels, spend_bits
+from rotationzoo.calibration.budget import (
+    PER_BIT,
+    Place,
+    average_fine_channels,
+    choose_bits,
+    spend_bits,
+)
 from rotationzoo.calibration.claim import Claim
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.cli.app import app
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import reduced_rotations
 from rotationzoo.model import loading
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, from_dict, with_budget
+from rotationzoo.progress import silent
+from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
@@ -36,9 +47,8 @@ RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), bits=B
 def folder(tmp_path_factory):
     """The folder of a tiny model whose second layer's attention changes little."""
     folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.o_proj.weight"] *= 0.01
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with edited_weights(folder) as weights:
+        weights["model.layers.1.self_attn.o_proj.weight"] *= 0.01
     return folder
 
 
@@ -165,3 +175,86 @@ def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made)
     bits = {name: arm["bits_per_element"] for name, arm in report["arms"].items()}
     assert report["format"] == "fine"
     assert bits["out+feedback"] <= bits["hadamard"] <= 3.51
+
+
+# ---- what is chosen costs no more than anything else that the budget buys
+
+
+def cost(places, chosen):
+    """What is lost, and the bits that rows of all places take more."""
+    lost = sum(
+        place.loss * PER_BIT ** (bits / place.dim)
+        for place, bits in zip(places, chosen, strict=True)
+    )
+    return lost, sum(place.heads * bits for place, bits in zip(places, chosen, strict=True))
+
+
+@pytest.mark.parametrize("extra", [0, 0.1, 0.3, 0.5, 0.9, 1])
+def test_no_other_choice_of_the_budget_costs_less(extra):
+    places = [Place(0.02, 2, 32), Place(0.003, 2, 32), Place(0.0005, 4, 16), Place(0.002, 2, 64)]
+    budget = extra * sum(place.elements for place in places)
+    chosen = choose_bits(places, extra)
+    lost, spent = cost(places, chosen)
+    assert spent <= budget
+    others = [
+        cost(places, other) for other in itertools.product(*(place.choices for place in places))
+    ]
+    # The solver stops at a solution within 1e-5 of the best.
+    assert lost <= min(lost for lost, spent in others if spent <= budget) * (1 + 1e-4)
+
+
+def test_rows_get_no_more_than_they_have_room_for():
+    assert choose_bits([Place(1, 1, 64), Place(1, 1, 128)], 10) == [64, 128]
+
+
+def test_bits_that_nobody_needs_more_go_to_losses_too_small_to_measure():
+    assert choose_bits([Place(1, 1, 64), Place(0, 1, 64), Place(0.1, 1, 64)], 0.9)[:1] == [64]
+    assert sum(choose_bits([Place(1, 1, 64), Place(0, 1, 64), Place(0.1, 1, 64)], 1)) == 3 * 64
+
+
+def test_a_model_that_loses_nothing_needs_no_choice():
+    assert len(choose_bits([Place(0, 1, 64)] * 3, 0.5)) == 3
+
+
+def test_losses_of_any_size_are_told_apart():
+    """Nats a token may be 1e-9, which is below the solver's own tolerances."""
+    assert choose_bits([Place(1e-9, 1, 64), Place(1e-12, 1, 64)], 0.5) == [64, 0]
+
+
+# ---- layers before the measured one may run, or return what they returned
+
+
+FEW_TOKENS = Recipe(feedback=True, sink=4, recent=4)
+ROWS = [torch.arange(48) % 59, torch.arange(40) % 7]
+
+
+def losses(model):
+    """The sensitivities of all layers and sides, in order."""
+    geometry = geometry_of(model, ROWS[0][None])
+    rotations = fit(collect(model, geometry, [ROWS[0][None]], FEW_TOKENS), FEW_TOKENS, geometry)
+    measured = sensitivity.measure_sensitivities(
+        model, geometry, rotations, ROWS, FEW_TOKENS, silent
+    )
+    return [rotation.sensitivity.item() for _, _, rotation in measured.each()]
+
+
+@families(CALIBRATED)
+def test_leaving_out_layers_changes_no_loss(name, monkeypatch):
+    model = build(name)
+    measured = losses(model)
+    assert max(measured) > 0
+    monkeypatch.setattr(sensitivity, "decoder_layers", lambda model: [])
+    # Measured: equal, for every family.
+    assert losses(model) == pytest.approx(measured, rel=1e-6, abs=1e-12)
+
+
+def test_layers_before_the_measured_one_do_not_run(monkeypatch):
+    model, calls = build("llama"), []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    losses(model)
+    everything, calls[:] = len(calls), []
+    monkeypatch.setattr(sensitivity, "decoder_layers", lambda model: [])
+    losses(model)
+    # Of 4 layers, a row runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
+    assert len(calls) - everything == len(ROWS) * 2 * (LAYERS**2 - (4 + 3 + 2 + 1))

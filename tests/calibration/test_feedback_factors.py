@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.jobs import SMALL, job
-from support.models import save_tiny
+from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import Artifact
@@ -35,11 +34,10 @@ RECIPE = PRESETS["oscar"].model_copy(update={"data": SMALL, **WINDOWS})
 def folder(tmp_path_factory):
     """The folder of a tiny model with queries that point in few directions."""
     folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    weights = load_file(folder / "model.safetensors")
-    for layer in (0, 1):
-        projection = weights[f"model.layers.{layer}.self_attn.q_proj.weight"]
-        projection *= torch.linspace(0, -4, 16).exp().repeat(4)[:, None]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with edited_weights(folder) as weights:
+        for layer in (0, 1):
+            projection = weights[f"model.layers.{layer}.self_attn.q_proj.weight"]
+            projection *= torch.linspace(0, -4, 16).exp().repeat(4)[:, None]
     return folder
 
 

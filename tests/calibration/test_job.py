@@ -1,14 +1,17 @@
-"""The whole job through the library: what it writes."""
+"""The whole job through the library: what is known before a weight is read, and what it writes."""
+
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.calibration import model_run
 from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data, Recipe
@@ -105,3 +108,34 @@ def test_random_rotations_differ_by_head_and_layer(tiny, tmp_path):
     rotations = stored_rotations(calibrate(job(tiny, tmp_path, PRESETS["random"])))
     by_head = [tensor for name, tensor in rotations.items() if name.endswith("rotation")]
     assert len({matrix.numpy().tobytes() for matrix in torch.cat(by_head)}) == 8
+
+
+def test_the_plan_reads_only_the_config(tiny, tmp_path):
+    (tmp_path / "model").mkdir()
+    shutil.copy(tiny / "config.json", tmp_path / "model")
+    planned = plan(job(tmp_path / "model", tmp_path))
+    assert [(layer.kv_heads, layer.key_dim) for layer in planned.geometry] == [(2, 16)] * 2
+    assert planned.weights_bytes > 0
+    with pytest.raises(RotationZooError, match="tokenizer"):
+        calibrate(job(tmp_path / "model", tmp_path))
+
+
+def test_the_planned_sizes_are_those_that_come_out(calibrated, tiny, tmp_path):
+    planned = plan(job(tiny, tmp_path)).artifact_bytes
+    written = sum(file["size"] for file in calibrated.content["files"].values())
+    assert planned <= written <= 1.5 * planned + 10_000  # headers and means besides
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("auto", 4)])
+def test_a_plan_counts_weights_in_the_type_that_they_are_loaded_in(dtype, item, tiny, tmp_path):
+    parameters = sum(t.numel() for t in load_file(tiny / "model.safetensors").values())
+    # Spread over devices, `auto` is the checkpoint's own type, here float32.
+    options = {"device_map": "auto"} if dtype == "auto" else {}
+    size, float32_size = (
+        plan(job(tiny, tmp_path, RECIPE, dtype=name, **options)).peak_memory_bytes
+        for name in (dtype, "float32")
+    )
+    if item == 2:
+        assert float32_size - size >= 2 * parameters
+    else:
+        assert abs(size / float32_size - 1) < 1e-3

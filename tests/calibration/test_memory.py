@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
+from support import architectures
 from support.models import save_tiny
 
 from rotationzoo.calibration import memory
@@ -25,18 +25,9 @@ ROWS, LENGTH = 6, 512
 @pytest.fixture(scope="module")
 def medium():
     """A model whose tensors are far larger than what torch allocates beside them."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=LENGTH,
-    )
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, head_dim=32)
+    counts = dict(num_hidden_layers=2, num_attention_heads=8, max_position_embeddings=LENGTH)
+    model = architectures.build("qwen3", **sizes, **counts)
     geometry = geometry_of(model)
     recipe = PRESETS["oscar"].model_copy(
         update={"sink": 16, "recent": 48, "data": Data(tokens=ROWS * LENGTH, length=LENGTH)}
@@ -46,7 +37,7 @@ def medium():
     return SimpleNamespace(
         statistics=statistics,
         rotations=fit(statistics, recipe, geometry),
-        needs=Footprint(recipe, geometry, config, batch=1, item=4, on_cpu=True),
+        needs=Footprint(recipe, geometry, model.config, batch=1, item=4, on_cpu=True),
     )
 
 

@@ -1,18 +1,20 @@
-"""Models of all kinds from disk: spread over devices, in FP8, of other families, damaged."""
+"""Models of all kinds from disk: spread over devices, in FP8, of other families, damaged, and with
+configs that name code to run."""
 
+import io
 import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from accelerate.utils import OffloadedWeightsLoader
-from safetensors.torch import load_file, save_file
 from support import architectures
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
-from support.models import save_tiny
+from support.models import edit_config, edited_weights, save_family, save_tiny
 from support.tensors import stored_statistics
 
 from rotationzoo.calibration import plan as plans
@@ -65,18 +67,10 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["gemma3-vlm", "qwen3_5-vlm", "gemma4", "gpt_oss", "mimo_v2_flash", "lfm2"]
 )
-def test_other_families_from_disk_to_a_sound_artifact(name, tiny, tmp_path):
+def test_other_families_from_disk_to_a_sound_artifact(name, tmp_path):
     """Saved as their makers save them and loaded by name: vision towers, shared caches, sinks,
     unequal head dimensions."""
-    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
-    if name == "gemma4":
-        changes["vocab_size_per_layer_input"] = 2048
-    if name.endswith("vlm"):
-        text = architectures.config(name).text_config.to_dict()
-        changes = {"text_config": text | changes}
-    architectures.build(name, **changes).save_pretrained(tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny / file, tmp_path / "model")
+    save_family(name, tmp_path / "model")
     artifact = calibrate(job(tmp_path / "model", tmp_path))
     layers = [layer.layer for layer in summarize(artifact)]
     assert layers == [*architectures.EXPECTED[name].layers]
@@ -100,9 +94,8 @@ def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(
 def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(tiny, tmp_path):
     """A head that is not in the weights would be random, and so would its predictions."""
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("lm_head.weight")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited_weights(folder) as weights:
+        del weights["lm_head.weight"]
     expected = calibrate(job(tiny, tmp_path / "expected"))
     assert rotation_bytes(calibrate(job(folder, tmp_path))) == rotation_bytes(expected)
     source = find(str(folder))
@@ -113,36 +106,34 @@ def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(tiny, tmp_path
 def test_weights_that_are_not_complete(tiny, tmp_path):
     def spoil(name, change):
         folder = Path(shutil.copytree(tiny, tmp_path / name))
-        change(folder / "model.safetensors")
+        change(folder)
         with pytest.raises(RotationZooError) as caught:
             calibrate(job(folder, tmp_path))
         assert not (tmp_path / "out").exists()
         return str(caught.value)
 
-    def drop_one(path):
-        weights = load_file(path)
-        weights.pop("model.layers.1.self_attn.q_proj.weight")
-        save_file(weights, path, metadata={"format": "pt"})
+    def drop_one(folder):
+        with edited_weights(folder) as weights:
+            del weights["model.layers.1.self_attn.q_proj.weight"]
 
+    def write(data: bytes):
+        return lambda folder: (folder / "model.safetensors").write_bytes(data)
+
+    whole = (tiny / "model.safetensors").read_bytes()
     assert "model.layers.1.self_attn.q_proj.weight is missing" in spoil("dropped", drop_one)
-    assert "could not be loaded" in spoil(
-        "cut", lambda path: path.write_bytes(path.read_bytes()[:-1000])
-    )
-    assert "no safetensors file" in spoil(
-        "pointer", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    )
-    assert "no safetensors file" in spoil("empty", lambda path: path.write_bytes(b""))
-    assert "no complete safetensors weights" in spoil("gone", lambda path: path.unlink())
+    assert "could not be loaded" in spoil("cut", write(whole[:-1000]))
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    assert "no safetensors file" in spoil("pointer", write(pointer))
+    assert "no safetensors file" in spoil("empty", write(b""))
+    gone = spoil("gone", lambda folder: (folder / "model.safetensors").unlink())
+    assert "no complete safetensors weights" in gone
 
 
 def test_a_model_that_fails_when_it_runs_gets_a_sentence(tiny, tmp_path):
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = weights[name][:100].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with edited_weights(edit_config(folder, vocab_size=100)) as weights:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name] = weights[name][:100].clone()
     with pytest.raises(RotationZooError, match="fails when it runs: index out of range"):
         calibrate(job(folder, tmp_path))
 
@@ -153,3 +144,93 @@ def test_the_fingerprint_does_not_depend_on_sharding(tiny, tmp_path):
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     prints = [weights_fingerprint(find(str(folder))) for folder in (tiny, tmp_path / "sharded")]
     assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("hidden_size", "wide"),
+        ("model_type", "nonesuch"),
+        ("model_type", None),
+    ],
+)
+def test_damaged_configs_get_a_sentence(key, value, tiny, tmp_path):
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    edit_config(model, **{key: value})
+    with pytest.raises(RotationZooError) as caught:
+        calibrate(job(model, tmp_path))
+    assert caught.value.hint
+    assert "\n" not in str(caught.value)
+
+
+def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
+    """Nor asked about: the question could be answered by whatever stands on stdin."""
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
+    for name, classes in {
+        "config.json": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.C"},
+        "tokenizer_config.json": {"AutoTokenizer": ["code.C", None]},
+    }.items():
+        content = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**content, "auto_map": classes}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    calibrate(job(model, tmp_path))
+    assert not (tmp_path / "ran").exists()
+    edit_config(model, model_type="brand-new")
+    with pytest.raises(RotationZooError, match="does not know the model type 'brand-new'"):
+        calibrate(job(model, tmp_path, restart=True))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3-vlm"])
+def plain(request, tmp_path_factory) -> SimpleNamespace:
+    """A saved model whose config names no implementation, and the artifact that is made of it."""
+    name = request.param
+    folder = save_family(name, tmp_path_factory.mktemp("plain") / "model")
+    made = calibrate(job(folder, tmp_path_factory.mktemp("expected")))
+    return SimpleNamespace(name=name, folder=folder, made=made)
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize(
+    "key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
+)
+@pytest.mark.parametrize(
+    "implementation", ["someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"]
+)
+def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, monkeypatch):
+    """Not of kernels on the hub, for the model nor for its text part."""
+    for place in (
+        "modeling_utils.lazy_import_flash_attention",
+        "integrations.hub_kernels.load_and_register_attn_kernel",
+    ):
+        monkeypatch.setattr(f"transformers.{place}", lambda *_, **__: pytest.fail("asked"))
+    folder = Path(shutil.copytree(plain.folder, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    nested = {
+        part: {**config[part], key: implementation}
+        for part in ("text_config", "vision_config")
+        if part in config
+    }
+    edit_config(folder, **nested, **{key: implementation})
+    source = find(str(folder))
+    loaded = loading.load_config(source)
+    built = loading.load(source, loaded, "cpu", torch.float32)
+    for model in (loading.on_meta(loaded, plain.name), built):
+        configs = [module.config for module in model.modules() if hasattr(module, "config")]
+        assert {config._attn_implementation for config in configs} <= {"sdpa", "eager"}
+    assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(plain.made)
+
+
+def test_a_soft_cap_is_never_dropped(tmp_path):
+    """sdpa, which transformers 5.17 chooses for Gemma 2, would ignore it without a word."""
+    architectures.build("gemma2", attn_implementation=None).save_pretrained(tmp_path)
+    source = find(str(tmp_path))
+    config = loading.load_config(source)
+    for model in (
+        loading.on_meta(config, "gemma2"),
+        loading.load(source, config, "cpu", torch.float32),
+    ):
+        assert model.config._attn_implementation == "eager"

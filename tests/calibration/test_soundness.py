@@ -1,47 +1,103 @@
-"""What would not pass verify is never written, whoever writes it, and one sentence says what and
-where."""
+"""What a manifest claims, and that nothing is written which would not pass verify."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.models import save_tiny
+from support import architectures
+from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.tensor_check import sentences
+from rotationzoo.calibration.claim import Claim
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.errors import Unsound
+from rotationzoo.errors import RotationZooError, Unsound
+from rotationzoo.linalg.moments import average
+from rotationzoo.model.geometry import geometry_json, geometry_of
 from rotationzoo.recipe import Data, Recipe
+from rotationzoo.rotations import Rotations
 
-RECIPE = Recipe(data=Data(tokens=512, length=128))
+BATCHES = [torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed(0))]
 
 
-def scale_weights(folder: Path, name: str, factor: float) -> Path:
-    weights = load_file(folder / "model.safetensors")
-    weights[name] = weights[name] * factor
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+@pytest.fixture(scope="module")
+def sound():
+    """A claim, with rotations and statistics of which it holds."""
+    model = architectures.build("qwen3")
+    recipe = Recipe(sink=4, center_values=True)
+    geometry = geometry_of(model)
+    statistics = collect(model, geometry, BATCHES, recipe)
+    rotations = fit(statistics, recipe, geometry)
+    return Claim(recipe, geometry), rotations, average(statistics)
+
+
+def change_one(rotations: Rotations, layer: int, side: str, **changes) -> Rotations:
+    """With other fields in one rotation."""
+    return rotations.replace(
+        lambda index, of, rotation: (
+            replace(rotation, **changes) if (index, of) == (layer, side) else rotation
+        )
+    )
+
+
+def test_imported_matrices_may_be_less_orthogonal(sound):
+    claim, rotations, _ = sound
+    scaled = change_one(rotations, 3, "value", matrix=rotations[3].value.matrix * 1.001)
+    assert sentences(claim.orthogonality_problems(scaled)) == [
+        "value rotation not orthogonal: layer 3"
+    ]
+    assert not list(replace(claim, imported=True).orthogonality_problems(scaled))
+    nothing = change_one(rotations, 3, "value", matrix=rotations[3].value.matrix * float("nan"))
+    assert sentences(claim.orthogonality_problems(nothing)) == [
+        "value rotation not orthogonal: layer 3"
+    ]
+
+
+def test_what_no_formula_makes_again_is_not_held_against_one(sound):
+    claim, rotations, averages = sound
+    key = rotations[1].key
+    moved = change_one(rotations, 0, "key", matrix=key.matrix, eigenvalues=key.eigenvalues)
+    recipe = claim.recipe.model_copy(update={"composition": "given"})
+    assert not list(replace(claim, recipe=recipe).origin_problems(moved, averages))
+
+
+def test_a_manifest_claims_its_recipe_and_geometry(sound):
+    claim, _, _ = sound
+    content = {
+        "recipe": claim.recipe.published(),
+        "geometry": geometry_json(claim.geometry),
+    }
+    assert Claim.from_manifest(content) == claim
+    assert Claim.from_manifest({**content, "imported": {}}).imported
+    with pytest.raises(RotationZooError, match="geometry in the manifest is damaged"):
+        Claim.from_manifest({**content, "geometry": [{"depth": 3}]})
+
+
+SMALL = Recipe(data=Data(tokens=512, length=128))
 
 
 @pytest.mark.hostile("values")
 @pytest.mark.parametrize(
     ("side", "recipe"),
     [
-        ("value", RECIPE),
-        ("value", RECIPE.model_copy(update={"value_statistic": "value"})),
-        ("key", RECIPE),
+        ("value", SMALL),
+        ("value", SMALL.model_copy(update={"value_statistic": "value"})),
+        ("key", SMALL),
     ],
 )
 def test_weights_too_large_for_float32_statistics(side, recipe, inside, tmp_path):
     model = save_tiny(tmp_path / "model")
     # Keys pass through a norm, whose own weight scales them.
     name = "q_norm" if side == "key" else "v_proj"
-    scale_weights(model, f"model.layers.1.self_attn.{name}.weight", 1e30)
+    with edited_weights(model) as weights:
+        weights[f"model.layers.1.self_attn.{name}.weight"] *= 1e30
     (inside.folder / "mine.yaml").write_text(recipe.yaml())
     words = ["calibrate", model, "--recipe", "mine.yaml", "--output", "made/out", "--device", "cpu"]
     done = inside(*words)
@@ -71,7 +127,7 @@ def test_a_key_mean_that_no_cache_takes_is_not_imported(pair, tmp_path, mean):
 @pytest.mark.hostile("values")
 def test_the_one_writer_refuses_what_verify_would(tiny, tmp_path):
     """tests/checks/test_verify.py has what else that is."""
-    sound = calibrate(Job(str(tiny), RECIPE, tmp_path / "sound", device="cpu"))
+    sound = calibrate(Job(str(tiny), SMALL, tmp_path / "sound", device="cpu"))
     tensors, statistics = stored_rotations(sound), sound.statistics
     tensors["layers.1.key.rotation"] *= 1.001
     manifest = {k: v for k, v in sound.content.items() if k not in ("schema", "files")}

@@ -1,14 +1,19 @@
-"""Shapes of small models of several families."""
+"""Shapes of small models of several families, and bytes of weights: from files, the index, the hub
+or the config."""
 
 import json
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 from support.architectures import EXPECTED, LATENTS, WINDOW, families
-from support.models import save_family
+from support.models import edit_config, save_family
+from support.popular import CONFIGS, PARAMETERS, shape_of
 
 from rotationzoo.capacity.shape import CachedLayer, Shape, read_shape
+from rotationzoo.capacity.weights import weigh
 from rotationzoo.errors import ModelUnavailable
-from rotationzoo.model.source import Source
+from rotationzoo.model.source import DEMO, Source
 
 
 def shape(name, folder, **options) -> Shape:
@@ -65,7 +70,75 @@ def test_latents_count_with_the_keys_beside_them(name, tmp_path):
 )
 def test_a_damaged_config_is_refused(tmp_path, changes):
     save_family("mistral", tmp_path, weights=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    edit_config(tmp_path, **changes)
     with pytest.raises(ModelUnavailable):
         read_shape(Source("mistral", tmp_path, None))
+
+
+def weights_of(name, folder, revision=None, **changes):
+    return weigh(Source(name, folder, revision), {**CONFIGS[name], **changes}, shape_of(name))
+
+
+def test_from_the_config(tmp_path):
+    weights = weights_of("Qwen3-8B", tmp_path)
+    assert weights.origin == "config"
+    assert weights.published == pytest.approx(2 * PARAMETERS["Qwen3-8B"], rel=1e-4)
+    single = weights_of("Qwen3-8B", tmp_path, torch_dtype="float32")
+    assert single.published == 2 * weights.published
+    odd = weights_of("Qwen3-8B", tmp_path, torch_dtype=["float32"], quantization_config="fp8")
+    assert odd.published == weights.published, "what says nothing is taken for bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    # Embedding and output projection stay in 16 bits.
+    [
+        ("Llama-3.3-70B", 2 * 128_256 * 8192),
+        ("Qwen3-4B", 151_936 * 2560),  # one matrix
+    ],
+)
+def test_in_4_bits(tmp_path, name, kept):
+    """4 bits a weight, and 20 for each group of 128: 4.15625."""
+    expected = 2 * kept + (PARAMETERS[name] - kept) * 4.15625 / 8
+    assert weights_of(name, tmp_path).four_bit == pytest.approx(expected, rel=1e-4)
+
+
+def test_experts_published_in_4_bits(tmp_path):
+    """gpt-oss-20b: 24 layers of 32 experts of 3 matrices in MXFP4, 4.25 bits; the rest in bf16."""
+    weights = weights_of("gpt-oss-20b", tmp_path)
+    experts = 24 * 32 * 3 * 2880 * 2880
+    expected = experts * 4.25 / 8 + 2 * (PARAMETERS["gpt-oss-20b"] - experts)
+    assert weights.published == pytest.approx(expected, rel=2e-3)
+    assert weights.four_bit == weights.published
+
+
+def test_from_the_index(tmp_path):
+    size = 2 * PARAMETERS["Qwen3-8B"]
+    shards = {"x": "model-00001-of-00002.safetensors"}  # which is not on this machine
+    index = {"metadata": {"total_size": size}, "weight_map": shards}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = weights_of("Qwen3-8B", tmp_path)
+    assert (weights.origin, weights.published) == ("index", size)
+    assert weights.parameters == PARAMETERS["Qwen3-8B"]
+
+
+def test_from_the_files():
+    weights = weights_of("Qwen3-8B", DEMO)
+    assert weights.origin == "files"
+    assert weights.published == (DEMO / "model.safetensors").stat().st_size
+
+
+def test_from_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def model_info(_, name, **options):
+        asked.append((name, options))
+        return SimpleNamespace(safetensors=SimpleNamespace(parameters=counts))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    counts = {"F8_E4M3": 1000, "BF16": 10, "F32": 1}
+    weights = weights_of("DeepSeek-V3", tmp_path, "0" * 40)
+    assert (weights.origin, weights.published) == ("hub", 1024)
+    assert asked == [("DeepSeek-V3", {"revision": "0" * 40, "expand": ["safetensors"]})]
+    counts = {"NEW_TYPE": 1000}
+    assert weights_of("Qwen3-8B", tmp_path, "0" * 40).origin == "config"

@@ -1,5 +1,5 @@
-"""Validating a kernel without a GPU, and what that adds to an artifact; tests/codec/test_cuda.py
-has what needs a GPU."""
+"""Validating a kernel without a GPU: the rows, what a comparison finds, and what it adds to an
+artifact; tests/codec/test_cuda.py has what needs a GPU."""
 
 import json
 import shutil
@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.comparison import KernelComparison, draw_rows, edge_rows, rows_of_each_type
 from rotationzoo.checks.kernel import validate_kernel
+from rotationzoo.codec import cuda, int2
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.moments import Average
 from rotationzoo.writer import add_files
 
 ON_CPU = {"rows": 64, "device": "cpu"}
@@ -35,13 +38,8 @@ def test_without_a_gpu_the_definition_is_checked_and_the_artifact_stays_as_it_wa
 
 
 def test_a_report_of_a_gpu_is_kept(folder):
-    gpu = {
-        "on_gpu": True,
-        "device": "NVIDIA H200",
-        "rows": 1,
-        "codes_equal": True,
-        "dequantized_equal": True,
-    }
+    gpu = {"on_gpu": True, "device": "NVIDIA H200", "rows": 1}
+    gpu |= {"codes_equal": True, "dequantized_equal": True}
     add_files(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu})
     validate_kernel(Artifact.open(folder), **ON_CPU)
     assert (folder / "validation.json").read_bytes() == b"{}"
@@ -64,10 +62,8 @@ def test_a_wrong_rotation_fails(folder, monkeypatch):
     assert not (folder / "validation.json").exists()
 
 
-def test_the_command_line(inside):
-    made = inside("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
-    assert made.returncode == 0
-    words = ["validate", "rotations/demo-oscar"]
+def test_the_command_line(inside, folder):
+    words = ["validate", folder]
     shown = inside(*words, "--json", "--device", "cpu")
     assert shown.returncode == 0
     keys = {"device", "rows", "codes_equal", "dequantized_equal", "max_difference"}
@@ -79,13 +75,75 @@ def test_the_command_line(inside):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_command_asks_for_a_cpu(inside):
-    made = inside("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
-    assert made.returncode == 0
-    folder = inside.folder / "rotations" / "demo-oscar"
+def test_without_a_gpu_the_command_asks_for_a_cpu(inside, folder):
     before = contents(folder)
     refused = inside("validate", folder)
     assert refused.returncode == 1
     assert "is not validated: the CUDA reference needs an NVIDIA GPU" in refused.stderr
     assert contents(folder) == before
     assert inside("validate", folder, "--device", "cuda").returncode == 2
+
+
+@pytest.fixture
+def comparison():
+    return KernelComparison(group_size=None, on_gpu=False)
+
+
+def test_the_smallest_difference_is_found_with_its_place(comparison):
+    expected = torch.ones(2, 4, 8)
+    comparison._check_equal("value", expected.clone(), expected)
+    actual = expected.clone()
+    actual[1, 2, 3] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    with pytest.raises(RotationZooError, match=r"head 1, row 2: the kernel's value is 1\.0000001"):
+        comparison._check_equal("value", actual, expected)
+    negative = torch.zeros(2, 4, 8).neg()
+    with pytest.raises(RotationZooError, match=r"head 0, row 0: .* is -0\.0 .* \(64 differ\)"):
+        comparison._check_equal("value", negative, torch.zeros(2, 4, 8))
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan"), float("inf")])
+def test_a_product_is_held_to_what_float32_allows(comparison, wrong):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 4, 16, generator=generator)
+    matrix = torch.linalg.qr(torch.randn(2, 16, 16, generator=generator))[0]
+    product = rows @ matrix
+    comparison._check_product("rotation", product, rows, matrix)
+    assert 0 < comparison.rotation_error < 1
+    product[1, 3, 5] += wrong
+    with pytest.raises(RotationZooError, match="head 1, row 3: the kernel's rotation is off by"):
+        comparison._check_product("rotation", product, rows, matrix)
+
+
+def test_drawn_rows_have_the_moments_and_heavy_tails():
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(2, 16, 16, generator=generator, dtype=torch.float64)
+    mean = torch.randn(2, 16, generator=generator, dtype=torch.float64)
+    covariance = root @ root.mT
+    moments = Average(covariance + mean[:, :, None] * mean[:, None], mean)
+    rows = draw_rows(moments, 2, 20000, 16, seed=1).double()
+    assert (rows.median(1).values - mean).abs().max() < 0.1 * root.norm(dim=-1).max()
+    scatter = (rows - mean[:, None]).mT @ (rows - mean[:, None])
+    for head in range(2):
+        drawn = scatter[head] / scatter[head].trace()
+        expected = covariance[head] / covariance[head].trace()
+        assert (drawn - expected).norm() < 0.1 * expected.norm()
+    lengths = (rows - mean[:, None]).norm(dim=-1)
+    assert lengths.max() > 20 * lengths.median()
+
+
+def test_the_same_seed_draws_the_same_rows():
+    rows = draw_rows(None, 1, 8, 16, seed=3)
+    assert torch.equal(rows, draw_rows(None, 1, 8, 16, seed=3))
+    assert not torch.equal(rows, draw_rows(None, 1, 8, 16, seed=4))
+
+
+def test_edge_rows_reach_the_border_and_no_further():
+    assert edge_rows(64, 1e18).abs().max() == 1e18
+    rows = torch.full((2, 3, 64), 1e30)
+    types = set()
+    for typed in rows_of_each_type(rows):
+        types.add(typed.dtype)
+        assert typed.shape == (2, 8 + 3, 64)
+        assert typed.isfinite().all()
+        assert typed.double().abs().max() <= int2.LARGEST
+    assert types == set(cuda.TYPES)

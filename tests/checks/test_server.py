@@ -3,12 +3,11 @@ and by servers that do not."""
 
 import json
 import shutil
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from support.hubs.hub import Answer, Hub, as_json, route
+from support.hubs.server import running
 from transformers import AutoModelForCausalLM
 
 from rotationzoo import api
@@ -88,37 +87,22 @@ def test_the_record_has_what_the_exact_model_says_and_what_codes_change(recorded
         assert [row[0] for row in probe.candidates] == probe.tokens
 
 
-@contextmanager
-def serving(*, models=MODELS, complete=None, status=200):
-    """The address of a server, and the requests that it got with their keys."""
-    requests = []
+class ModelServer(Hub):
+    """Answers as a server of a model does, and remembers what it was asked, with the keys."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(models)
+    def __init__(self, models=MODELS, complete=None, status=200):
+        super().__init__()
+        self.models, self.complete, self.status, self.asked = models, complete, status, []
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            requests.append((body, self.headers["authorization"]))
-            self.answer({"choices": [{"logprobs": complete and complete(body)}]})
+    @route("GET", "/v1/models", access="open")
+    def list_models(self, call):
+        data = self.models
+        return Answer(self.status, data if isinstance(data, bytes) else json.dumps(data).encode())
 
-        def answer(self, content):
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
+    @route("POST", "/v1/completions", access="open")
+    def answer_prompt(self, call):
+        self.asked.append((call.json(), call.headers["authorization"]))
+        return as_json({"choices": [{"logprobs": self.complete and self.complete(call.json())}]})
 
 
 @pytest.mark.parametrize("column", ["log_probabilities", "exact"])
@@ -130,14 +114,14 @@ def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
         return answers(probe, getattr(probe, column))
 
     monkeypatch.setenv(KEY, "secret-key")
-    with serving(complete=complete) as (address, requests):
+    with running(ModelServer(complete=complete)) as server:
         words = ["verify", recorded.folder, "--server"]
-        shown = inside(*words, f"{address}/v1/", "--json")
-        said = inside(*words, address)
+        shown = inside(*words, f"{server.endpoint}/v1/", "--json")
+        said = inside(*words, server.endpoint)
     result = json.loads(shown.stdout)
-    salts = {body["cache_salt"] for body, _ in requests}
-    assert len(salts) == len(requests) == 8, "no cached prefix is read"
-    assert {key for _, key in requests} == {"Bearer secret-key"}
+    salts = {body["cache_salt"] for body, _ in server.asked}
+    assert len(salts) == len(server.asked) == 8, "no cached prefix is read"
+    assert {key for _, key in server.asked} == {"Bearer secret-key"}
     if column == "exact":
         assert shown.returncode == said.returncode == 1
         assert result["server"]["verdict"] == "exact"
@@ -169,8 +153,8 @@ def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
 def test_a_server_that_cannot_be_compared_is_an_error_of_one_sentence(
     inside, recorded, answer, said
 ):
-    with serving(**answer) as (address, _):
-        done = inside("verify", recorded.folder, "--server", address)
+    with running(ModelServer(**answer)) as server:
+        done = inside("verify", recorded.folder, "--server", server.endpoint)
     assert done.returncode == 1
     error, hint = done.stderr.splitlines()
     assert said in error

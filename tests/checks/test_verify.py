@@ -1,15 +1,14 @@
 """`verify` finds each kind of damage, and names the layer."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from support.command_line import edited_manifest, put_file
 from support.jobs import job
-from support.models import save_tiny
+from support.models import edit_config, edited_weights, save_tiny
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import Artifact
@@ -98,12 +97,10 @@ def test_verify_finds_a_flipped_bit(copy):
 def test_verify_knows_the_model(calibrated, tiny, tmp_path):
     assert verify(calibrated, str(tiny)).ok
     other = save_tiny(tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
-    weights["model.layers.1.self_attn.k_proj.weight"][-1, -1] += 0.5
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with edited_weights(other) as weights:
+        weights["model.layers.1.self_attn.k_proj.weight"][-1, -1] += 0.5
     assert "made for other weights" in verify(calibrated, str(other)).problems[0]
     (other / "model.safetensors").unlink()
     assert verify(calibrated, str(other)).ok, "with the config alone nothing tells them apart"
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    edit_config(other, rope_theta=5.0)
     assert "made for another model" in verify(calibrated, str(other)).problems[0]

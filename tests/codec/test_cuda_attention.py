@@ -4,8 +4,6 @@ GPU."""
 import ctypes
 import math
 import shutil
-import struct
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,13 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 from decode_caches import LAYOUTS
-from support.codec import ONLY_COMPILE, compile_for_cpu, compile_kernels, on_cpu, on_gpu
+from support.codec import (
+    ONLY_COMPILE,
+    CpuLauncher,
+    compile_for_cpu,
+    compile_kernels,
+    on_cpu,
+    on_gpu,
+)
 from support.decode_cases import DIMS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
-from rotationzoo.codec.cuda import Argument
 from rotationzoo.codec.cuda_attention import (
     AttentionVariant,
     Kernels,
@@ -197,13 +201,6 @@ IN_PTX = (
     "|read_word|read_two|read_four|read_half|read_number|end_group|wait_groups"
 )
 KERNELS = "prepare", "attend", "finish", "finish_many"
-LAUNCH = """
-extern "C" void launch_{0}(
-    const unsigned* grid, int threads, const unsigned long long* arguments, int given) {{
-  shared_bytes = SHARED;
-  launch({0}, {{grid[0], grid[1], grid[2]}}, threads, arguments, given);
-}}
-"""
 PAGES = """
 extern "C" void set_pages(const unsigned long long* ends, int count) {
   pages.clear();
@@ -219,7 +216,7 @@ def attend_on_cpu(
     kernels do not write is NaN."""
     packed = arguments[1]
     monkeypatch.setattr(cuda_attention, "compiled", partial(_compiled, folder, packed))
-    monkeypatch.setattr(cuda_attention, "Launcher", _Launcher)
+    monkeypatch.setattr(cuda_attention, "Launcher", CpuLauncher)
     torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
     try:
         return cuda_attention.attend(*arguments, splits=splits)
@@ -234,39 +231,13 @@ def _compiled(
     device: torch.device,
 ) -> cuda_attention.Kernels:
     text = variant.source.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
-    text += "".join(LAUNCH.format(name) for name in KERNELS) + PAGES
-    functions = compile_for_cpu(folder, "warps_on_cpu.h", text, variant.macros(), in_ptx=IN_PTX)
+    functions = compile_for_cpu(folder, text + PAGES, KERNELS, variant.macros(), in_ptx=IN_PTX)
     blocks = [*packed.key.blocks, *packed.value.blocks]
     starts = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
     ends = [end for pair in starts for end in pair]
     functions.set_pages((ctypes.c_ulonglong * len(ends))(*ends), len(blocks))
     kernels = [getattr(functions, f"launch_{name}") for name in KERNELS]
     return cuda_attention.Kernels(*kernels, threads=32 * variant.warps, blocks=8)
-
-
-class _Launcher:
-    """Takes the place of `cuda.Launcher`."""
-
-    def __init__(self, device: torch.device):
-        assert device.type == "cpu"
-
-    def __call__(
-        self,
-        kernel: ctypes._CFuncPtr,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: Iterable[Argument],
-        early: bool = True,
-    ) -> None:
-        kept = list(arguments)
-        values = [_bits(argument) for argument in kept]
-        kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
-
-
-def _bits(argument: Argument) -> bytes:
-    if isinstance(argument, torch.Tensor):
-        return struct.pack("q", argument.data_ptr())
-    return struct.pack("d" if isinstance(argument, float) else "q", argument or 0)
 
 
 @on_cpu

@@ -1,14 +1,12 @@
 """The CUDA kernel of error feedback: equal to its definition on a CPU, which runs the same source,
 and on a GPU; tests/codec/test_cuda.py has the other kernels."""
 
-import ctypes
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from support.codec import assert_stored, compile_for_cpu, on_cpu, on_gpu, spilled_registers
+from support.codec import assert_stored, on_cpu, on_gpu, spilled_registers
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -69,55 +67,25 @@ def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:
     return every[dtype]
 
 
-LAUNCH = """
-extern "C" void launch(
-    const Element* rows, long long count, int heads, int blocks, const float* factors,
-    unsigned char* codes, Metadata* metadata, int* refused) {
-  for (blockIdx.y = 0; blockIdx.y < heads; blockIdx.y++)
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-      for (threadIdx.x = 0; threadIdx.x < ROWS; threadIdx.x++)
-        quantize_with_feedback(rows, count, factors, codes, metadata, refused);
-}
-"""
-
-
-def quantize_on_cpu(
-    folder: Path, rows: torch.Tensor, factor: torch.Tensor, group: int, format: int2.Format
-) -> tuple[cuda.Packed, bool]:
-    """What `cuda_encoder.quantize_with_feedback` stores, and whether the kernel refuses a row."""
-    heads, count, dim = rows.shape
-    variant = cuda.Variant(dim, group, rows.dtype, format, feedback=True)
-    source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF") + LAUNCH
-    exactly = "-ffp-contract=off"
-    library = compile_for_cpu(folder, "cuda_on_cpu.h", source, variant.macros(), exactly)
-    packed = cuda.empty_packed(rows, group, format)
-    refused = torch.zeros((), dtype=torch.int32)
-    rows, factor = rows.contiguous(), factor.contiguous()
-    tensors = rows, factor, packed.codes, packed.metadata, refused
-    first, *others = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-    blocks = -(-count // variant.block_rows)
-    library.launch(first, ctypes.c_longlong(count), heads, blocks, *others)
-    return packed, bool(refused)
-
-
 @on_cpu
+@pytest.mark.usefixtures("source_on_cpu")
 @pytest.mark.parametrize(("dim", "group", "dtype", "format"), COMPILED)
-def test_the_source_run_on_a_cpu_is_the_definition(dim, group, dtype, format, tmp_path):
-    """No thread needs another, so C++ can run them in turn."""
+def test_the_source_run_on_a_cpu_is_the_definition(dim, group, dtype, format, monkeypatch):
+    monkeypatch.setattr(cuda_encoder, "_FEW", 0)
     rows, factor = sample(dim, dtype)[:, ::4], factorize(metrics(dim))
-    packed, refused = quantize_on_cpu(tmp_path, rows, factor, group, FORMATS[format])
-    assert not refused
+    packed = cuda_encoder.quantize_with_feedback(rows, factor, group, FORMATS[format])
     assert_stored(packed, feedback.quantize(rows, factor, group, FORMATS[format]), FORMATS[format])
 
 
 @on_cpu
+@pytest.mark.usefixtures("source_on_cpu")
 @pytest.mark.parametrize("number", [float("nan"), -2e18])
-def test_the_source_run_on_a_cpu_refuses_what_the_definition_does(number, tmp_path):
+def test_the_source_run_on_a_cpu_refuses_what_the_definition_does(number, monkeypatch):
+    monkeypatch.setattr(cuda_encoder, "_FEW", 0)
     rows = torch.ones(1, 3, 16)
     rows[0, 1, 15] = number
-    factor = factorize(torch.zeros(1, 16, 16))
-    _, refused = quantize_on_cpu(tmp_path, rows, factor, 16, int2.SGLANG)
-    assert refused
+    with pytest.raises(RotationZooError, match="is not finite or exceeds"):
+        cuda_encoder.quantize_with_feedback(rows, factorize(torch.zeros(1, 16, 16)))
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")

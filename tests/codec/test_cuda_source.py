@@ -1,27 +1,22 @@
-"""The CUDA encoders whose threads exchange numbers, run on a CPU: equal to their definitions.
-tests/codec/test_cuda_feedback.py runs the one whose threads do not."""
+"""The CUDA encoders whose threads exchange numbers, run on a CPU, and encoders of a cache on a GPU:
+equal to their definitions. tests/codec/test_cuda_feedback.py has the kernel with a thread a row."""
 
-import ctypes
-import struct
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from support.codec import assert_stored, compile_for_cpu, on_cpu
+from support.codec import assert_stored, gpu, on_cpu, on_gpu
 
+from rotationzoo.calibration.fit import fit
 from rotationzoo.checks.comparison import draw_rows, edge_rows
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.model.geometry import Layer
+from rotationzoo.recipe import PRESETS
+from rotationzoo.simulation.arm import Arm
 
-LAUNCH = """
-extern "C" void run(
-    const unsigned* grid, int threads, const unsigned long long* arguments, int given) {{
-  launch({0}, {{grid[0], grid[1], grid[2]}}, threads, arguments, given);
-}}
-"""
 SYMMETRIC = replace(FINE, fine_channels=0)
 # Every way to lay out a row, with and without third bits: a whole row of them, some that end
 # within a word of 32, and groups that hold coarse and fine channels.
@@ -38,45 +33,6 @@ FEW = [
 ]
 
 
-@dataclass
-class CpuKernel:
-    """Takes the place of `cuda.Kernel`."""
-
-    library: ctypes.CDLL
-    block_rows: int
-    threads: int
-
-    def __call__(self, *arguments: torch.Tensor | int | None) -> None:
-        count = next(each for each in arguments if isinstance(each, int))
-        grid = -(-count // self.block_rows), len(arguments[0]), 1
-        values = [
-            each.data_ptr() if isinstance(each, torch.Tensor) else each or 0 for each in arguments
-        ]
-        data = struct.pack(f"{len(values)}q", *values)
-        self.library.run((ctypes.c_uint * 3)(*grid), self.threads, data, len(values))
-
-
-@pytest.fixture
-def source_on_cpu(monkeypatch, tmp_path):
-    """Compiles kernels for the CPU in place of a GPU."""
-
-    def compiled(name: str, variant: cuda.Variant, device: torch.device) -> CpuKernel:
-        folder = tmp_path / f"{name} {len(list(tmp_path.iterdir()))}"
-        library = compile_kernel(name, variant, folder)
-        if name == cuda.FEW:
-            return CpuKernel(library, 1, 128)
-        return CpuKernel(library, variant.block_rows, variant.threads)
-
-    monkeypatch.setattr(cuda, "compiled", compiled)
-
-
-def compile_kernel(name: str, variant: cuda.Variant, folder: Path) -> ctypes.CDLL:
-    folder.mkdir()
-    source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF") + LAUNCH.format(name)
-    macros = [*variant.macros(), ("SHARED", "0")]
-    return compile_for_cpu(folder, "warps_on_cpu.h", source, macros, "-ffp-contract=off")
-
-
 def sample(dim: int) -> torch.Tensor:
     """Two heads of 30 rows with tails and of edge rows."""
     edges = edge_rows(dim, int2.LARGEST * 0.99).expand(2, -1, -1)
@@ -84,8 +40,9 @@ def sample(dim: int) -> torch.Tensor:
 
 
 @on_cpu
+@pytest.mark.usefixtures("source_on_cpu")
 @pytest.mark.parametrize(("dim", "group", "format"), CASES)
-def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, format, source_on_cpu):
+def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, format):
     rows = sample(dim)
     for clip in (1.0, torch.tensor([0.96, 0.5])):
         packed = cuda_encoder.quantize(rows, clip, group, format)
@@ -96,8 +53,9 @@ def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, format
 
 
 @on_cpu
+@pytest.mark.usefixtures("source_on_cpu")
 @pytest.mark.parametrize(("dim", "group", "format"), FEW)
-def test_few_rows_with_feedback_are_those_of_the_definition(dim, group, format, source_on_cpu):
+def test_few_rows_with_feedback_are_those_of_the_definition(dim, group, format):
     rows = sample(dim)
     normal = torch.randn(2, 2 * dim, dim, generator=torch.Generator().manual_seed(dim)).double()
     factor = factorize(normal.mT @ normal / dim)
@@ -106,8 +64,9 @@ def test_few_rows_with_feedback_are_those_of_the_definition(dim, group, format, 
 
 
 @on_cpu
-def test_an_encoder_of_a_cache_has_third_bits_behind_the_codes(source_on_cpu):
-    rows = sample(64)[None]
+@pytest.mark.usefixtures("source_on_cpu")
+def test_an_encoder_of_a_cache_has_third_bits_behind_the_codes():
+    rows = torch.stack([sample(64), sample(64).flip(1)])
     variant = cuda.Variant(64, 64, torch.float32, FINE)
     encode = cuda_encoder.clip_encoder(torch.tensor([0.96, 1.0]), variant, torch.device("cpu"))
     stored = encode(rows)
@@ -119,3 +78,95 @@ def test_an_encoder_of_a_cache_has_third_bits_behind_the_codes(source_on_cpu):
     encode(rows)
     with pytest.raises(RotationZooError, match="is not finite or exceeds"):
         encode.check()
+    encode.check()  # only once
+
+
+HEADS, DIM = 3, 32
+CLIP = torch.tensor([0.9, 1.0, 0.96], dtype=torch.float64)
+
+
+def factor_of_heads():
+    rows = torch.randn(HEADS, 100, DIM, dtype=torch.float64, generator=torch.manual_seed(1))
+    return factorize(rows.mT @ rows / 100).float()
+
+
+def definition(rows, kind, group, format):
+    if kind == "clip":
+        return int2.quantize(rows, CLIP[:, None], group, format)
+    return feedback.quantize(rows, factor_of_heads(), group, format)
+
+
+def encoder(kind, group, format, device):
+    variant = cuda.Variant(DIM, group, torch.float32, format)
+    if kind == "clip":
+        return cuda_encoder.clip_encoder(CLIP, variant, torch.device(device))
+    return cuda_encoder.feedback_encoder(factor_of_heads(), variant, torch.device(device))
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["clip", "feedback"])
+@pytest.mark.parametrize("format", int2.FORMATS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_codes_are_those_of_the_definition(batch, format, kind, device):
+    format = int2.FORMATS[format]
+    encode = encoder(kind, 16, format, device)
+    for tokens in (1, 5):
+        rows = torch.randn(batch, HEADS, tokens, DIM, generator=torch.manual_seed(tokens))
+        stored, expected = encode(rows.to(device)), definition(rows, kind, 16, format)
+        assert torch.equal(stored.codes.cpu(), int2.pack(expected.codes, format))
+        assert torch.equal(stored.scale.cpu(), expected.scale)
+        assert torch.equal(stored.offset.cpu(), expected.offset)
+    encode.check()
+
+
+@on_gpu
+def test_a_refused_row_is_reported_when_somebody_asks(device):
+    encode = encoder("clip", DIM, int2.SGLANG, device)
+    rows = torch.ones(1, HEADS, 2, DIM, device=device)
+    encode(rows.index_fill(3, torch.tensor([3], device=device), torch.nan))
+    encode(rows)
+    with pytest.raises(RotationZooError, match="is not finite or exceeds"):
+        encode.check()
+    encode.check()  # only once
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=gpu)]
+)
+@pytest.mark.parametrize("format", int2.FORMATS)
+def test_a_simulation_encodes_with_the_kernel_of_error_feedback(
+    format, device, monkeypatch, request
+):
+    """Not by the definition, which a GPU computes in thousands of operations: bit by bit the
+    same."""
+
+    def add_factor(_, __, rotation):
+        return replace(rotation, feedback=factor_of_heads())
+
+    rotations = fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)])
+    arm = Arm("", rotations.replace(add_factor), 16, rounding="feedback")
+    rows = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(1)).to(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(Arm, "encoder", lambda *_: None)
+        expected = arm.fake_quantize(rows, 0, "key", int2.FORMATS[format])
+    if device == "cpu":
+        request.getfixturevalue("source_on_cpu")
+        monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device: True)
+    else:
+        monkeypatch.setattr(feedback, "quantize", None)
+    assert torch.equal(arm.fake_quantize(rows, 0, "key", int2.FORMATS[format]), expected)
+    (encode,) = arm._encoders.values()
+    assert encode.variant.feedback
+    rows[1, 2, 3, 4] = torch.nan
+    with pytest.raises(RotationZooError, match="is not finite or exceeds"):
+        arm.fake_quantize(rows, 0, "key", int2.FORMATS[format])
+
+
+def test_what_the_kernels_do_not_quantize():
+    def supports(dim, group, format):
+        return cuda_encoder.supports(cuda.Variant(dim, group, torch.float32, format))
+
+    assert supports(128, 32, int2.SGLANG)
+    assert not supports(72, 72, int2.SGLANG)
+    assert not supports(128, 128, int2.SIMULATED["sglang-bisected"])
+    assert not cuda_encoder.kernels_run_on(torch.device("cpu"))

@@ -30,17 +30,6 @@ def weighted_error(rows: torch.Tensor, restored: torch.Tensor, metric: torch.Ten
     return ((error @ metric) * error).sum(-1).mean().item()
 
 
-def test_a_factor_multiplies_back_to_the_damped_metric():
-    metric = concentrated_metric(2, 16)
-    factor = factorize(metric).double()
-    unit = factor.triu(1) + torch.eye(16)
-    product = unit @ torch.diag_embed(factor.diagonal(dim1=-2, dim2=-1)) @ unit.mT
-    scaled = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    # Measured 6.2e-8: the factor is stored in float32.
-    assert torch.allclose(product, scaled + 0.01 * torch.eye(16), atol=1e-6)
-    assert torch.equal(factor, factor.triu())
-
-
 def test_what_is_left_of_errors_is_a_ratio_of_means_of_eigenvalues():
     metric = torch.stack([concentrated_metric(1, 16)[0], torch.eye(16).double()])
     scaled = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
@@ -56,19 +45,24 @@ def test_a_metric_of_zeros_rounds_each_channel_alone():
     assert restore_with_feedback(rows_of(1, 1, 8, 16), factor).isfinite().all()
 
 
-@pytest.mark.parametrize("name", int2.FORMATS)
-@pytest.mark.parametrize("group", [None, 16])
-def test_errors_that_queries_read_are_smaller_than_those_of_nearest_codes(name, group):
-    format, metric = int2.FORMATS[name], concentrated_metric(2, 64)
-    rows = rows_of(1, 2, 256, 64)
+# Measured .54 for whole rows and .46 for groups of 16, of codes that are clipped; .32, .49, .57 and
+# .58 for codes of other bits, which are not. The geometric mean of the eigenvalues is .56 of their
+# arithmetic mean.
+GAINS = [(format, group, 0.92, 0.6) for format in int2.FORMATS.values() for group in (None, 16)]
+GAINS += [(replace(int2.SGLANG, bits=bits), None, 1.0, 0.7) for bits in BITS]
+
+
+@pytest.mark.parametrize(("format", "group", "clip", "share"), GAINS)
+def test_errors_that_queries_read_are_smaller_than_those_of_nearest_codes(
+    format, group, clip, share
+):
+    metric, rows = concentrated_metric(2, 64), rows_of(1, 2, 256, 64)
     codes = feedback.quantize(rows, factorize(metric), group, format)
     restored = int2.dequantize(codes, format)
-    nearest = restore(rows, 0.92, group, format)
-    # Measured .54 for whole rows and .46 for groups of 16. The geometric mean of the eigenvalues
-    # is .56 of their arithmetic mean.
-    assert weighted_error(rows, restored, metric) < 0.6 * weighted_error(rows, nearest, metric)
+    nearest = restore(rows, clip, group, format)
+    assert weighted_error(rows, restored, metric) < share * weighted_error(rows, nearest, metric)
     assert codes.codes.dtype == torch.uint8
-    assert codes.codes.max() <= 3
+    assert int(codes.codes.max()) < 2**format.bits
     assert codes.scale.dtype == int2.METADATA_TYPES[format.metadata]
     assert codes.scale.shape == (1, 2, 256, 64 // (group or 64))
 
@@ -107,16 +101,6 @@ def test_rows_that_the_codec_refuses_are_refused(rows):
 def test_constant_rows_come_back():
     rows = torch.full((1, 1, 3, 8), 2.5)
     assert torch.allclose(restore_with_feedback(rows, torch.eye(8)[None]), rows)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_codes_of_any_bits_gain_by_feedback(bits):
-    format, metric = replace(int2.SGLANG, bits=bits), concentrated_metric(2, 64)
-    rows = rows_of(1, 2, 64, 64)
-    restored = restore_with_feedback(rows, factorize(metric), None, format)
-    nearest = restore(rows, 1.0, None, format)
-    # Measured .32, .49, .57 and .58.
-    assert weighted_error(rows, restored, metric) < 0.7 * weighted_error(rows, nearest, metric)
 
 
 # ---- whitening, and the format with third bits

@@ -1,19 +1,30 @@
-"""Artifacts, layers and texts that do not fit the model: what is refused, and what is noted."""
+"""Artifacts, layers and texts that do not fit the model, and RoPE that is scaled: what is refused,
+what is noted, and what is followed."""
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from support.models import save_tiny
+from support.engine_artifacts import exported
+from support.models import edit_config, edited_weights, save_tiny
 from support.reports import evaluate
 
+from rotationzoo import RotatedCache
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.membership import Candidate, check_membership
+from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.compatibility import settle_rope_scaling
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.model.loading import load_config
+from rotationzoo.model.rope import scaling_of
+from rotationzoo.model.source import find
+from rotationzoo.recipe import Data, Recipe, with_rope_scaling
 from rotationzoo.text.documents import BUNDLED
 
 SMALL = Data(tokens=1024, length=256)
@@ -24,10 +35,8 @@ def test_an_artifact_of_other_weights_is_refused_unless_it_is_wanted(tmp_path):
     model = save_tiny(tmp_path / "other")
     artifact = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "made")).folder
     twin = save_tiny(tmp_path / "twin")
-    changed = transformers.AutoModelForCausalLM.from_pretrained(twin)
-    with torch.no_grad():
-        changed.model.layers[0].self_attn.q_proj.weight.mul_(2)
-    changed.save_pretrained(twin)
+    with edited_weights(twin) as weights:
+        weights["model.layers.0.self_attn.q_proj.weight"] *= 2
     options = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
     job = Evaluation(str(twin), [artifact], ONE_ROW, **options)
     with pytest.raises(RotationZooError, match="made for other weights") as refused:
@@ -73,3 +82,98 @@ def test_rows_of_a_default_length_have_no_more_tokens_than_the_model_has_positio
     assert "texts of 2048 tokens are longer than the 512 positions" in result.stderr
     result = inside("evaluate", tiny, "--windows", "128/2048")
     assert "texts of 512 tokens are too short" in result.stderr
+
+
+LONG = Data(tokens=1024, length=512)
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+OPTIONS = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model of 256 positions."""
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def scaled(model, tmp_path_factory):
+    """An artifact of it, calibrated on rows of 512 tokens."""
+    recipe = with_rope_scaling(Recipe(data=LONG), "yarn:2.0")
+    return calibrate(Job(str(model), recipe, tmp_path_factory.mktemp("scaled") / "out"))
+
+
+def test_rows_longer_than_the_positions_name_the_flag(model, tmp_path):
+    with pytest.raises(RotationZooError, match="longer than the 256 positions") as refusal:
+        calibrate(Job(str(model), Recipe(data=LONG), tmp_path / "out"))
+    assert refusal.value.hint == "add: --length 256, or --rope-scaling yarn:2"
+    with pytest.raises(RotationZooError, match="texts of 512 tokens are longer") as refusal:
+        evaluate(Evaluation(str(model), [], LONG, **OPTIONS))
+    assert refusal.value.hint == "add: --length 256, or --rope-scaling yarn:2"
+
+
+def test_the_manifest_has_the_scaling(scaled):
+    assert scaled.recipe.rope_scaling == "yarn:2"
+    assert scaled.content["recipe"]["rope_scaling"] == "yarn:2"
+    assert scaled.recipe.name == "oscar-yarn-2"
+    plain = Recipe(data=LONG)
+    assert plain.published()["rope_scaling"] is None
+    assert scaled.recipe.hash != plain.hash
+
+
+def test_evaluate_scales_as_the_artifact_was_calibrated(model, scaled):
+    report = evaluate(Evaluation(str(model), [scaled.folder], LONG, **OPTIONS))
+    assert report["rope_scaling"] == "yarn:2:256"
+    assert report["notes"] == ["the model's RoPE is scaled by yarn:2"]
+    with pytest.raises(RotationZooError, match="with the rope scaling yarn:2, not yarn:4"):
+        evaluate(Evaluation(str(model), [scaled.folder], LONG, rope_scaling="yarn:4", **OPTIONS))
+    with pytest.raises(UsageError, match="--rope-scaling must be written as"):
+        evaluate(Evaluation(str(model), [], LONG, rope_scaling="4", **OPTIONS))
+
+
+def test_positions_that_are_those_of_the_config_need_not_be_said(model, scaled):
+    source = find(str(model))
+    for same in ("yarn:2:256", "yarn:2", "yarn:2.0"):
+        settled = settle_rope_scaling(same, [scaled], source)
+        assert scaling_of(load_config(source, settled)) == "yarn:2:256"
+    with pytest.raises(RotationZooError, match="scaling yarn:2, not yarn:2:128"):
+        settle_rope_scaling("yarn:2:128", [scaled], source)
+
+
+def test_an_artifact_without_the_scaling_is_noted(model, tmp_path):
+    short = Recipe(data=Data(tokens=1024, length=256))
+    plain = calibrate(Job(str(model), short, tmp_path / "plain")).folder
+    report = evaluate(Evaluation(str(model), [plain], LONG, rope_scaling="yarn:2", **OPTIONS))
+    assert "plain was calibrated without that scaling" in report["notes"]
+
+
+def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(RotationZooError, match="rope scaling yarn:2, and this model runs without"):
+        RotatedCache(scaled, loaded)
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.rope_parameters |= YARN
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, config=config)
+    RotatedCache(scaled, loaded)
+
+
+def test_an_export_says_that_the_server_must_scale(scaled, tmp_path):
+    notes = " ".join(exported("sglang", scaled, tmp_path).launch.notes)
+    assert "calibrated with the rope scaling yarn:2: the server must scale too" in notes
+
+
+def test_a_copy_of_the_model_has_the_scaling_or_is_not_written(model, scaled, tmp_path):
+    with pytest.raises(RotationZooError, match=r"yarn:2, and a copy of .* would run without") as no:
+        absorb(scaled, str(model), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    # What the hint says.
+    assert "put the scaling into config.json" in no.value.hint
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"] | YARN
+    edit_config(folder, rope_parameters=rope, max_position_embeddings=512)
+    artifact = calibrate(Job(str(folder), Recipe(data=LONG), tmp_path / "out"))
+    copy = absorb(artifact, str(folder), tmp_path / "copy")
+    assert scaling_of(load_config(find(str(copy)))) == "yarn:2:256"
+
+
+def test_membership_runs_the_model_with_the_scaling(model, scaled):
+    assert not check_membership(scaled, Candidate(str(model), device="cpu")).foreign

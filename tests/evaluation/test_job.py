@@ -150,7 +150,7 @@ def test_one_cause_at_a_time():
 def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     """In a model whose last layers share caches, each of them reads what the first of its kind has
     stored."""
-    folder = save_family("gemma4", tmp_path / "gemma4", vocab_size_per_layer_input=2048)
+    folder = save_family("gemma4", tmp_path / "gemma4")
     options = dict(data=Data(tokens=32, length=32), windows=[(2, 4)], queries=4, tasks=NO_TASKS)
     report = evaluate(Evaluation(str(folder), [], layers={1}, **options))
     owners = {layer.index: layer.owner for layer in geometry_of(architectures.build("gemma4"))}

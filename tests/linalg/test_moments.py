@@ -1,6 +1,22 @@
-import torch
+"""Second moments, means of texts that are paired, and moments by runs of float32 products against
+the float64 definition, `Moment.add`."""
 
+import pytest
+import torch
+from check_statistics import truncated_product
+from support.memory import allocated
+
+from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment, from_raw, to_raw
+from rotationzoo.linalg.paired import paired_difference
+from rotationzoo.linalg.run_sums import (
+    RUN,
+    add_runs,
+    bfloat16_pieces,
+    quadratic_form,
+    rows_of_heads,
+    run_bytes,
+)
 
 
 def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
@@ -62,3 +78,138 @@ def test_checkpoint_form_loses_no_bit():
         for kind, moment in kinds.items():
             for field in ("second", "first", "weight"):
                 assert torch.equal(getattr(back[layer][kind], field), getattr(moment, field))
+
+
+def test_texts_weigh_as_much_as_they_have_tokens():
+    mean, error = paired_difference([2.0, 3.0, 9.0], [1.0, 1.0, 1.0], [300, 100, 0])
+    assert mean == pytest.approx(1.25)
+    assert error == pytest.approx(((0.75 * 0.25) ** 2 + (0.25 * 0.75) ** 2) ** 0.5 * 2**0.5)
+
+
+# ---- runs of float32 products
+
+
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def uneven_rows(seed, heads=2, count=1000, dim=16, dtype=torch.bfloat16):
+    """Rows whose channels differ by a factor of 1,000 in scale, and have means."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(1, -2, dim)
+    return ((torch.randn(heads, count, dim, generator=generator) + 0.5) * scales).to(dtype)
+
+
+def both(x, weights=None, **options):
+    """The moments of the definition, and of runs."""
+    exact, fast = (Moment.zeros(x.shape[0], x.shape[-1]) for _ in range(2))
+    exact.add(x, weights)
+    add_runs(fast, x, weights, **options)
+    return exact, fast
+
+
+def largest_error(exact, fast):
+    """Of the entries of a second moment, relative to the rows' own energy in both channels."""
+    scale = exact.second_moment.diagonal(dim1=-2, dim2=-1).sqrt()
+    error = (fast.second_moment - exact.second_moment).abs()
+    return (error / (scale[:, :, None] * scale[:, None, :])).max().item()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_moments_are_those_of_the_definition(dtype, weighted):
+    x = uneven_rows(0, dtype=dtype)
+    weights = uneven_rows(1, dim=1).double().squeeze(-1).square() if weighted else None
+    exact, fast = both(x, weights)
+    assert largest_error(exact, fast) < 1e-6  # measured 3e-7
+    assert torch.allclose(fast.mean, exact.mean, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(fast.weight, exact.weight, rtol=1e-7, atol=0)
+    eigenvalues = (torch.linalg.eigvalsh(moment.second_moment) for moment in (exact, fast))
+    wanted, measured = eigenvalues
+    assert (measured / wanted - 1).abs().max() < 1e-5  # measured 3e-7
+
+
+@pytest.mark.parametrize("dim", [16, 20])  # 20 entries of two bytes are no whole pieces of 16 bytes
+@pytest.mark.parametrize("first", [0, 3])
+def test_rows_of_heads_are_those_of_their_queries(dim, first):
+    for tokens_first in (False, True):  # in memory
+        tensor = torch.randn(2, 6, 7, dim).bfloat16()
+        if tokens_first:
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        tensor = tensor[:, :, first:]
+        expected = [tensor[:, pair : pair + 2].reshape(-1, dim) for pair in (0, 2, 4)]
+        assert torch.equal(rows_of_heads(tensor, 3), torch.stack(expected))
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1024, 1025])
+def test_runs_of_any_number_of_rows(count, monkeypatch):
+    monkeypatch.setattr(run_sums, "_BLOCK", 1)  # one head at a time
+    exact, fast = both(uneven_rows(0, heads=3, count=count))
+    assert (fast.weight == count).all()
+    assert torch.allclose(fast.second, exact.second, rtol=1e-6, atol=1e-3)
+    assert torch.allclose(fast.first, exact.first, rtol=1e-6, atol=1e-3)
+
+
+def test_pieces_add_up_to_the_number():
+    for dtype, count in zip(TYPES, (1, 2, 3), strict=True):
+        x = uneven_rows(0, dtype=dtype)
+        pieces = bfloat16_pieces(x)
+        assert len(pieces) == count
+        assert torch.equal(sum(piece.double() for piece in pieces), x.double())
+
+
+def test_pieces_are_needed():
+    """Rows rounded to bfloat16 would not do for float32 rows, nor for those that weights scale."""
+    x = uneven_rows(0, dtype=torch.float32)
+    exact, _ = both(x)
+    _, rounded = both(x.bfloat16())
+    assert largest_error(exact, rounded) > 1e-5
+
+
+def test_sums_of_runs_are_added_in_float64():
+    """Float32 cannot hold 2^34 + 1, the sum of a group of large rows and a small row."""
+    x = torch.full((1, 1024, 2), 4096.0)
+    x = torch.cat([x, torch.eye(1, 2).view(1, 1, 2)], 1).bfloat16()
+    _, fast = both(x)
+    assert (fast.second[0] == torch.tensor([[2**34 + 1, 2**34], [2**34, 2**34]])).all()
+    assert (both(x, run=2048)[1].second == 2.0**34).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_quadratic_form(dtype):
+    x = uneven_rows(0, dtype=dtype)
+    exact, _ = both(uneven_rows(1, dtype=dtype))
+    matrix = exact.second_moment
+    wanted = ((x.double() @ matrix) * x.double()).sum(-1)
+    assert (quadratic_form(x, matrix) / wanted - 1).abs().max() < 1e-5  # measured 5e-7
+
+
+def test_float64_rows_and_rows_on_the_cpu_are_left_to_the_definition():
+    assert not run_sums.on_tensor_cores(uneven_rows(0))
+    on_gpu = torch.empty(1, 1, 1, dtype=torch.float64, device="meta")
+    assert not run_sums.on_tensor_cores(on_gpu)
+
+
+def test_truncating_accumulators_stay_within_the_bound(monkeypatch):
+    monkeypatch.setattr(run_sums, "_multiply", truncated_product)
+    error = largest_error(*both(uneven_rows(0, heads=1, count=1024)))
+    assert 1e-7 < error < RUN * 2**-23  # measured 2.8e-7, of 1.5e-5
+
+
+def test_a_truncated_product_is_exact_where_float32_is():
+    left = torch.arange(-8.0, 8.0).view(1, 2, 8)
+    assert torch.equal(truncated_product(left, left.mT), left @ left.mT)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [(torch.bfloat16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_memory_is_what_is_planned(dtype, item, weighted, monkeypatch):
+    """Without the float32 copies that a CPU needs in place of tensor cores."""
+    monkeypatch.setattr(run_sums, "_multiply", lambda left, right: torch.ones(len(left), 64, 64))
+    x = uneven_rows(0, heads=4, count=8191, dim=64, dtype=dtype)
+    of_text = x.transpose(0, 1).contiguous()  # [N, H, D], as a model has them
+    weights = torch.ones(4, 8191) if weighted else None
+    moment = Moment.zeros(4, 64)
+    rows_first = of_text.transpose(0, 1)
+    most, _, _ = allocated(lambda: add_runs(moment, rows_first.contiguous(), weights))
+    planned = run_bytes(4, 8191, 64, item, weighted)
+    assert 0.9 < planned / most < 1.3  # measured 1.04 to 1.16

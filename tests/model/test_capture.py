@@ -3,6 +3,7 @@ import torch
 import transformers
 from support import architectures
 from support.architectures import CALIBRATED, EXPECTED, NAMES, families
+from support.caches import read_whole
 from support.places import ROOT
 
 from rotationzoo.artifact.layout import statistics_tensors
@@ -18,53 +19,39 @@ TABLE = ROOT / "docs" / "architectures.md"
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def logits(model, ids=IDS):
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
 @families()
 def test_looking_on_meta_agrees_with_the_real_model(name):
     meta = loading.on_meta(architectures.config(name), name)
     if refusal := EXPECTED[name].refusal:
         with pytest.raises(UnsupportedModel, match=refusal):
             geometry_on_meta(meta)
+        model = architectures.build(name)
         with pytest.raises(UnsupportedModel, match=refusal):
-            geometry_of(architectures.build(name))
+            geometry_of(model)
+        with torch.no_grad():  # those without the attention interface are left as they are
+            check_transparent(model, IDS)
         return
     geometry = geometry_on_meta(meta)
     assert geometry == geometry_of(architectures.build(name))
     assert tuple(layer.index for layer in cached_layers(geometry)) == EXPECTED[name].layers
 
 
-@families()
-def test_capture_changes_nothing(name):
-    """Also of the families that are refused: those without the attention interface are left as they
-    are."""
-    with torch.no_grad():
-        check_transparent(architectures.build(name), IDS)
-
-
 @families(CALIBRATED)
 def test_capture_sees_every_layer_and_is_undone(name):
     model = architectures.build(name)
-    plain = logits(model)
+    plain = read_whole(model, IDS)
     seen = {}
     with capture(model, lambda layer, *tensors: seen.update({layer: [t.shape for t in tensors]})):
-        captured = logits(model)
+        captured = read_whole(model, IDS)
     assert torch.equal(plain, captured)
-    assert torch.equal(plain, logits(model)), "not restored"
+    assert torch.equal(plain, read_whole(model, IDS)), "not restored"
     geometry = geometry_of(model)
     assert sorted(seen) == [layer.index for layer in geometry]
     for layer in geometry:
         query, key, value, output = seen[layer.index]
         if layer.rope_dim is not None:  # `test_latent` compares what is captured of latents
-            assert (layer.kv_heads, layer.key_dim, layer.value_dim, layer.rope_dim) == (
-                1,
-                20,
-                20,
-                8,
-            )
+            sizes = layer.kv_heads, layer.key_dim, layer.value_dim, layer.rope_dim
+            assert sizes == (1, 20, 20, 8)
             assert query == key == (2, layer.query_heads, 24, 16 + 8)
             assert value == output == (2, layer.query_heads, 24, 12)
             continue
@@ -120,37 +107,37 @@ def test_the_table_in_the_docs_is_what_the_probe_finds(request):
 
 def test_restored_when_the_forward_raises():
     model = architectures.build("gemma2")  # eager: in no registry before, and in none after
-    plain = logits(model)
+    plain = read_whole(model, IDS)
 
     def fail(*_):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), capture(model, fail):
-        logits(model)
-    assert torch.equal(plain, logits(model))
+        read_whole(model, IDS)
+    assert torch.equal(plain, read_whole(model, IDS))
 
 
 def test_other_models_and_towers_are_left_alone():
     model, other = architectures.build("qwen3"), architectures.build("llama")
     with capture(model, lambda *_: pytest.fail("captured another model")):
-        logits(other)
+        read_whole(other, IDS)
     vlm = architectures.build("gemma3-vlm")
     layers = []
     pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with capture(vlm, lambda layer, *_: layers.append(layer)), torch.no_grad():
         vlm.model.vision_tower(pixel_values=pixels)
         assert layers == []
-        logits(vlm)
+        read_whole(vlm, IDS)
     assert layers == [0, 1, 2, 3]
 
 
 def test_intercept_replaces_the_output():
     model = architectures.build("qwen3")
-    plain = logits(model)
+    plain = read_whole(model, IDS)
     with intercept(model, lambda layer, query, key, value, attend: attend(query, key, value)):
-        assert torch.equal(logits(model), plain)
+        assert torch.equal(read_whole(model, IDS), plain)
     with intercept(model, lambda layer, query, key, value, attend: attend(query, key, 2 * value)):
-        assert not torch.allclose(logits(model), plain)
+        assert not torch.allclose(read_whole(model, IDS), plain)
 
 
 def test_a_capture_that_changes_the_model_is_refused():
@@ -180,27 +167,13 @@ def test_models_without_attention_or_with_a_part_called_decoder():
     mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64)
     with pytest.raises(UnsupportedModel, match="code of its own"):
         geometry_on_meta(loading.on_meta(mamba, "mamba"))
-    odd = transformers.ModernBertDecoderConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        cls_token_id=1, sep_token_id=2,
-    )  # fmt: skip
-    assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 2
+    odd = transformers.ModernBertDecoderConfig(**architectures.BASE, cls_token_id=1, sep_token_id=2)
+    assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 4
 
 
-@pytest.mark.parametrize("name", ["bert", "vit"])
-def test_encoders_are_refused(name):
-    if name == "bert":
-        config = transformers.BertConfig(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            is_decoder=False,
-        )
-        with pytest.raises(UnsupportedModel, match="encoder"):
-            geometry_on_meta(loading.on_meta(config, name))
-    else:
-        with pytest.raises(UnsupportedModel, match="not a causal language model"):
-            loading.on_meta(transformers.ViTConfig(), name)
+def test_encoders_are_refused():
+    bert = transformers.BertConfig(**architectures.BASE, is_decoder=False)
+    with pytest.raises(UnsupportedModel, match="encoder"):
+        geometry_on_meta(loading.on_meta(bert, "bert"))
+    with pytest.raises(UnsupportedModel, match="not a causal language model"):
+        loading.on_meta(transformers.ViTConfig(), "vit")

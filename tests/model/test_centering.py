@@ -4,16 +4,18 @@ whatever it is called."""
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from support import architectures
 from support.architectures import families
+from support.command_line import edited_manifest
 from support.models import save_family
 from support.tensors import stored_rotations
 
-from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
@@ -26,7 +28,6 @@ from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import (
     geometry_from_json,
     geometry_json,
-    geometry_of,
     geometry_on_meta,
     shifted_layers,
 )
@@ -42,10 +43,7 @@ CENTERED = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made: dict[str, Path] = {}
-    return lambda name: (
-        made.get(name) or made.setdefault(name, save_family(name, tmp_path_factory.mktemp(name)))
-    )
+    return cache(lambda name: save_family(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +96,8 @@ def test_a_plan_says_that_keys_keep_their_mean(name, tmp_path):
     planned = plan(Job(str(folder), CENTERED, tmp_path / "out"))
     (note,) = planned.notes
     assert "attention depends on what all keys share" in note
+    assert f"({len(MOVED[name])} layers, 0 the first)" in note
+    assert "(layer 2)" in centering.reason([2])
     assert not planned.job.recipe.center_keys
     plain = CENTERED.model_copy(update={"center_keys": False})
     assert plan(Job(str(folder), plain, tmp_path / "out")).notes == ()
@@ -160,11 +160,10 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
 def planted(artifact: Artifact, folder: Path, invariant: bool | None) -> Artifact:
     """A copy whose geometry says something else of the attention."""
     shutil.copytree(artifact.folder, folder)
-    path = folder / MANIFEST
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    layers = geometry_from_json(manifest["geometry"])
-    layers = [replace(layer, shift_invariant=invariant) for layer in layers]
-    path.write_text(json.dumps({**manifest, "geometry": geometry_json(layers)}), encoding="utf-8")
+    with edited_manifest(folder) as manifest:
+        layers = geometry_from_json(manifest["geometry"])
+        layers = [replace(layer, shift_invariant=invariant) for layer in layers]
+        manifest["geometry"] = geometry_json(layers)
     return Artifact.open(folder)
 
 
@@ -191,9 +190,3 @@ def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
     for recipe, reason in ((CENTERED, None), (other, "the recipe has changed")):
         assert regenerate._find_reason(None, recipe, entry, "1" * 40, {}) == reason
-
-
-def test_the_geometry_says_it_in_every_manifest(centered):
-    assert [layer["shift_invariant"] for layer in centered.content["geometry"]] == [True] * 4
-    model = architectures.build("qwen3")
-    assert geometry_from_json(geometry_json(geometry_of(model))) == geometry_of(model)

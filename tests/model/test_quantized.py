@@ -1,4 +1,5 @@
-"""Quantized checkpoints: what transformers loads, and what is refused before it is fetched."""
+"""Quantized checkpoints: what transformers loads, and what is refused before it is fetched. And a
+model's layers, as its config alone has them."""
 
 import importlib.util
 import json

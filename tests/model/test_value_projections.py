@@ -33,49 +33,32 @@ class Again(torch.nn.Module):
         return self.made
 
 
-def clamped():
-    return on_meta("Olmo", clip_qkv=8.0)  # in place
+def tie_modules(layers):
+    layers[2].self_attn.v_proj = layers[1].self_attn.v_proj
 
 
-def tied_modules():
-    model = on_meta("Llama")
-    model.model.layers[2].self_attn.v_proj = model.model.layers[1].self_attn.v_proj
-    return model
+def tie_weights(layers):
+    layers[1].self_attn.o_proj.weight = layers[0].self_attn.q_proj.weight
 
 
-def tied_weights():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.o_proj.weight = model.model.layers[0].self_attn.q_proj.weight
-    return model
+def take_keys_for_values(layers):
+    layers[1].self_attn.v_proj = Again(layers[1].self_attn.k_proj)
 
 
-def keys_are_values():
-    model = on_meta("Llama")
-    attention = model.model.layers[1].self_attn
-    attention.v_proj = Again(attention.k_proj)
-    return model
+def take_values_of_another_layer(layers):
+    layers[3].self_attn.v_proj = Again(layers[1].self_attn.v_proj)
 
 
-def values_of_another_layer():
-    model = on_meta("Llama")
-    model.model.layers[3].self_attn.v_proj = Again(model.model.layers[1].self_attn.v_proj)
-    return model
-
-
-def mixed_heads():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.v_proj.register_forward_hook(
+def mix_heads(layers):
+    layers[1].self_attn.v_proj.register_forward_hook(
         lambda module, args, output: output.unflatten(-1, (16, 2)).mT
     )
-    return model
 
 
-def outputs_read_twice():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.o_proj.register_forward_hook(
+def read_outputs_twice(layers):
+    layers[1].self_attn.o_proj.register_forward_hook(
         lambda module, args, output: output + args[0].mean()
     )
-    return model
 
 
 class EachHead(torch.nn.Linear):
@@ -85,10 +68,8 @@ class EachHead(torch.nn.Linear):
         return super().forward(states.unflatten(-1, (4, 16))).sum(2)
 
 
-def one_projection_for_every_head():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.o_proj = EachHead(16, 64, bias=False, device="meta")
-    return model
+def project_every_head(layers):
+    layers[1].self_attn.o_proj = EachHead(16, 64, bias=False, device="meta")
 
 
 def test_models_without_trouble_are_absorbed():
@@ -97,50 +78,49 @@ def test_models_without_trouble_are_absorbed():
 
 
 @pytest.mark.parametrize(
-    ("build", "reason"),
+    ("change", "reason"),
     [
+        (tie_modules, "layer 1 of this has a value or output projection that it shares"),
+        (tie_weights, "layer 1 of this has a value or output projection that it shares"),
         (
-            clamped,
-            "layer 0 of this has another use of its values than its attention, in "
-            "aten.clamp_.default",
-        ),
-        (tied_modules, "layer 1 of this has a value or output projection that it shares"),
-        (tied_weights, "layer 1 of this has a value or output projection that it shares"),
-        (
-            lambda: on_meta("Phi3"),
-            "layer 0 of this has a fused value projection, model.layers.0.self_attn.qkv_proj",
-        ),
-        (
-            keys_are_values,
+            take_keys_for_values,
             "layer 1 of this has a fused value projection, model.layers.1.self_attn.k_proj",
         ),
         (
-            values_of_another_layer,
+            take_values_of_another_layer,
             "layer 1 of this has another use of its values .* in the attention of layer 3",
         ),
         (
-            mixed_heads,
+            mix_heads,
             "layer 1 of this has another use of its values than its attention, in their order",
         ),
         (
-            outputs_read_twice,
+            read_outputs_twice,
             "layer 1 of this has a gate or a norm .* output projection, aten.mean.default, "
             "model.layers.1",
         ),
         (
-            one_projection_for_every_head,
+            project_every_head,
             "layer 1 of this has a gate or a norm between attention and the output projection",
         ),
     ],
 )
-def test_what_else_reads_the_values_is_seen(build, reason, monkeypatch):
+def test_what_else_reads_the_values_is_seen(change, reason, monkeypatch):
     """Each of these has the modules and shapes of a model that can absorb a rotation."""
     monkeypatch.setattr(
         "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
         lambda query, key, *_: (query, key),
     )
+    model = on_meta("Llama")
+    change(model.model.layers)
     with pytest.raises(UnsupportedModel, match=reason):
-        projections(build())
+        projections(model)
+
+
+def test_a_fused_projection_is_refused():
+    reason = "layer 0 of this has a fused value projection, model.layers.0.self_attn.qkv_proj"
+    with pytest.raises(UnsupportedModel, match=reason):
+        projections(on_meta("Phi3"))
 
 
 def test_a_layer_that_reads_the_cache_of_another_is_refused():
@@ -154,6 +134,7 @@ def test_a_layer_that_reads_the_cache_of_another_is_refused():
 
 def test_the_look_leaves_the_library_as_it_was():
     before = transformers.Cache.update, torch.nn.Linear.forward
-    with pytest.raises(UnsupportedModel):
-        projections(clamped())
+    use = "layer 0 of this has another use of its values than its attention, in aten.clamp_.default"
+    with pytest.raises(UnsupportedModel, match=use):
+        projections(on_meta("Olmo", clip_qkv=8.0))  # in place
     assert before == (transformers.Cache.update, torch.nn.Linear.forward)

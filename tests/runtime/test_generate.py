@@ -5,49 +5,29 @@ import copy
 import pytest
 import torch
 import transformers
-from support import architectures
-from support.float64 import CLOSE, to_float64
-from support.naive_cache import NaiveLayer
-from transformers import DynamicCache
+from support import architectures, caches
+from support.caches import random_arm
+from support.float64 import CLOSE
+from support.naive_cache import naive_cache
 
-from rotationzoo.calibration.fit import fit
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.simulated import Simulation
 
 PROMPT = torch.randint(5, 60, (1, 18), generator=torch.Generator().manual_seed(3))
 WINDOWS = CacheLayout(sink=2, recent=5)
-# Full attention, sliding windows, layers that share a cache, and layers with linear attention.
-FAMILIES = [
-    name for name in ("llama", "gemma3", "gemma4", "qwen3_5") if architectures.available(name)
-]
-
-
-def rotations_of(model, recipe="random"):
-    return to_float64(fit(None, PRESETS[recipe], geometry_of(model)))
+# Full attention, sliding windows, layers that share a cache, layers with linear attention, latents.
+EVERY_KIND = "llama", "gemma3", "gemma4", "qwen3_5", "deepseek_v3"
+FAMILIES = [name for name in EVERY_KIND if architectures.available(name)]
 
 
 def empty(model, windows=WINDOWS, **settings):
-    return RotatedCache(
-        CacheSettings(Arm("", rotations_of(model)), windows, block=8, **settings), model
-    )
+    return RotatedCache(CacheSettings(random_arm(model), windows, block=8, **settings), model)
 
 
 def generate(model, cache, ids=PROMPT, **options):
-    settings = {"do_sample": False, "min_new_tokens": 14, "max_new_tokens": 14, "pad_token_id": 0}
-    mask = options.pop("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings | options)
-
-
-def simulation_of(model, windows=WINDOWS):
-    geometry = geometry_of(model)
-    layers = {layer.index for layer in geometry}
-    return Simulation(Arm("", rotations_of(model)), windows, geometry, layers)
+    return caches.generate(model, cache, ids, 14, **options)
 
 
 @torch.no_grad()
@@ -69,7 +49,7 @@ def test_beams_are_those_of_the_simulation(name):
     # As long as the exact windows, so that the prompt reads itself exact in the simulation too.
     short = PROMPT[:, :7]
     beams = generate(model, empty(model), short, num_beams=3, num_return_sequences=3)
-    with simulation_of(model).running(model):
+    with caches.simulation_of(model, random_arm(model), WINDOWS).running(model):
         expected = search_beams(model, short, 3)
     assert torch.equal(beams, expected)
 
@@ -101,11 +81,7 @@ def test_candidates_are_read_as_by_a_reference_with_the_same_rule(name, helper):
                 assistant.lm_head.weight.shape, generator=torch.Generator().manual_seed(4)
             )
         options = {"assistant_model": assistant}
-    arm = Arm("", rotations_of(model))
-    layers = [NaiveLayer(arm, WINDOWS, index) for index in range(architectures.LAYERS)]
-    reference = DynamicCache()
-    reference.layers, reference.layer_class_to_replicate = layers, None
-    cache = empty(model, slack=24)
+    reference, cache = naive_cache(random_arm(model), WINDOWS), empty(model, slack=24)
     assert torch.equal(generate(model, cache, **options), generate(model, reference, **options))
     assert cache.get_seq_length() == reference.get_seq_length()
 
@@ -168,15 +144,12 @@ def falcon_h1():
 @torch.no_grad()
 def test_two_kinds_of_attention_in_one_layer():
     model = falcon_h1()
-    read, logits = PROMPT[:, :1], []
-    cache = empty(model)
-    for ids in PROMPT.split(1, dim=1):
-        logits.append(model(input_ids=ids, past_key_values=cache).logits)
-    with simulation_of(model).running(model):
-        expected = model(input_ids=PROMPT, use_cache=False).logits
-    assert (torch.cat(logits, dim=1) - expected).abs().max() <= CLOSE * expected.abs().max()
-    exact = model(input_ids=PROMPT, use_cache=False).logits
-    assert (logits[-1] - exact[:, -1:]).abs().max() > 1e-3
+    read, cache = PROMPT[:, :1], empty(model)
+    logits = caches.read_in_calls(model, cache, PROMPT, 1)
+    expected = caches.simulate(model, random_arm(model), WINDOWS, PROMPT)
+    assert caches.distance(logits, expected) <= CLOSE
+    exact = caches.read_whole(model, PROMPT)
+    assert (logits - exact)[:, -1].abs().max() > 1e-3
     copied = copy.deepcopy(cache)
     for each in (cache, copied):
         each.reorder_cache(torch.tensor([0, 0]))
@@ -184,7 +157,7 @@ def test_two_kinds_of_attention_in_one_layer():
     assert torch.equal(both[0].logits, both[1].logits)
     cache.reset()
     again = model(input_ids=PROMPT[:, :1], past_key_values=cache).logits
-    assert torch.equal(again, logits[0])
+    assert torch.equal(again, logits[:, :1])
 
 
 def test_a_copied_prefix_serves_a_batch():

@@ -1,15 +1,15 @@
 """A text that a model writes through a 2-bit cache: the same as with the library alone, compared
-with the exact model's, and ended by whoever reads it."""
+with the exact model's, written token by token, and ended by whoever reads it."""
 
-import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models import save_tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.models import edit_config, save_tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rotationzoo import RotatedCache, generate
 from rotationzoo.errors import RotationZooError, UsageError
@@ -18,6 +18,7 @@ from rotationzoo.model.source import DEMO
 from rotationzoo.runtime.continuation import find_parting
 from rotationzoo.runtime.generation import Generation
 from rotationzoo.runtime.job import generate as run
+from rotationzoo.runtime.text_stream import TextStream
 
 TEXT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self, path):\n" * 4
 SMALL = {"device": "cpu", "sink": 4, "recent": 16, "max_new_tokens": 16}
@@ -132,7 +133,6 @@ def test_a_model_ends_its_text_itself(demo, made, tmp_path):
         ({"temperature": 1.0, "top_p": 1.5}, "no share"),
         ({"chat": True}, "no chat template"),
         ({"format": "int3"}, "no format 'int3'"),
-        ({"format": "kivi"}, "no format 'kivi'"),
         ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
         ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
         ({"rounding": "feedback", "rotations": None}, "no factors"),
@@ -161,8 +161,7 @@ def test_a_comparison_of_a_prompt_that_stays_exact_reads_codes_all_the_same(made
 def test_a_note_on_other_weights_comes_before_the_text(made, tmp_path):
     folder, shown = tmp_path / "other", []
     shutil.copytree(DEMO, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+    edit_config(folder, rope_theta=12345.0)
     job = Generation(str(folder), TEXT, str(made), max_new_tokens=4, cache={"sink": 4, "recent": 8})
     with pytest.raises(RotationZooError, match="made for other weights"):
         run(job)
@@ -194,3 +193,55 @@ def test_without_a_prompt_only_the_demo_has_something_to_say(made, tmp_path):
     tiny = save_tiny(tmp_path / "tiny")
     with pytest.raises(UsageError, match="there is no prompt"):
         run(Generation(str(tiny), None, None))
+
+
+CHARACTERS = "def größe(x):\n    return '你好 👩‍👧' # naïve \N{ZERO WIDTH JOINER}end\n  x"
+
+
+def words_with_spaces() -> PreTrainedTokenizerFast:
+    """A tokenizer that decodes the space before a word only after another word, as SentencePiece's
+    do."""
+    words = ["▁if", "▁x", ":", "\n", "▁▁▁▁return", "▁y"]
+    vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def stream(tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+    """The pieces of text that a stream writes."""
+    pieces: list[str] = []
+    writer = TextStream(tokenizer, torch.tensor(prompt), pieces.append)
+    writer.start()
+    writer.put(torch.tensor([prompt]))
+    for token in ids:
+        writer.put(torch.tensor([token]))
+    writer.end()
+    assert writer.text == "".join(pieces)
+    assert writer.ids == ids
+    assert len(writer.times) == 1 + len(ids)
+    return pieces
+
+
+def test_no_character_is_cut_and_no_token_is_kept_back():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    ids = tokenizer(CHARACTERS).input_ids
+    pieces = stream(tokenizer, tokenizer("import os\n").input_ids, ids)
+    assert "".join(pieces) == CHARACTERS
+    assert not [piece for piece in pieces if "\ufffd" in piece]
+    assert len(pieces) < len(ids), "some tokens hold a part of a character"
+    assert pieces[0] == tokenizer.decode(ids[0]), "written before the word ends"
+
+
+def test_half_a_character_at_the_end_is_written_at_last():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    whole = tokenizer("a👩").input_ids
+    assert stream(tokenizer, [5], whole[:-1])[-1].endswith("\ufffd")
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2, 3, 4]])
+def test_spaces_before_words_stay_at_the_start_of_the_text_and_of_lines(prompt):
+    """transformers' own streamer loses those of a line's beginning."""
+    ids = [2, 3, 4, 5, 6]
+    assert "".join(stream(words_with_spaces(), prompt, ids)) == " x:\n    return y"

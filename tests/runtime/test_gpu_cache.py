@@ -1,11 +1,10 @@
 """A 2-bit cache on a GPU: what its kernels store and read is what torch's operations do, and a
 decoding step waits for nothing."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support import architectures
+from support.caches import read_in_calls, with_factors
 from support.codec import gpu
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,22 +26,8 @@ from rotationzoo.simulation.layout import CacheLayout
 IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-def with_feedback(rotations):
-    def add(_, __, rotation):
-        shape = len(rotation.clip), rotation.dim, rotation.dim
-        above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
-        return replace(rotation, feedback=above + torch.eye(rotation.dim))
-
-    return rotations.replace(add)
-
-
-@torch.no_grad()
 def decode(model, cache):
-    logits = []
-    for start, end in [(0, 20), *((end - 1, end) for end in range(21, 41))]:
-        ids = IDS[:, start:end].to(model.device)
-        logits.append(model(input_ids=ids, past_key_values=cache).logits.float().cpu())
-    return torch.cat(logits, dim=1)
+    return read_in_calls(model, cache, IDS, [20, *[1] * 20])
 
 
 def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
@@ -97,7 +82,7 @@ def test_windows_lie_as_the_kernel_reads_them(monkeypatch):
 
 def layer_on(device, codec):
     """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
-    rotations = with_feedback(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
+    rotations = with_factors(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
     arm = Arm("", rotations, rounding="feedback" if codec in ("feedback", "fine") else "nearest")
     format = {"feedback": SGLANG, "fine": FINE}.get(codec) or FORMATS[codec]
     windows = CacheLayout(format, sink=4, recent=32)

@@ -2,11 +2,11 @@
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from support.caches import with_factors, with_means
 from support.float64 import to_float64
 from support.naive_cache import NaiveLayer
 
@@ -28,34 +28,11 @@ GEOMETRY = [Layer(0, 0, 4, HEADS, KEY_DIM, VALUE_DIM)]
 CALLS = [5, 1, 1, 9, 1, 1, 1, 1, 12, 3, 1, 1, 1, 1, 1, 1]
 
 
-def random_rotations(centered=True):
-    rotations = to_float64(fit(None, PRESETS["random"], GEOMETRY))
-    if not centered:
-        return rotations
-    generator = torch.Generator().manual_seed(5)
-
-    def center(_, side, rotation):
-        mean = torch.randn(HEADS, rotation.dim, generator=generator)
-        return replace(rotation, mean=mean)
-
-    return rotations.replace(center)
-
-
-def with_factors(rotations):
-    """Rotations with factors of error feedback."""
-
-    def add(_, __, rotation):
-        shape = HEADS, rotation.dim, rotation.dim
-        above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
-        return replace(rotation, feedback=above + torch.eye(rotation.dim))
-
-    return rotations.replace(add)
-
-
+RANDOM = with_means(to_float64(fit(None, PRESETS["random"], GEOMETRY)))
 ARMS = {
-    "one group": Arm("", random_rotations()),
-    "groups": Arm("", random_rotations(), group_size=4),
-    "feedback": Arm("", with_factors(random_rotations()), rounding="feedback"),
+    "one group": Arm("", RANDOM),
+    "groups": Arm("", RANDOM, group_size=4),
+    "feedback": Arm("", with_factors(RANDOM), rounding="feedback"),
 }
 
 
@@ -300,10 +277,7 @@ def test_bytes_at_the_geometry_of_an_8b_model(format, least):
     assert bits == pytest.approx(arm_bits(QWEN3_8B, arm, windows), rel=0.001), "the last block"
 
 
-def test_rotations_of_another_shape_are_refused():
-    layer = layer_of(ARMS["one group"], CacheLayout())
-    with pytest.raises(RotationZooError, match="layer 0 has 3 KV heads of 16 channels, and its"):
-        layer.update(torch.zeros(1, 3, 1, KEY_DIM), torch.zeros(1, 3, 1, VALUE_DIM))
+def test_a_layer_without_a_rotation_is_refused():
     other = RotatedLayer(CacheSettings(ARMS["one group"]), 4, Padding())
     with pytest.raises(RotationZooError, match="there is no rotation for layer 4"):
         other.update(*draw(1, 1))

@@ -1,4 +1,5 @@
-"""Decoding steps that read the pages of a 2-bit cache, against those that read restored rows."""
+"""Decoding steps that read the pages of a 2-bit cache, against those that read restored rows, and
+what reading rows takes beside the rows."""
 
 import copy
 import threading
@@ -7,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import architectures
-from support.float64 import CLOSE, all_in_float64, to_float64
+from support import architectures, caches
+from support.caches import distance, random_arm, with_factors, with_means
+from support.float64 import CLOSE, all_in_float64
+from support.memory import allocated
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,13 +21,13 @@ from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.formats import FORMATS, SGLANG
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.model.capture import capture
-from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.paged_attention import PageReader
 from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.runtime.stream import Blocks, Stream
+from rotationzoo.runtime.stream import READ_TOGETHER, Blocks, Reach, Stream
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 
@@ -33,12 +36,9 @@ IDS = torch.randint(5, 60, (2, 22), generator=torch.Generator().manual_seed(1))
 PROMPT = IDS[:1, :18]
 
 
-def empty(model, reading, arm=Arm, windows=WINDOWS, **settings):
-    if arm is Arm:
-        arm = Arm("", to_float64(fit(None, PRESETS["random"], geometry_of(model))))
-    return RotatedCache(
-        CacheSettings(arm, windows, **{"block": 8, **settings}, reading=reading), model
-    )
+def empty(model, reading, arm=None, windows=WINDOWS):
+    arm = arm or random_arm(model)
+    return RotatedCache(CacheSettings(arm, windows, block=8, reading=reading), model)
 
 
 @pytest.fixture
@@ -60,19 +60,9 @@ def reads(monkeypatch):
     return counts
 
 
-@torch.no_grad()
-def decode(model, cache, ids=IDS, **options):
+def decode(model, cache, ids=IDS):
     """Logits of the tokens, which are read one by one after a short prompt."""
-    prompt = 4
-    logits = []
-    for start in [0, *range(prompt, ids.shape[1])]:
-        part = ids[:, start : start + (1 if start else prompt)]
-        logits.append(model(input_ids=part, past_key_values=cache, **options).logits)
-    return torch.cat(logits, dim=1)
-
-
-def distance(logits, expected):
-    return ((logits - expected).abs().max() / expected.abs().max()).item()
+    return caches.read_in_calls(model, cache, ids, [4, *[1] * (ids.shape[1] - 4)])
 
 
 # The layers of each family that read pages, their own or those of another layer, and how the model
@@ -88,6 +78,7 @@ FAMILIES = [
     ("gpt_oss", 1, EAGER),
     ("qwen3_next", 1, {}),
     ("doge", 0, {}),  # computes its masks from the values
+    ("deepseek_v3", 0, {}),  # no kernel reads latents
 ]
 
 
@@ -103,41 +94,24 @@ def test_pages_are_read_as_rows_are(name, layers, changes, reads):
     assert reads["pages"] == 15 * layers
     assert reads["rows"] == steps - 15 * {"gemma4": 1}.get(name, layers), "one shares its cache"
     assert distance(pages, rows) <= CLOSE
-    with torch.no_grad():
-        exact = model(input_ids=IDS, use_cache=False).logits
-    assert distance(rows, exact) > 0.01
-
-
-def changed(rotations):
-    """Rotations with means and factors of error feedback."""
-    generator = torch.Generator().manual_seed(3)
-
-    def change(_, side, rotation):
-        heads, dim = len(rotation.clip), rotation.dim
-        mean = torch.randn(heads, dim, generator=generator)
-        upper = torch.randn(heads, dim, dim, generator=generator).triu(1) / 4
-        return replace(rotation, mean=mean, feedback=upper + torch.eye(dim))
-
-    return rotations.replace(change)
+    assert distance(rows, caches.read_whole(model, IDS)) > 0.01
 
 
 @pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "groups", "feedback"])
 def test_every_codec_is_read_as_rows_are(codec, reads):
     model = architectures.build("llama", torch.float64)
-    rotations = to_float64(fit(None, PRESETS["random"], geometry_of(model)))
+    rotations = random_arm(model).rotations
     windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
     arm = Arm("", rotations, group_size=4 if codec == "groups" else None)
     if codec == "feedback":
-        arm = Arm("", changed(rotations), rounding="feedback")
+        arm = Arm("", with_factors(with_means(rotations)), rounding="feedback")
     rows, pages = (decode(model, empty(model, each, arm, windows)) for each in ("rows", "pages"))
     assert reads["pages"] > 40
     assert distance(pages, rows) <= CLOSE
 
 
 def generate(model, cache, ids=PROMPT, **options):
-    settings = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12, "pad_token_id": 0}
-    mask = options.pop("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings | options)
+    return caches.generate(model, cache, ids, 12, **options)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -202,36 +176,19 @@ def test_what_a_mask_hides_is_not_read(name, reads):
     assert lengths == [*plain]
 
 
-@torch.no_grad()
-def test_attention_weights_need_rows(reads):
+def test_attention_weights_captures_and_gradients_need_rows(reads):
     model = architectures.build("llama", torch.float64, attn_implementation="eager")
-    cache = empty(model, "pages")
+    cache, seen, token = empty(model, "pages"), [], IDS[:1, :1]
     generate(model, cache)
     before = reads["pages"]
-    output = model(input_ids=IDS[:1, :1], past_key_values=cache, output_attentions=True)
-    assert output.attentions[0].shape[-1] == cache.get_seq_length()
-    assert reads["pages"] == before > 0
-
-
-def test_a_capture_sees_rows(reads):
-    model = architectures.build("llama", torch.float64)
-    cache, seen = empty(model, "pages"), []
-    generate(model, cache)
-    before = reads["pages"]
-    with capture(model, lambda layer, query, key, *_: seen.append(key.shape[2])), torch.no_grad():
-        model(input_ids=IDS[:1, :1], past_key_values=cache)
+    with torch.no_grad():
+        output = model(input_ids=token, past_key_values=cache, output_attentions=True)
+        assert output.attentions[0].shape[-1] == cache.get_seq_length()
+        with capture(model, lambda layer, query, key, *_: seen.append(key.shape[2])):
+            model(input_ids=token, past_key_values=cache)
     assert seen == [cache.get_seq_length()] * 4
+    model(input_ids=token, past_key_values=cache).logits.sum().backward()
     assert reads["pages"] == before > 0
-
-
-def test_gradients_need_rows(reads):
-    model = architectures.build("llama", torch.float64)
-    cache = empty(model, "pages")
-    generate(model, cache)
-    before = reads["pages"]
-    model(input_ids=IDS[:1, :1], past_key_values=cache).logits.sum().backward()
-    assert reads["pages"] == before > 0
-    model.zero_grad()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -325,3 +282,50 @@ def test_the_table_of_addresses_follows_the_blocks():
     assert other.addresses()[0, 0] == other.table[0].data_ptr() != blocks.table[0].data_ptr()
     blocks.select(torch.tensor([2, 0]))
     assert torch.equal(blocks.addresses()[:, :6], expected())
+
+
+# ---- few blocks are restored at a time
+
+
+HEADS, DIM, BLOCK = 2, 32, 128
+SIZES = {"sink": 4, "recent": 8}
+
+
+def stream_of(arm, format, tokens, batch=1):
+    rows = torch.randn(batch, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(1))
+    storage = CacheSettings(arm, CacheLayout(FORMATS[format], **SIZES), block=BLOCK)
+    stream = Stream(storage, 0, rows.bfloat16(), rows.bfloat16())
+    later = Reach(tokens - SIZES["recent"], 0)
+    stream.update(rows.bfloat16(), rows.flip(2).bfloat16(), Reach(0, 0), later, None)
+    return stream
+
+
+def rotations_of_a_layer():
+    return fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)])
+
+
+@torch.no_grad()
+def test_a_long_context_takes_little_beside_its_rows():
+    """Measured: 5.5 blocks of float32 rows beside both sides; with eight blocks together, and
+    those restored before them still held, 44."""
+    stream = stream_of(Arm("", rotations_of_a_layer()), "sglang", 100 * BLOCK)
+    most, _, rows = allocated(stream.read)
+    one = 4 * HEADS * BLOCK * DIM
+    beside = (most - sum(each.nbytes for each in rows)) / one
+    assert 0 < beside <= 3 * READ_TOGETHER["value"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_blocks_read_together_are_those_read_alone(format, monkeypatch):
+    stream = stream_of(Arm("", rotations_of_a_layer(), 16), format, 7 * BLOCK + 5, batch=3)
+    for start in (0, 2, 3 * BLOCK, 7 * BLOCK):
+        together = stream.read(start)
+        with monkeypatch.context() as patch:
+            for side in READ_TOGETHER:
+                patch.setitem(READ_TOGETHER, side, 1)
+            alone = stream.read(start)
+        for rows, expected in zip(together, alone, strict=True):
+            assert rows.shape == (3, HEADS, stream.length - start, DIM)
+            # A product of other rows beside it may differ in its last bit.
+            torch.testing.assert_close(rows, expected)

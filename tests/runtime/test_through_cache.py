@@ -5,51 +5,46 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
-from support.float64 import CLOSE, to_float64
+from support.caches import distance, random_arm, read_whole, simulate
+from support.float64 import CLOSE
 from support.induction import save_induction
 
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Data
 from rotationzoo.report.conditions import describe_recall
 from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.simulated import Simulation
 
 IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("chunk", [None, 7, 40])
+WINDOWS = {"sink": 2, "recent": 4}
+
+
+@pytest.mark.parametrize(
+    ("windows", "is_exact"),
+    [
+        (CacheLayout(**WINDOWS), False),
+        (CacheLayout(**WINDOWS, prefill_chunk=7), False),
+        (CacheLayout(**WINDOWS, prefill_chunk=40), True),
+        (CacheLayout(sink=20, recent=20), True),  # longer than the row
+    ],
+    ids=["decode", "chunks", "one chunk", "long windows"],
+)
 @pytest.mark.parametrize("kept", [3, 12, 29])
 @torch.no_grad()
-def test_it_is_called_like_the_model(chunk, kept):
+def test_it_is_called_like_the_model(windows, is_exact, kept):
     """29 tokens leave a last chunk of one, which is no decoding step."""
     model = architectures.build("llama", torch.float64)
-    geometry = geometry_of(model)
-    windows = CacheLayout(sink=2, recent=4, prefill_chunk=chunk)
-    arm = build_baselines(Recipe(), geometry)[2]
-    arm = replace(arm, rotations=to_float64(arm.rotations))
+    arm = random_arm(model)
     logits = ThroughCache(model, arm, windows)(input_ids=IDS, logits_to_keep=kept).logits
-    with Simulation(arm, windows, geometry, {0, 1, 2, 3}).running(model):
-        expected = model(input_ids=IDS, use_cache=False, logits_to_keep=kept).logits
+    expected = simulate(model, arm, windows, IDS)[:, -kept:]
     assert logits.shape == expected.shape
-    assert (logits - expected).abs().max() <= CLOSE * expected.abs().max()
-    if chunk != 40:
-        exact = model(input_ids=IDS, use_cache=False, logits_to_keep=kept).logits
-        assert (logits - exact).abs().max() > 0.1
-
-
-@torch.no_grad()
-def test_a_shorter_row_than_the_windows_is_read_exact():
-    model = architectures.build("llama", torch.float64)
-    arm = build_baselines(Recipe(), geometry_of(model))[2]
-    windows = CacheLayout(sink=20, recent=20)
-    logits = ThroughCache(model, arm, windows)(input_ids=IDS, logits_to_keep=29).logits
-    expected = model(input_ids=IDS, use_cache=False).logits
-    assert (logits - expected).abs().max() <= CLOSE * expected.abs().max()
+    assert distance(logits, expected) <= CLOSE
+    exact = read_whole(model, IDS)[:, -kept:]
+    assert (distance(logits, exact) <= CLOSE) == is_exact
 
 
 @pytest.fixture(scope="module")

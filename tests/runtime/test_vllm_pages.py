@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.caches import with_factors, with_means
 from support.codec import on_gpu
 from support.float64 import to_float64
 
@@ -34,16 +35,12 @@ CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
 
 
 def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=False) -> CacheSettings:
-    generator = torch.Generator().manual_seed(5)
+    def spend(_, side, rotation):
+        return replace(rotation, fine_channels=torch.tensor(DIM if side == "key" else 0))
 
-    def complete(_, side, rotation):
-        mean = torch.randn(HEADS, DIM, generator=generator)
-        above = torch.randn(HEADS, DIM, DIM, generator=generator).triu(1) / 4
-        fine = torch.tensor(DIM if side == "key" else 0) if format == "budget" else None
-        factor = above + torch.eye(DIM)
-        return replace(rotation, mean=mean, feedback=factor, fine_channels=fine)
-
-    rotations = fit(None, PRESETS["random"], GEOMETRY).replace(complete)
+    rotations = with_factors(with_means(fit(None, PRESETS["random"], GEOMETRY)))
+    if format == "budget":
+        rotations = rotations.replace(spend)
     if not kernel:
         rotations = to_float64(rotations)
     layout = CacheLayout(STORED[format], sink, recent, prefill_layout="window")

@@ -1,9 +1,1 @@
-import pytest
-from support.float64 import all_in_float64
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    """Models of float64 weights compute nothing in float32."""
-    with all_in_float64():
-        yield
+from support.float64 import float64  # noqa: F401

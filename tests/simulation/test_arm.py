@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
-from support.codec import restore
 from support.float64 import assert_same_codes, to_float64
 
 from rotationzoo.artifact.store import Artifact
@@ -38,18 +37,6 @@ def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
         arm.fake_quantize(values, 0, "value", int2.SGLANG),
         centered.fake_quantize(values, 0, "value", int2.SGLANG),
     )
-
-
-def test_int2_is_what_the_cache_stores(made):
-    """An arm's copy is rotation, clip, codec and back, with the artifact's own clip ratios."""
-    rotations = Artifact.open(made).rotations
-    values = torch.randn(1, 2, 7, 64, generator=torch.Generator().manual_seed(0))
-    restored = Arm("oscar", rotations).fake_quantize(values, 1, "value", int2.SGLANG)
-    matrix = rotations[1].value.matrix
-    expected = torch.stack(
-        [restore(values[0, h] @ matrix[h], 0.92) @ matrix[h].mT for h in range(2)]
-    )
-    assert torch.allclose(restored[0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("order", ["together", "one by one"])

@@ -1,5 +1,5 @@
 """What other engines' caches give back of rows, against other implementations of their formulas and
-worked rows."""
+worked rows; what they multiply rows with, and which models and tokens they store."""
 
 from pathlib import Path
 
@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from rotationzoo.codec.formats import SGLANG
+from rotationzoo.errors import UsageError
+from rotationzoo.model.geometry import Layer
+from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
 from rotationzoo.simulation.engine_formats import (
     gaussian_centroids,
     read_exl3,
@@ -44,34 +48,38 @@ def test_blocks_are_those_of_the_gguf_package(read, kind):
     assert torch.equal(read(ROWS), expected)
 
 
+def turn(rows: np.ndarray) -> np.ndarray:
+    """Rows times a normalised Hadamard matrix, by butterflies in float64."""
+    dim, width = rows.shape[-1], 1
+    while width < dim:
+        pairs = rows.reshape(*rows.shape[:-1], dim // (2 * width), 2, width)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        rows = np.stack([first + second, first - second], -2).reshape(*rows.shape[:-1], dim)
+        width *= 2
+    return rows / np.sqrt(dim)
+
+
+def difference(rows: torch.Tensor, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(rows.numpy() - expected) / np.linalg.norm(expected))
+
+
 def test_int4_per_token_head_against_a_loop():
     """Written anew from the kernel: halves away from zero, an integer zero in the scale's lowest
     bits."""
     generator = torch.Generator().manual_seed(0x9E3779B9)
     signs = 2 * torch.bernoulli(torch.full((128,), 0.5), generator=generator) - 1
-    transformed = ROWS[0, 0] * signs
-    width = 1
-    while width < 128:  # the butterfly, unnormalised
-        pairs = transformed.reshape(-1, 128 // (2 * width), 2, width)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
-        transformed = torch.stack([first + second, first - second], 2).reshape(-1, 128)
-        width *= 2
+    transformed = turn((ROWS[0, 0] * signs).double().numpy()) * np.sqrt(128)
     expected = []
-    for row in transformed.numpy():
+    for row in transformed.astype(np.float32):
         scale = np.maximum((row.max() - row.min()) / np.float32(15), np.float32(1e-6))
         zero = int(np.clip(np.floor(-row.min() / scale + 0.5), 0, 15))
         steps = row / scale + zero
         codes = np.clip(np.trunc(steps + np.copysign(0.5, steps)), 0, 15)
         bits = (np.float32(scale).view(np.int32) & -16) | zero
         expected.append((codes - zero) * np.int32(bits).view(np.float32))
-    rows = torch.tensor(np.array(expected), dtype=torch.float32)
-    hadamard = torch.ones(1, 1)
-    while len(hadamard) < 128:
-        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
-    expected = rows @ hadamard * signs / 128
-    difference = (read_int4_per_token_head(ROWS[0, 0]) - expected).norm() / expected.norm()
+    expected = turn(np.array(expected)) * signs.numpy() / np.sqrt(128)
     # Measured: 5.0e-7. Sums in another order round a code otherwise in rare rows.
-    assert difference < 1e-3
+    assert difference(read_int4_per_token_head(ROWS[0, 0]), expected) < CLOSE
 
 
 def test_centroids_are_those_of_max_1960():
@@ -92,21 +100,6 @@ def test_turboquant_keeps_the_norm_of_keys(bits):
     normal = torch.randn(4096, 128, generator=torch.Generator().manual_seed(2))
     error = (read_lloyd_max(normal, bits) - normal).square().mean().item()
     assert error == pytest.approx({3: 0.0345, 4: 0.0095}[bits], rel=0.06)
-
-
-def turn(rows: np.ndarray) -> np.ndarray:
-    """Rows times a normalised Hadamard matrix, by butterflies in float64."""
-    dim, width = rows.shape[-1], 1
-    while width < dim:
-        pairs = rows.reshape(*rows.shape[:-1], dim // (2 * width), 2, width)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        rows = np.stack([first + second, first - second], -2).reshape(*rows.shape[:-1], dim)
-        width *= 2
-    return rows / np.sqrt(dim)
-
-
-def difference(rows: torch.Tensor, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(rows.numpy() - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -221,3 +214,72 @@ def test_kvarn_evens_out_columns_and_rows():
     # Their least scale, exp(-0.3), leaves a tile of small numbers as uneven as it was.
     across, along = scale_tile(tile * 1e-4)
     assert torch.cat([across.flatten(), along.flatten()]).unique().numel() == 1
+
+
+LONG = torch.randn(3, 2, 300, 128, generator=torch.Generator().manual_seed(0))
+LONG[..., 5] *= 30
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+def test_llama_cpp_spreads_a_towering_channel_over_the_row(name):
+    """Its Hadamard matrices: a whole row for keys, 64 channels for values, and none where 64 does
+    not divide the head dimension."""
+    one = torch.zeros(1, 128)
+    one[0, 3] = 8.0
+    cache = ENGINE_CACHES[name]
+    assert torch.allclose(cache.key.read(one), one, atol=0.6)
+    mixed = torch.cat([one + 0.01 * LONG[0, 0, 1], one])
+    tail_error = [
+        (cache.side(side).read(mixed) - mixed)[0, 64:].abs().max().item()
+        for side in ("key", "value")
+    ]
+    assert tail_error[1] < tail_error[0], "values of the second half never meet the channel"
+    odd = torch.randn(4, 96, generator=torch.Generator().manual_seed(1))
+    plain = read_q4_0 if name == "q4_0" else read_q8_0
+    assert torch.equal(cache.key.read(odd), plain(odd))
+
+
+def stored_bits(name, side, dim=128):
+    return EngineArm(name).stored_bits(side, dim, SGLANG)
+
+
+def test_bits_are_those_of_the_packed_rows():
+    bits = {name: stored_bits(name, "key") for name in ENGINE_CACHES}
+    assert (bits["q8_0"], bits["q4_0"], bits["fp8"]) == (8.5, 4.5, 8)
+    assert bits["int4_per_token_head"] == 4 + 32 / 128
+    # `key_packed_size` and `value_packed_size` of vLLM's TurboQuantConfig, in bytes.
+    assert bits["turboquant_3bit_nc"] * 128 / 8 == 128 * 3 / 8 + 2
+    assert stored_bits("turboquant_3bit_nc", "value") * 16 == 48 + 4
+    # `k_packed_bytes`, `k_scale_bytes`, `v_packed_bytes` and `v_scale_bytes` of KVarN's config.
+    assert stored_bits("kvarn-k4v2", "key") * 128 * 128 / 8 == 8192 + 2 * (2 * 128 + 128)
+    assert stored_bits("kvarn-k4v2", "value", 64) * 128 * 64 / 8 == 2048 + 2 * (64 + 2 * 128)
+    # Words and float16 scales of ExLlamaV3's `qshape_k` and `qshape_s`.
+    assert [bits[f"exl3-{n}"] * 32 for n in (2, 3, 4)] == [n * 32 + 16 for n in (2, 3, 4)]
+    # LMDeploy's `get_quant_cache_descs`: two numbers of a key, one of a value.
+    assert bits["lmdeploy-42"] == 4 + 2 * 16 / 128
+    assert stored_bits("lmdeploy-42", "value") == 2 + 16 / 128
+    assert [bits[f"mlx-{n}"] for n in (2, 3, 4)] == [2.5, 3.5, 4.5]
+    assert bits["nvfp4"] == 4.5
+
+
+def test_tokens_of_an_incomplete_tile_stay_exact():
+    arm = EngineArm("kvarn-k4v2")
+    assert arm.token_group == 128
+    for side, bits in (("key", 4), ("value", 2)):
+        stored = arm.fake_quantize(LONG, 0, side, None)
+        assert torch.equal(stored[:, :, 256:], LONG[:, :, 256:])
+        tile = LONG[1, 1, 128:256]
+        expected = read_kvarn(tile, bits, per_channel=side == "key")
+        error = (stored[1, 1, 128:256] - expected).norm() / tile.norm()
+        # Measured: 0. Sums in another order may round a code otherwise, and no tile reads another.
+        assert error < 1e-2
+        assert torch.equal(arm.fake_quantize(LONG[:, :, :100], 0, side, None), LONG[:, :, :100])
+
+
+@pytest.mark.parametrize(("name", "channels"), [("mlx-2", 64), ("nvfp4", 16), ("q4_0", 32)])
+def test_heads_that_a_cache_cannot_store_are_refused(name, channels):
+    fits = Layer(0, 0, query_heads=4, kv_heads=2, key_dim=2 * channels, value_dim=channels)
+    EngineArm(name).check([fits])
+    odd = Layer(1, 1, query_heads=4, kv_heads=2, key_dim=channels, value_dim=channels + 8)
+    with pytest.raises(UsageError, match=f"{channels} channels together, and values of layer 1"):
+        EngineArm(name).check([fits, odd])

@@ -1,21 +1,22 @@
-"""The simulated cache against one that is really read token by token, in every family of models."""
+"""The simulated cache in every family of models; `tests/runtime/test_cache.py` holds it against one
+that is really read call by call."""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-import transformers
 from support import architectures
 from support.architectures import CALIBRATED, families
-from support.float64 import CLOSE, to_float64
+from support.caches import distance, random_arm, read_in_calls, read_whole, simulate
+from support.float64 import CLOSE
+from support.naive_cache import naive_cache
 
-from rotationzoo.calibration.fit import fit
+from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS, SGLANG
 from rotationzoo.model import long_masks
 from rotationzoo.model.capture import intercept
 from rotationzoo.model.geometry import cached_layers, geometry_of, shifted_layers
-from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotations
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm
@@ -36,11 +37,6 @@ def several_blocks(monkeypatch):
     monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 7)
 
 
-def logits(model, ids=IDS):
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
 def attention_modules(model) -> dict[int, torch.nn.Module]:
     modules = {}
 
@@ -49,11 +45,11 @@ def attention_modules(model) -> dict[int, torch.nn.Module]:
         return attend(query, key, value)
 
     with intercept(model, note):
-        logits(model)
+        read_whole(model, IDS)
     return modules
 
 
-def simulate(model, arm, cache, queries=None):
+def observe(model, arm, cache, queries=None):
     """Logits, and by layer the outputs (simulated, exact) and the KL."""
     geometry = geometry_of(model)
     outputs, divergences = {}, {}
@@ -67,15 +63,7 @@ def simulate(model, arm, cache, queries=None):
             kl=lambda layer, kl, _: divergences.update({layer: kl}),
         ),
     ):
-        return logits(model), outputs, divergences
-
-
-def random_arm(model) -> Arm:
-    return Arm("random", to_float64(fit(None, PRESETS["random"], geometry_of(model))))
-
-
-def relative_change(simulated: torch.Tensor, plain: torch.Tensor) -> float:
-    return ((simulated - plain).abs().max() / plain.abs().max()).item()
+        return read_whole(model, IDS), outputs, divergences
 
 
 @families(CALIBRATED)
@@ -83,10 +71,10 @@ def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     """Windows, soft caps and sinks stay the model's although every position is there twice."""
     model = architectures.build(name, torch.float64)
     cache = CacheLayout(sink=24, recent=0)
-    simulated, outputs, divergences = simulate(
+    simulated, outputs, divergences = observe(
         model, random_arm(model), cache, queries=torch.arange(24)
     )
-    assert relative_change(simulated, logits(model)) <= CLOSE
+    assert distance(simulated, read_whole(model, IDS)) <= CLOSE
     assert len(outputs) == len(divergences) == len(geometry_of(model))
     assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
 
@@ -112,8 +100,8 @@ def test_what_centring_moves_is_seen(name):
     }
     arm = Arm("centered", with_key_means(random_arm(model).rotations, means))
     cache = CacheLayout(sink=24, recent=0)
-    simulated, _, divergences = simulate(model, arm, cache, queries=torch.arange(24))
-    moved = relative_change(simulated, logits(model))
+    simulated, _, divergences = observe(model, arm, cache, queries=torch.arange(24))
+    moved = distance(simulated, read_whole(model, IDS))
     kl = max(divergence.max().item() for divergence in divergences.values())
     if shifted_layers(geometry):
         assert (name in SHIFTED, moved > 0.01, kl > 0.01) == (True, True, True), (moved, kl)
@@ -124,76 +112,15 @@ def test_what_centring_moves_is_seen(name):
 @families(CALIBRATED)
 def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
     model = architectures.build(name, torch.float64)
-    plain = logits(model)
+    plain = read_whole(model, IDS)
     cache = CacheLayout(sink=0, recent=0)
-    simulated, outputs, divergences = simulate(
+    simulated, outputs, divergences = observe(
         model, random_arm(model), cache, queries=torch.arange(24)
     )
-    assert relative_change(simulated, plain) > 1e-4
+    assert distance(simulated, plain) > 1e-4
     assert all((output - exact).norm() > 1e-3 * exact.norm() for output, exact in outputs.values())
     assert max(kl.max().item() for kl in divergences.values()) > 1e-6
-    assert torch.equal(logits(model), plain), "not restored"
-
-
-def server_logits(model, arm: Arm, cache: CacheLayout) -> torch.Tensor:
-    """The logits of a server: token by token (or chunk by chunk) with a cache whose older entries
-    are stored in 2 bits."""
-    layers = [layer.index for layer in cached_layers(geometry_of(model))]
-    history: dict[int, list[torch.Tensor]] = {}  # exact keys and values by layer
-    outputs, step = [], cache.prefill_chunk or 1
-    for start in range(0, IDS.shape[1], step):
-        stop = min(start + step, IDS.shape[1])
-        past = transformers.DynamicCache()
-        if history:
-            exact = exact_positions(cache, start)
-            for layer in layers:
-                past.update(*mix(arm, cache, layer, history[layer], exact), layer)
-        with torch.no_grad():
-            result = model(input_ids=IDS[:, start:stop], past_key_values=past, use_cache=True)
-        outputs.append(result.logits)
-        for layer in layers:
-            both = (past.layers[layer].keys, past.layers[layer].values)
-            new = [rows[:, :, start:] for rows in both]
-            if start:
-                new = [torch.cat(pair, 2) for pair in zip(history[layer], new, strict=True)]
-            history[layer] = new
-    return torch.cat(outputs, dim=1)
-
-
-def exact_positions(cache: CacheLayout, start: int) -> torch.Tensor:
-    """Boolean `[start]`: which earlier positions are exact for a step that begins at `start`."""
-    # The recent tokens end with a query's own, or before its chunk; a server has written them in 2
-    # bits by then.
-    end = start if cache.prefill_chunk else start + 1
-    recent = 0 if cache.prefill_chunk and cache.prefill_layout == "server" else cache.recent
-    position = torch.arange(start)
-    return (position < cache.sink) | (position >= end - recent)
-
-
-def mix(arm: Arm, cache: CacheLayout, layer: int, rows: list[torch.Tensor], exact: torch.Tensor):
-    """Keys and values of a layer, exact where they are kept so and else as they are stored."""
-    for side, exact_rows in zip(("key", "value"), rows, strict=True):
-        stored = arm.fake_quantize(exact_rows, layer, side, cache.format)
-        yield torch.where(exact[:, None], exact_rows, stored)
-
-
-CACHES = {
-    "decode": CacheLayout(sink=2, recent=5),
-    "server": CacheLayout(sink=3, recent=4, prefill_chunk=7),
-    "window": CacheLayout(sink=3, recent=4, prefill_chunk=7, prefill_layout="window"),
-}
-
-
-@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-@families(["llama", "qwen3", "mistral", "gemma2", "gpt_oss"])
-def test_the_simulation_is_what_a_server_computes(name, cache):
-    model = architectures.build(name, torch.float64)
-    arm = random_arm(model)
-    served = server_logits(model, arm, cache)
-    simulated, _, _ = simulate(model, arm, cache)
-    assert relative_change(simulated, served) <= CLOSE
-    changed = relative_change(served, logits(model))
-    assert changed > 1e-3, "the cache does change something here"
+    assert torch.equal(read_whole(model, IDS), plain), "not restored"
 
 
 @pytest.mark.parametrize("kind", [Arm, KiviArm])
@@ -207,9 +134,70 @@ def test_more_bits_come_closer_to_the_exact_model(kind):
         arm = replace(arm, tokens=8, channels=8)
     for bits in BITS:
         layout = CacheLayout(replace(SGLANG, bits=bits), sink=1, recent=2)
-        _, outputs, _ = simulate(model, arm, layout)
+        _, outputs, _ = observe(model, arm, layout)
         simulated, exact = outputs[0]
         errors.append((simulated - exact).norm() / exact.norm())
     # Measured: 1.9 to 2.5 times smaller with one more bit, and 15 to 19 times with four more.
     assert all(fewer > 1.5 * more for fewer, more in pairwise(errors)), errors
     assert 1e-4 < errors[-1] < 0.05
+
+
+# ---- keys per channel over groups of tokens, against a cache that is filled token by token
+
+
+LONGER = torch.randint(3, 59, (2, 37), generator=torch.Generator().manual_seed(1))
+CACHE = CacheLayout(sink=3, recent=5)
+GROUP = 8
+
+
+def arm_for(model, preset: str = "identity") -> KiviArm:
+    return KiviArm("kivi", random_arm(model, preset).rotations, tokens=GROUP, channels=8)
+
+
+def quantize_block(block: torch.Tensor, dim: int) -> torch.Tensor:
+    """KIVI's own formula: minimum and scale over `dim`, both in float16, rounded to 0 to 3."""
+    minimum = block.amin(dim, keepdim=True).half().float()
+    low = block.amin(dim, keepdim=True)
+    scale = ((block.amax(dim, keepdim=True) - low) / 3).half().float()
+    codes = ((block - minimum) / scale).round().clamp(0, 3)
+    return codes * scale + minimum
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_blocks_are_rounded_by_the_formula_of_kivi(side):
+    """Keys over groups of tokens, values over groups of channels."""
+    model = architectures.build("llama")
+    arm = arm_for(model, "random")
+    rows = torch.randn(1, 2, 3 * GROUP, 16, generator=torch.Generator().manual_seed(0)).double()
+    matrix, dim = arm.rotations[0][side].matrix, {"key": 2, "value": 3}[side]
+    blocks = (rows @ matrix).float().split(8, dim)
+    expected = torch.cat([quantize_block(block, dim) for block in blocks], dim)
+    stored = arm.fake_quantize(rows, 0, side, int2.SGLANG)
+    assert (stored - expected.double() @ matrix.mT).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["identity", "random"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_simulation_is_what_a_cache_filled_token_by_token_gives(name, preset):
+    model = architectures.build(name, torch.float64)
+    arm = arm_for(model, preset)
+    plain, simulated = read_whole(model, LONGER), simulate(model, arm, CACHE, LONGER)
+    served = read_in_calls(model, naive_cache(arm, CACHE), LONGER, 1)
+    assert distance(simulated, served) <= CLOSE
+    first = CACHE.sink + CACHE.recent + GROUP - 1
+    assert (simulated - plain)[:, :first].abs().max() <= CLOSE * plain.abs().max()
+    assert (simulated - plain)[:, first:].abs().max() > 1e-3 * plain.abs().max()
+
+
+def test_a_towering_key_channel_costs_the_others_nothing():
+    """What a rotation lacks: each channel has a scale of its own."""
+    model = architectures.build("llama", torch.float64)
+    arm = arm_for(model)
+    keys = torch.randn(1, 2, 2 * GROUP, 16, generator=torch.Generator().manual_seed(0))
+    towering = keys.clone()
+    towering[..., 3] *= 1000
+    plain, other = (arm.fake_quantize(rows, 0, "key", int2.SGLANG) for rows in (keys, towering))
+    rest = [channel for channel in range(16) if channel != 3]
+    assert torch.equal(plain[..., rest], other[..., rest])
+    values = arm.fake_quantize(towering, 0, "value", int2.SGLANG)
+    assert not torch.equal(values[..., rest], plain[..., rest])

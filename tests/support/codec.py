@@ -4,8 +4,9 @@ import ctypes
 import platform
 import re
 import shutil
+import struct
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -30,19 +31,30 @@ on_cpu = pytest.mark.skipif(
 )
 
 
+_LAUNCH = """
+extern "C" void launch_{0}(
+    const unsigned* grid, int threads, const unsigned long long* arguments, int given) {{
+  shared_bytes = SHARED;
+  launch({0}, {{grid[0], grid[1], grid[2]}}, threads, arguments, given);
+}}
+"""
+
+
 def compile_for_cpu(
     folder: Path,
-    header: str,
     source: str,
+    kernels: Iterable[str],
     macros: Iterable[tuple[str, str]],
     *flags: str,
     in_ptx: str = "from_half|to_half|min_nan|max_nan",
 ) -> ctypes.CDLL:
-    """A library of CUDA source that is compiled for the CPU behind a header of this folder. The
-    header has the functions `in_ptx` in C++: their definitions in PTX become unused names."""
+    """A library of CUDA source that is compiled for the CPU, with a function `launch_NAME` for each
+    of the kernels. `warps_on_cpu.h` has the functions `in_ptx` in C++: their definitions in PTX
+    become unused names."""
     text = re.sub(rf"(__device__ \w+ )({in_ptx})(\()", r"\1ptx_\2\3", source)
+    text += "".join(_LAUNCH.format(name) for name in kernels)
     file, library = folder / "kernel.cpp", folder / "kernel.so"
-    file.write_text(f'#include "{TESTS / "support" / header}"\n{text}')
+    file.write_text(f'#include "{TESTS / "support" / "warps_on_cpu.h"}"\n{text}')
     defined = [f"-D{name}={value}" for name, value in macros]
     # Shared memory has one name in every library that is loaded, and must not be one array.
     flags = ("-O1", "-std=c++17", "-fno-strict-aliasing", "-w", "-fno-gnu-unique", *flags)
@@ -50,6 +62,52 @@ def compile_for_cpu(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(library))
+
+
+class CpuLauncher:
+    """Takes the place of `cuda.Launcher`."""
+
+    def __init__(self, device: torch.device):
+        assert device.type == "cpu"
+
+    def __call__(
+        self,
+        kernel: Callable[..., None],
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Iterable[cuda.Argument],
+        early: bool = True,
+    ) -> None:
+        kept = list(arguments)
+        values = [_bits(argument) for argument in kept]
+        kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
+
+
+def _bits(argument: cuda.Argument) -> bytes:
+    if isinstance(argument, torch.Tensor):
+        return struct.pack("q", argument.data_ptr())
+    return struct.pack("d" if isinstance(argument, float) else "q", argument or 0)
+
+
+@pytest.fixture
+def source_on_cpu(monkeypatch, tmp_path) -> None:
+    """Kernels of the encoders are compiled for the CPU in place of a GPU, when they are called."""
+
+    def compiled(name: str, variant: cuda.Variant, device: torch.device) -> cuda.Kernel:
+        def run(*arguments) -> None:
+            folder = tmp_path / f"{name} {len(list(tmp_path.iterdir()))}"
+            folder.mkdir()
+            source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF")
+            macros = [*variant.macros(), ("SHARED", "0")]
+            library = compile_for_cpu(folder, source, [name], macros, "-ffp-contract=off")
+            getattr(library, f"launch_{name}")(*arguments)
+
+        if name == cuda.FEW:
+            return cuda.Kernel(run, 1, 128)
+        return cuda.Kernel(run, variant.block_rows, variant.threads)
+
+    monkeypatch.setattr(cuda, "compiled", compiled)
+    monkeypatch.setattr(cuda, "Launcher", CpuLauncher)
 
 
 RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])

@@ -66,17 +66,6 @@ class Case:
     between capture and replay."""
     seed: int = 0
 
-    def __str__(self) -> str:
-        changed = [
-            f"{name} {value}"
-            for name, value in vars(self).items()
-            if name != "purpose" and value != getattr(_DEFAULT, name)
-        ]
-        return ", ".join(changed) or "as by default"
-
-
-_DEFAULT = Case("")
-
 
 @dataclass(frozen=True)
 class Inputs:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -61,6 +62,13 @@ def _calling_module() -> str:
 def all_in_float64() -> Iterator[None]:
     """Models of float64 weights compute nothing in float32."""
     with _Promotion():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """The same around every test of a room whose conftest.py has this fixture."""
+    with all_in_float64():
         yield
 
 

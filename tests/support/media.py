@@ -73,36 +73,21 @@ def _gemma3() -> tuple[Any, Any]:
     return transformers.Gemma3ForConditionalGeneration(config), processor
 
 
-def _qwen3_vl() -> tuple[Any, Any]:
-    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
-    config = transformers.Qwen3VLConfig(
+def _qwen(name: str, **vision: Any) -> tuple[Any, Any]:
+    sizes = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
+    config = getattr(transformers, f"{name}Config")(
         text_config=text_config(rope_parameters=MROPE),
-        vision_config=dict(vision, patch_size=14, deepstack_visual_indexes=[0]),
+        vision_config=dict(sizes, patch_size=14, **vision),
         image_token_id=2049, video_token_id=2056,
         vision_start_token_id=2054, vision_end_token_id=2055,
     )  # fmt: skip
-    model = transformers.Qwen3VLForConditionalGeneration(config)
-    return model, _qwen_processor(transformers.Qwen3VLProcessor)
-
-
-def _qwen2_5_vl() -> tuple[Any, Any]:
-    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text_config(rope_parameters=MROPE),
-        vision_config=dict(vision, patch_size=14, window_size=28, fullatt_block_indexes=[0]),
-        image_token_id=2049, video_token_id=2056,
-        vision_start_token_id=2054, vision_end_token_id=2055,
-    )  # fmt: skip
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    return model, _qwen_processor(transformers.Qwen2_5_VLProcessor)
-
-
-def _qwen_processor(kind: type) -> Any:
     pixels = transformers.Qwen2VLImageProcessorPil(
         patch_size=14, merge_size=2, size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
     )
     marks = template("<|vision_start|><pixel><|vision_end|>")
-    return _without_videos(kind, pixels, tokenizer(), chat_template=marks)
+    kind = getattr(transformers, f"{name}Processor")
+    processor = _without_videos(kind, pixels, tokenizer(), chat_template=marks)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config), processor
 
 
 def _gemma4() -> tuple[Any, Any]:
@@ -130,8 +115,11 @@ def _gemma4() -> tuple[Any, Any]:
 
 
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "gemma3": _gemma3, "qwen3_vl": _qwen3_vl, "qwen2_5_vl": _qwen2_5_vl, "gemma4": _gemma4,
-}  # fmt: skip
+    "gemma3": _gemma3,
+    "qwen3_vl": lambda: _qwen("Qwen3VL", deepstack_visual_indexes=[0]),
+    "qwen2_5_vl": lambda: _qwen("Qwen2_5_VL", window_size=28, fullatt_block_indexes=[0]),
+    "gemma4": _gemma4,
+}
 
 
 def build(name: str) -> tuple[Any, Any]:

@@ -1,10 +1,14 @@
 """Tiny models of every family, saved as transformers saves them."""
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -43,6 +47,10 @@ def save_family(name: str, folder: Path, weights: bool = True, **options) -> Pat
     changes = dict(
         vocab_size=2048, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0, **options
     )
+    if name == "gemma4":
+        changes["vocab_size_per_layer_input"] = 2048
+    if name.endswith("vlm"):
+        changes = {"text_config": architectures.config(name).text_config.to_dict() | changes}
     if weights:
         architectures.build(name, **changes).save_pretrained(folder)
     else:
@@ -55,6 +63,22 @@ def save_family(name: str, folder: Path, weights: bool = True, **options) -> Pat
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DATA / "model" / file, folder)
     return folder
+
+
+def edit_config(folder: Path, **changes) -> Path:
+    """Change the config of a saved model."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@contextmanager
+def edited_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights of a saved model, which are written when the block ends."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    yield weights
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" * 5 for i in range(40)]

@@ -2,10 +2,12 @@
 query reads. `RotatedCache` is held against it."""
 
 import torch
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
+from support.architectures import LAYERS
 
 
 class NaiveLayer(DynamicLayer):
@@ -50,3 +52,11 @@ class NaiveLayer(DynamicLayer):
         is_exact = (position < sink) | (position >= self.exact_from)
         quantized = torch.cat([exact[:, :, :sink], stored], dim=2)
         return torch.where(is_exact[:, None], exact, quantized)
+
+
+def naive_cache(arm: Arm, windows: CacheLayout) -> DynamicCache:
+    """A cache of such layers for a tiny model of `architectures`."""
+    cache = DynamicCache()
+    cache.layers = [NaiveLayer(arm, windows, index) for index in range(LAYERS)]
+    cache.layer_class_to_replicate = None
+    return cache

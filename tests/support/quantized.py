@@ -1,17 +1,16 @@
 """Quantized checkpoints, written as their makers publish them."""
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.models import edit_config
+
 
 def set_quantization(folder: Path, **table) -> None:
     """Let a model's config say how its weights are quantized."""
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": table}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, dtype="bfloat16", quantization_config=table)
 
 
 def quantize_to_fp8(folder: Path, block: int = 128) -> dict[str, torch.Tensor]:

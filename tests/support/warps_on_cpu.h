@@ -18,7 +18,7 @@
 #include "bits_on_cpu.h"
 #define __device__ inline
 #define __host__
-#define __global__
+#define __global__ inline  // a kernel that is not launched is not compiled
 #define __shared__ static
 #define __launch_bounds__(...)
 using std::max;
