@@ -17,11 +17,12 @@ from rotationzoo.engines.payload import Request
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.evaluation.arms import pooled_rotations
 from rotationzoo.linalg.moments import average
-from rotationzoo.model.geometry import Layer, cached_layers, geometry_json, geometry_of
+from rotationzoo.model.geometry import Layer, cached_layers, geometry_of
 from rotationzoo.recipe import Recipe
 from rotationzoo.writer import write_artifact
 from support import architectures
 from support import engine_readers as engines
+from support.reports import make_manifest
 from support.tensors import stored_rotations
 
 IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
@@ -43,24 +44,8 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
     geometry = geometry_of(model)
     statistics = collect(model, geometry, [IDS], recipe.model_copy(update={"sink": 8}))
     rotations = fit(statistics, recipe, geometry)
-    manifest = {
-        "model": {
-            "id": f"tiny/{family}",
-            "revision": "0" * 40,
-            "license": None,
-            "architecture": family,
-            "config_sha256": "1" * 64,
-            "weights_fingerprint": "2" * 64,
-        },
-        "geometry": geometry_json(geometry),
-        "recipe": recipe.published(),
-        "recipe_sha256": recipe.hash,
-        "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64},
-        "identity": {},
-        "versions": {"rotationzoo": "0"},
-        "run": {"seconds": 0.0, "peak_memory_bytes": None},
-        "metrics": {"orthogonality_error": 0.0},
-    }
+    manifest = make_manifest(f"tiny/{family}", family, geometry, recipe)
+    manifest["model"]["revision"] = "0" * 40
     return write_artifact(folder, rotations, average(statistics), manifest)
 
 
