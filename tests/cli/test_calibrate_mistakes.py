@@ -125,17 +125,9 @@ def test_models_that_cannot_be_calibrated(inside):
     import transformers
 
     models = inside.folder.parent
-    bert = transformers.BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=4096,
-        architectures=["BertForMaskedLM"],
-    )
+    masked = dict(max_position_embeddings=4096, architectures=["BertForMaskedLM"])
     configs = {
-        "is an encoder": bert,
+        "is an encoder": transformers.BertConfig(**masked),
         "is an encoder-decoder": transformers.T5Config(),
         "is not a causal language model": transformers.ViTConfig(),
         "compressed latent": architectures.config("deepseek_v4", max_position_embeddings=4096),

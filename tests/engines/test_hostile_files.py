@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.engine_artifacts import exported
+from support.engine_readers import write_gguf
 from support.oscar_files import KEY, VALUE, entry, refused, torch_file, v1
 
 from rotationzoo.engines.base import Options
@@ -116,10 +117,7 @@ def good(tmp_path_factory) -> Path:
     for i in range(2):
         for side in "kv":
             writer.add_tensor(f"blk.{i}.attn_{side}_rot.weight", np.eye(8, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(writer)
     return folder
 
 
@@ -253,10 +251,7 @@ def test_safetensors_and_gguf_of_other_shapes(tmp_path, shape):
     for letter in "kv":
         ones = np.ones(shape or (1,), dtype=np.float32)
         writer.add_tensor(f"blk.0.attn_{letter}_rot.weight", ones)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(writer)
     refused(import_, Import([tmp_path / "x.gguf"], tmp_path / "out"))
 
 

@@ -216,8 +216,32 @@ def write_base(
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, data.astype(np.float16) if data.ndim == 2 else data)
+    write_gguf(writer)
+    return path
+
+
+def write_gguf(writer: gguf.GGUFWriter) -> None:
+    """Write the file that has been described to a writer."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def convert_model(model: Path, target: Path, **changes) -> Path:
+    """A Qwen3 as llama.cpp's converter writes it, with other numbers if `changes` says so."""
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    config = {**config["rope_parameters"], **config, **changes}
+    writer = gguf.GGUFWriter(target, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+    write_gguf(writer)
+    return target

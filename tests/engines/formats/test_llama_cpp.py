@@ -1,6 +1,5 @@
 """Rotations in a copy of a GGUF file, and which base they are copied into."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
 from support.models import save_tiny
@@ -59,10 +57,7 @@ def widen(base: Path, target: Path, names: tuple[str, ...], layer) -> None:
         if tensor.name in names:
             data = np.zeros((layer.kv_heads * layer.key_dim, data.shape[1]), np.float16)
         writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    engines.write_gguf(writer)
 
 
 def test_a_gguf_keeps_everything_else(made, tmp_path):
@@ -156,27 +151,6 @@ def test_bases_that_do_not_fit(made, tmp_path):
     assert "--base" in refused.value.hint
 
 
-def converted(model: Path, target: Path, **changes) -> Path:
-    """The tiny model as a converter writes it, with other numbers if `changes` says so."""
-    weights = load_file(model / "model.safetensors")
-    config = json.loads((model / "config.json").read_text())
-    config = {**config["rope_parameters"], **config, **changes}
-    writer = gguf.GGUFWriter(target, "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    for i in range(2):
-        for side in "kv":
-            projection = weights[f"model.layers.{i}.self_attn.{side}_proj.weight"]
-            writer.add_tensor(f"blk.{i}.attn_{side}.weight", projection.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 @pytest.fixture(scope="module")
 def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
     """A model of head dimension 32, and an artifact that was made for it."""
@@ -188,7 +162,7 @@ def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
 
 def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
     model, artifact = of_a_model
-    options = Options(base=converted(model, tmp_path / "base.gguf"), model=str(model))
+    options = Options(base=engines.convert_model(model, tmp_path / "base.gguf"), model=str(model))
     notes = exported("llama.cpp", artifact, tmp_path, options=options).launch.notes
     assert f"the base has the config of {model}; its weights were not compared" in notes
 
@@ -205,7 +179,7 @@ def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
 )
 def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
     model, artifact = of_a_model
-    base = converted(model, tmp_path / "base.gguf", **changes)
+    base = engines.convert_model(model, tmp_path / "base.gguf", **changes)
     said = f"base.gguf was not converted from {re.escape(str(model))}"
     with pytest.raises(RotationZooError, match=said):
         exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model=str(model)))
