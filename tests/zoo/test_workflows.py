@@ -17,7 +17,7 @@ from lock_requirements import FOLDER, LOCKS
 from plan_matrix import smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
-from support.published import CONFIG, change_weights, ms_environment
+from support.published import CONFIG, change_weights, hub_environment
 
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
@@ -169,14 +169,8 @@ def runner(command, program, tmp_path):
         for name, line in commands.items():
             (bin_folder / name).write_text(f"#!/bin/sh\n{line}\n")
             (bin_folder / name).chmod(0o755)
-        environment = command.environment | ms_environment(ms, tmp_path)
-        environment |= {
-            "HF_ENDPOINT": hf.endpoint,
-            "HF_TOKEN": hf.token,
-            "HF_HUB_DISABLE_XET": "1",
-            "ZOO": "someone/zoo",
-            "TRUST": "",
-        }
+        environment = command.environment | hub_environment(hf, ms, tmp_path)
+        environment |= {"ZOO": "someone/zoo", "TRUST": ""}
         environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
 
         def run(script: str, fails: bool = False, **variables: str) -> str:
