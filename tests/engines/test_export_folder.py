@@ -14,7 +14,6 @@ from support.engine_artifacts import (
 
 from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import folders
 from rotationzoo.storage.files import sha256
 
 
@@ -27,16 +26,6 @@ def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
         (done.path / "export.json").write_text(json.dumps(content))
         exported("sglang", artifact, tmp_path)
         assert victim.exists()
-
-
-def test_two_exports_at_once_do_not_share_a_folder(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("rotationzoo.storage.locks.WAIT", 0.1)
-    with (
-        folders.temporary_sibling(tmp_path / "out"),
-        pytest.raises(RotationZooError, match="another process is writing"),
-    ):
-        exported("sglang", made(head_dim=32), tmp_path)
-    assert exported("sglang", made(head_dim=32), tmp_path).files
 
 
 @pytest.mark.parametrize("engine", WRITTEN)

@@ -179,8 +179,10 @@ def write_base(
     dim: int,
     architecture: str = "qwen3",
     cached: set[int] | None = None,
+    dims: dict[int, int] | None = None,
 ) -> Path:
-    """A tiny model in a GGUF file, with metadata of every kind and weights in three types."""
+    """A tiny model in a GGUF file, with metadata of every kind and weights in three types. The
+    layers in `dims` have heads of another dimension."""
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
@@ -202,10 +204,11 @@ def write_base(
     for i in sorted(
         set(range(layers)) if cached is None else cached
     ):  # the others are linear attention
+        rows = kv_heads * (dims or {}).get(i, dim)
         shapes |= {
             f"blk.{i}.attn_q.weight": (heads * dim, hidden),
-            f"blk.{i}.attn_k.weight": (kv_heads * dim, hidden),
-            f"blk.{i}.attn_v.weight": (kv_heads * dim, hidden),
+            f"blk.{i}.attn_k.weight": (rows, hidden),
+            f"blk.{i}.attn_v.weight": (rows, hidden),
             f"blk.{i}.attn_output.weight": (hidden, heads * dim),
             f"blk.{i}.ffn_down.weight": (hidden, 64),
         }

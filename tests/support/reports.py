@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rotationzoo.artifact.measured import Exact, MeasuredArm
 from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.artifact.store import EVALUATION, Artifact
@@ -17,7 +15,6 @@ from rotationzoo.evaluation import job
 from rotationzoo.model.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe
-from rotationzoo.rotations import Rotation
 from rotationzoo.writer import add_files, library_versions, write_artifact
 
 OF_ARTIFACT = "0123456789abcdef" * 4
@@ -34,7 +31,6 @@ class Made:
     heads: int = 2
     dim: int = 16
     model: str = "demo"
-    recipe: str = "oscar"
     arm: str = "made"
     fingerprint: str = "0" * 64
 
@@ -59,24 +55,9 @@ def make_manifest(model: str, architecture: str, geometry: list[Layer], recipe: 
 def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
     """Write an artifact to `folder`, with an evaluation unless told otherwise."""
     geometry = [Layer(i, i, 2 * made.heads, made.heads, made.dim, made.dim) for i in made.layers]
-    recipe = PRESETS[made.recipe]
-    rotations = fit(None, PRESETS["hadamard"], geometry)
-    share = torch.arange(1.0, made.dim + 1) ** 2
-
-    def spread(layer: int, side: str, rotation: Rotation) -> Rotation:
-        eigenvalues = (share * (1 + layer)).expand(made.heads, made.dim).contiguous()
-        zeros, identity = torch.zeros(made.heads, made.dim), torch.eye(made.dim)
-        return Rotation(
-            rotation.matrix,
-            rotation.clip,
-            eigenvalues,
-            mean=zeros if side in recipe.centered else None,
-            feedback=identity.repeat(made.heads, 1, 1) if recipe.feedback else None,
-            whitening=identity.repeat(made.heads, 1, 1) if recipe.whiten else None,
-        )
-
+    recipe = PRESETS["hadamard"]
     content = make_manifest(made.model, "MadeUp", geometry, recipe)
-    write_artifact(folder, rotations.replace(spread), None, content)
+    write_artifact(folder, fit(None, recipe, geometry), None, content)
     if evaluated:
         store_evaluation(folder, make_evaluation(made))
     return folder

@@ -83,8 +83,7 @@ def ranged(call: Call, data: bytes, headers: dict[str, str]) -> Answer:
 
 @dataclass(frozen=True)
 class Blob:
-    """The content of a file. Git holds a large one as a pointer only; its bytes are in the
-    storage."""
+    """The content of a file. The bytes of a large one are in the storage."""
 
     data: bytes
     large: bool
@@ -94,19 +93,8 @@ class Blob:
         return hashlib.sha256(self.data).hexdigest()
 
     @property
-    def pointer(self) -> bytes:
-        lines = [
-            "version https://git-lfs.github.com/spec/v1",
-            f"oid sha256:{self.sha256}",
-            f"size {len(self.data)}",
-            "",
-        ]
-        return "\n".join(lines).encode()
-
-    @property
     def oid(self) -> str:
-        content = self.pointer if self.large else self.data
-        return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+        return hashlib.sha1(f"blob {len(self.data)}\0".encode() + self.data).hexdigest()
 
 
 @dataclass

