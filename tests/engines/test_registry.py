@@ -12,6 +12,7 @@ from rotationzoo.engines.export import launch_line
 from rotationzoo.engines.registry import (
     ENGINE_NAMES,
     ENGINES,
+    PULL_ENGINE_NAMES,
 )
 from rotationzoo.recipe import PRESETS
 
@@ -22,6 +23,14 @@ def test_every_row_has_files_or_a_command_of_ours():
         assert bool(entry.module) != (entry.command in COMMANDS), name
         assert entry.recipe in PRESETS
         assert entry.format in ("", *FORMATS)
+
+
+def test_the_command_line_offers_every_engine(inside):
+    """`pull` has no base model to give."""
+    refused = inside("export", "anything", "--to", "unheard of").stderr
+    assert re.findall(r"'([^']+)'", refused.partition("not one of")[2]) == list(ENGINE_NAMES)
+    refused = inside("pull", "anything", "--to", "unheard of").stderr
+    assert re.findall(r"'([^']+)'", refused.partition("not one of")[2]) == list(PULL_ENGINE_NAMES)
 
 
 def test_a_card_names_engines_that_there_are(made):
