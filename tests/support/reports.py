@@ -148,9 +148,7 @@ def make_arm(name: str, number: int) -> dict:
     return {
         "name": name,
         "kind": "artifact" if of_artifact else "baseline",
-        "rounding": "nearest",
         "artifact": OF_ARTIFACT if of_artifact else None,
-        "pooled": False,
         "perplexity": 3.5 * (1 + cost),
         "perplexity_increase": cost,
         "attention_kl": cost / 3,
@@ -205,10 +203,8 @@ def recall(correct: str, log_probabilities: list[float]) -> TaskRecall:
 
 def arm(name: str, losses: list[float], **fields: Any) -> MeasuredArm:
     """An arm with the mean losses of its texts alone; a baseline unless told otherwise."""
-    about = {"kind": "baseline", "rounding": "nearest", "artifact": None, "pooled": False}
-    return MeasuredArm.model_construct(
-        **{"name": name, **about, "text_losses": losses, "tasks": {}, "all_tasks": None, **fields}
-    )
+    about = {"name": name, "kind": "baseline", "tasks": {}, "all_tasks": None}
+    return MeasuredArm.model_construct(**about | {"text_losses": losses} | fields)
 
 
 def exact(tokens: list[int], prompts: dict[str, list[int]] | None = None) -> Exact:
@@ -241,23 +237,11 @@ def summary(
         }
         return {"tasks": tasks, "all_tasks": total if asked else None}
 
+    figures = {"perplexity": 12.0, "perplexity_increase": 0.5, "standard_error": {}}
     arms = {}
     for number, (name, count) in enumerate(answered.items()):
-        arms[name] = {
-            "name": name,
-            "kind": "baseline" if number else "artifact",
-            "rounding": "nearest",
-            "artifact": None if number else artifact,
-            "pooled": False,
-            "perplexity": 12.0,
-            "perplexity_increase": 0.5,
-            "attention_kl": None if number else 0.1,
-            "output_error": 0.2,
-            "standard_error": {},
-            "bits_per_element": 2.5,
-            "bits_at_length": 3.5,
-            **scores(dict.fromkeys(asked, count)),
-        }
+        arms[name] = make_arm(name, number) | figures | scores(dict.fromkeys(asked, count))
+        arms[name]["artifact"] = None if number else artifact
     return {
         "text": {"source": "bundled", "fingerprint": "0" * 64, "rows": 2, "length": 2048},
         "tokens": 4096,
