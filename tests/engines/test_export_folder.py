@@ -38,10 +38,8 @@ def test_servers_that_run_as_somebody_else_can_read_the_files(engine, made, tmp_
 
 def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
-    artifact, other = (
-        made(head_dim=32),
-        made(recipe=OSCAR.model_copy(update={"value_statistic": "value"}), head_dim=32),
-    )
+    artifact = made(head_dim=32)
+    other = made(recipe=OSCAR.model_copy(update={"value_statistic": "value"}), head_dim=32)
     done = exported("sglang", artifact, tmp_path)
     assert not list(done.path.glob(".oscar*")), "a new folder appears whole"
     exported("sglang", other, tmp_path)

@@ -234,13 +234,19 @@ def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
     assert commands[0] == "rotationzoo evaluate demo FOLDER --for vllm --save"
 
 
-def test_only_the_page_on_this_machine_names_the_folder(tmp_path, inside, monkeypatch):
+def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
+    tmp_path, inside, monkeypatch
+):
     folder = make_artifact(tmp_path / "made", Made(layers=[0], model="someone/large"))
     page, drawn = tmp_path / "page.html", []
     draw = figures.draw_inline
     monkeypatch.setattr(figures, "draw_inline", lambda *chart: drawn.append(chart) or draw(*chart))
-    assert inside("report", folder, "-o", page, "--save").returncode == 0
+    result = inside("report", folder, "-o", page, "--save", "--json")
+    assert json.loads(result.stdout)["report"] == str(page)
     assert len(drawn) == 1, "one drawing, on both pages"
+    assert (folder / "answers.png").read_bytes().startswith(b"\x89PNG")
+    assert "(answers.png)" in (folder / "README.md").read_text()
+    assert verify(Artifact.open(folder)).ok
     for path, named in ((page, True), (folder / "report.html", False)):
         text = path.read_text()
         assert (str(folder) in text, "FOLDER is that of" in text) == (named, not named)
@@ -275,17 +281,6 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
     labels = {row["name"] for row in points_of(report)}
     assert labels == {"exact model", *LABELS, "b"}
     assert report.verdict.words[-1] == ("Not in the chart: c (its evaluation differs in the text).")
-
-
-def test_the_page_and_a_picture_go_into_the_artifact(tmp_path, inside):
-    folder = make_artifact(tmp_path / "made", Made(layers=[0, 5], heads=1))
-    result = inside("report", folder, "-o", "page.html", "--save", "--json")
-    assert result.returncode == 0
-    assert json.loads(result.stdout)["report"] == "page.html"
-    assert (folder / "answers.png").read_bytes().startswith(b"\x89PNG")
-    assert "(answers.png)" in (folder / "README.md").read_text()
-    assert verify(Artifact.open(folder)).ok
-    assert (inside.folder / "page.html").is_file()
 
 
 def test_evaluations_differ_in_whatever_changes_their_figures():

@@ -113,11 +113,8 @@ def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False)
     recipe = artifact.recipe
     for layer in layers_of(artifact):
         rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
-        k, v, q = (
-            rows_of(layer, "key").numpy(),
-            rows_of(layer, "value").numpy(),
-            rows_of(layer, "key").numpy()[:, ::-1],
-        )
+        k, v = (rows_of(layer, side).numpy() for side in ("key", "value"))
+        q = k[:, ::-1]
         rotated_q = rotate("key", layer.index, q)
         back = rotate(
             "value", layer.index, np.stack([np.eye(layer.value_dim, dtype=np.float32)] * len(v))
@@ -133,10 +130,8 @@ def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False)
             matrix = matrices(artifact, layer, side, pooled)
             expected_rows = torch.from_numpy(rows)
             if recipe.center_keys and side == "key":
-                expected_rows = (
-                    expected_rows
-                    - stored_rotations(artifact)[f"layers.{layer.index}.key.mean"][:, None]
-                )
+                mean = stored_rotations(artifact)[f"layers.{layer.index}.key.mean"]
+                expected_rows = expected_rows - mean[:, None]
             wanted = expected_rows @ (matrix.mT if transpose else matrix)
             codes, packed = engines.STORE[engine](rotate(side, layer.index, rows), clip, group)
             if engine == "llama.cpp":

@@ -115,10 +115,8 @@ def store_vllm(rows: np.ndarray, clip: float, group: int):
     threshold = torch.quantile(rows.abs(), clip, dim=-1, keepdim=True)
     rows = rows.clamp(-threshold, threshold)
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
-    scale, low = (
-        ((high - low) / torch.tensor(3.0)).clamp(min=1e-8).half().float(),
-        low.half().float(),
-    )
+    scale = ((high - low) / torch.tensor(3.0)).clamp(min=1e-8).half().float()
+    low = low.half().float()
     codes = ((rows - low) / scale + 0.5).trunc().clamp(0, 3).to(torch.uint8).numpy()
     return codes, consecutive(codes)
 

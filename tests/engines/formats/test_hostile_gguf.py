@@ -15,9 +15,7 @@ from support.oscar_files import (
 )
 
 from rotationzoo.engines.base import Options
-from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.gguf_rotations import read_gguf
-from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
 
 ASKS_TOO_MUCH = {
@@ -69,13 +67,8 @@ def test_a_base_with_bytes_changed(tmp_path, made, data):
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
     (tmp_path / "changed.gguf").write_bytes(content)
-    request = Request(
-        "llama.cpp",
-        tmp_path / "out",
-        options=Options(tmp_path / "changed.gguf"),
-    )
     with contextlib.suppress(RotationZooError):
-        export(artifact, request)
+        exported("llama.cpp", artifact, tmp_path, options=Options(tmp_path / "changed.gguf"))
 
 
 ODD_BASES = {

@@ -192,10 +192,8 @@ class HuggingFaceHub(Hub):
         conflicts."""
         pull = self.pull(repository, number)
         head = self.resolve(repository, self.branch)
-        before, after = (
-            repository.commits[pull.base].files,
-            repository.commits[repository.refs[pull.ref]].files,
-        )
+        before = repository.commits[pull.base].files
+        after = repository.commits[repository.refs[pull.ref]].files
         same = {
             path: blob
             for path, blob in repository.commits[head].files.items()
