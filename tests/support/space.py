@@ -108,10 +108,8 @@ def running_space(log, seconds: int | None = None) -> Iterator[SimpleNamespace]:
         address = f"http://127.0.0.1:{port}"
 
         def ask(path: str, form: dict | None = None, cookie="", sender="same-origin"):
-            method, headers = (
-                "POST" if form else "GET",
-                {"Cookie": cookie, "Sec-Fetch-Site": sender},
-            )
+            method = "GET" if form is None else "POST"
+            headers = {"Cookie": cookie, "Sec-Fetch-Site": sender}
             options = dict(data=form, headers=headers, allow_redirects=False, timeout=_SECONDS)
             answer = requests.request(method, address + path, **options)
             return answer.status_code, answer.headers, answer.text
