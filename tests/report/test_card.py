@@ -31,6 +31,14 @@ def made(model, folder, **changes) -> Artifact:
     return calibrate(Job(model=str(model), recipe=recipe, output=folder / "out", device="cpu"))
 
 
+def run_snippet() -> tuple[str, dict]:
+    """The Python of the card in the current folder, and the names that it defines."""
+    page, names = Path("README.md").read_text(), {}
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, names)
+    return code, names
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -45,11 +53,8 @@ def test_the_snippet_leaves_attention_as_it_is(tiny, tmp_path, monkeypatch, chan
     """Its code alone gives the very output of attention, and stores keys and values without their
     means."""
     folder = made(tiny, tmp_path, **changes).folder
-    page = (folder / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(folder)
-    names: dict = {}
-    exec(code, names)
+    code, names = run_snippet()
     torch.manual_seed(0)
     tensors = load_file("rotations.safetensors")
     for head in range(2):
@@ -71,10 +76,8 @@ def test_the_snippet_for_latents_restores_them(tmp_path, monkeypatch, centered):
     model = save_family("deepseek_v3", tmp_path / "model")
     artifact = made(model, tmp_path, center_keys=centered)
     page = (artifact.folder / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(artifact.folder)
-    names: dict = {}
-    exec(code, names)
+    _, names = run_snippet()
     latents = torch.randn(12, 20) + 3
     rotation, stored = artifact.rotations[0].key, names["rotate"](latents)
     mean = rotation.mean[0] if centered else torch.zeros(20)

@@ -24,17 +24,6 @@ def test_the_wheel_carries_the_index():
     }
 
 
-@pytest.mark.hostile("hub")
-@pytest.mark.parametrize("format", ["rotationzoo", "oscar"])
-def test_files_to_be_pulled_need_a_folder(format):
-    files = {"rotations.safetensors": index.File(size=1, sha256="0" * 64)}
-    with pytest.raises(ValueError, match="need a folder that holds them"):
-        index.Entry(
-            model="a/b", recipe="oscar", format=format, files=files,
-            copies=[index.Copy(hub="huggingface", repo="x/y", path="")],
-        )  # fmt: skip
-
-
 def test_an_entry_is_merged_when_it_is_added_and_refused_twice_or_elsewhere():
     one = index.Index().extended(ENTRY)
     moved = ENTRY.model_copy(

@@ -29,15 +29,8 @@ NAMES = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 @NAMES
 def test_the_workflow_is_one_that_github_takes(path):
-    command = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.github-workflows",
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([sys.executable, *words, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
