@@ -70,6 +70,19 @@ def store_evaluation(folder: Path, evaluation: dict) -> None:
     add_files(artifact, {EVALUATION: text.encode()}, {})
 
 
+def make_conditions(tasks: list[str], length: int, questions: int, fingerprint: str) -> dict:
+    """How two texts were measured, and so many questions of each task were asked."""
+    asked = {"names": tasks, "lengths": [length], "questions": questions}
+    return {
+        "text": {"source": "bundled", "fingerprint": fingerprint, "rows": 2, "length": length},
+        "tokens": 7000,
+        "format": "sglang",
+        "prefill_chunk": None,
+        "prefill_layout": None,
+        "tasks": {**asked, "first": 64, "recent": 256},
+    }
+
+
 def make_evaluation(made: Made) -> dict:
     """The content of `evaluation.json`: the more to the right an arm stands, the more it costs."""
     names = [made.arm, *BASELINES]
@@ -97,29 +110,13 @@ def make_evaluation(made: Made) -> dict:
         "model": made.model,
         "revision": None,
         "weights_fingerprint": "3" * 64,
-        "text": {
-            "source": "bundled",
-            "fingerprint": made.fingerprint,
-            "rows": 2,
-            "length": 4096,
-        },
-        "tokens": 7000,
-        "format": "sglang",
+        **make_conditions(["needles"], 4096, 96, made.fingerprint),
         "first_position": 320,
         "sides": ["key", "value"],
         "layers": list(made.layers),
         "real_cache": False,
-        "prefill_chunk": None,
-        "prefill_layout": None,
         "rope_scaling": None,
         "notes": [],
-        "tasks": {
-            "names": ["needles"],
-            "lengths": [4096],
-            "questions": 96,
-            "first": 64,
-            "recent": 256,
-        },
         "exact": {
             "perplexity": 3.5,
             "by_length": [],
@@ -216,9 +213,7 @@ def exact(tokens: list[int], prompts: dict[str, list[int]] | None = None) -> Exa
     return Exact.model_construct(text_tokens=tokens, tasks=tasks, all_tasks=None)
 
 
-def summary(
-    answered: dict[str, int], artifact: str, exact: dict[str, int], **changes: Any
-) -> dict[str, Any]:
+def summary(answered: dict[str, int], artifact: str, exact: dict[str, int]) -> dict[str, Any]:
     """The summary of an evaluation in a manifest. `answered`: arm -> how many of the 16 questions
     of each task it answers; the first arm is the artifact's, and tasks that the `exact` model
     cannot do (0 answers) are not asked."""
@@ -243,18 +238,10 @@ def summary(
         arms[name] = make_arm(name, number) | figures | scores(dict.fromkeys(asked, count))
         arms[name]["artifact"] = None if number else artifact
     return {
-        "text": {"source": "bundled", "fingerprint": "0" * 64, "rows": 2, "length": 2048},
-        "tokens": 4096,
-        "format": "sglang",
-        "prefill_chunk": None,
-        "prefill_layout": None,
-        "tasks": {
-            "names": list(exact), "lengths": [2048], "questions": 16, "first": 64, "recent": 256,
-        },
+        **make_conditions(list(exact), 2048, 16, "0" * 64),
         "sink": 64,
         "recent": 256,
         "arms": arms,
         "verdict": {"texts": 2, "words": ["nothing is clear"]},
         "exact": {"perplexity": 8.0, **scores(exact)},
-        **changes,
-    }  # fmt: skip
+    }
