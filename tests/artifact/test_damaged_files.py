@@ -67,33 +67,23 @@ def test_a_manifest_that_lies_about_a_size(inside, folder, size):
     assert f"bytes, not {size}" in result.stdout
 
 
-def header(**tensors) -> bytes:
-    text = json.dumps({name.replace("__", "."): entry for name, entry in tensors.items()}).encode()
+KEY = "layers.0.key.rotation"
+
+
+def header(*shape: int, names=(KEY,), dtype: str = "F32") -> bytes:
+    """A file whose header says that tensors of this shape are all in its only 64 bytes."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, 64]}
+    text = json.dumps(dict.fromkeys(names, entry)).encode()
     return struct.pack("<Q", len(text)) + text + bytes(64)
 
 
 HEADERS = {
-    "more elements than bytes": header(
-        layers__0__key__rotation={"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 64]}
-    ),
-    "an overflow": header(
-        layers__0__key__rotation={
-            "dtype": "F32",
-            "shape": [1 << 32, 1 << 32],
-            "data_offsets": [0, 64],
-        }
-    ),
+    "more elements than bytes": header(1 << 40),
+    "an overflow": header(1 << 32, 1 << 32),
     "a header of 2^60": struct.pack("<Q", 1 << 60) + b"{}",
-    "two on one place": header(
-        a={"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
-        b={"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
-    ),
-    "a type that no artifact has": header(
-        a={"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}
-    ),
-    "a name of 1 MB": header(
-        **{"x" * (1 << 20): {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}
-    ),
+    "two on one place": header(16, names=("a", "b")),
+    "a type that no artifact has": header(64, names=("a",), dtype="U8"),
+    "a name of 1 MB": header(16, names=("x" * (1 << 20),)),
 }
 
 
@@ -125,7 +115,6 @@ def reshaped(name, change):
     return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
 
 
-KEY = "layers.0.key.rotation"
 CHANGES = {
     "no rotation": (without(KEY), "key rotation missing: layer 0"),
     "fewer heads": (reshaped(KEY, lambda t: t[:1]), "of another shape or type"),

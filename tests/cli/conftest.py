@@ -5,19 +5,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from support.models import save_tiny
-
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
-from rotationzoo.recipe import load
 
 
-@pytest.fixture(scope="session")
-def artifact(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("artifact")
-    model = save_tiny(folder / "tiny")
-    job = Job(model=str(model), recipe=load("hadamard"), output=folder / "out", device="cpu")
-    return calibrate(job).folder
+@pytest.fixture
+def artifact(calibrated) -> Path:
+    return calibrated.folder
 
 
 @pytest.fixture

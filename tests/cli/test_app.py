@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -51,7 +50,6 @@ def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
     )
     places = [shown.index(f"\n  {name} ") for name in journey.split()]
     assert places == sorted(places)
-    assert "identity" in inside("calibrate", "--help").stdout, "the last recipe"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -79,12 +77,10 @@ def test_the_version_and_short_help(inside):
 
 
 def test_wrong_usage_exits_with_2(inside):
-    assert inside("calibrate").returncode == 2
     assert inside("calibrate", "demo", "--batch", "0").returncode == 2
     assert inside("calibrate", "demo", "--dtype", "int4").returncode == 2
     wrong = {
         "--packing tight": "packing = 'tight'",
-        "--tokens 0": "tokens = 0",
         "--output .": "no folder that can be replaced",
         "--max-memory cpu=1GiB": "--device-map auto",
         "--device-map auto --max-memory cpu": "has no amount",
@@ -170,19 +166,12 @@ LONG = "1" + "0" * 5000
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("index.json", DEEP, "list --index index.json"),
-        ("index.json", f'{{"schema": {LONG}}}', "list --index index.json"),
-        ("deep.yaml", f"a: {DEEP}", "calibrate demo --recipe deep.yaml"),
         ("long.yaml", f"sink: {LONG}", "calibrate demo --recipe long.yaml"),
-        ("manifest.json", DEEP, "verify ."),
         ("manifest.json", f'{{"schema": {LONG}}}', "inspect ."),
         ("config.json", DEEP, "calibrate ."),
         ("text.jsonl", DEEP, "calibrate demo --data text.jsonl"),
     ],
-    ids=[
-        *("deep index", "long number in an index", "deep recipe", "long number in a recipe"),
-        *("deep manifest", "long number in a manifest", "deep config", "deep text"),
-    ],
+    ids=["long number in a recipe", "long number in a manifest", "deep config", "deep text"],
 )
 def test_one_line_instead_of_a_traceback(inside, file, content, words):
     (inside.folder / file).write_text(content)
@@ -253,16 +242,6 @@ def test_json_that_fails_is_an_object_with_the_error(inside, words, code, says):
     first = result.stderr.splitlines()[0]
     assert first == f"Error: {content['error']}", "people read it where they always do"
     assert inside(*words.split()).stdout == ""
-
-
-def test_a_result_that_is_no_stays_the_one_object(inside, artifact):
-    shutil.copytree(artifact, inside.folder / "out")
-    with open(inside.folder / "out" / "rotations.safetensors", "ab") as file:
-        file.write(b"x")
-    result = inside("verify", "out", "--json")
-    assert result.returncode == 1
-    assert json.loads(result.stdout)["ok"] is False
-    assert "Error: out is not to be used" in result.stderr
 
 
 def test_one_of_several_processes_is_refused(inside, monkeypatch):

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support import architectures
 from support.command_line import SMALL, left_behind, only_error
 from support.hubs import huggingface
 from support.models import DATA, save_tiny
@@ -67,18 +66,13 @@ def test_dry_run_reads_the_config_and_writes_nothing(inside):
     known = {"layers": 4, "kv_heads": 2, "head_dim": 64, "refusal": None}
     assert known.items() <= shown.items()
     assert all(shown[key] > 0 for key in ("weights_bytes", "peak_memory_bytes", "artifact_bytes"))
-    latent = inside.folder.parent / "mla"
-    architectures.config("deepseek_v4").save_pretrained(latent)
-    short = ["--length", "64", "--tokens", "64"]
-    planned = inside("calibrate", latent, "--dry-run", "--json", *short)
-    assert planned.returncode == 0
-    assert "compressed latent" in json.loads(planned.stdout)["refusal"]
     assert left_behind(inside) == []
 
 
 def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
     words = ["calibrate", "demo", "--tokens", "2048", "--output", "out"]
     first = inside(*words)
+    assert "done already" not in first.stderr
     last_note = first.stderr.splitlines()[-1]
     assert last_note == "Next: rotationzoo evaluate demo out --save"
     assert "demo: rotations of 4 layers, from 2,048 tokens" in first.stdout
@@ -114,41 +108,6 @@ def test_what_the_hub_does_not_have(zoo, tiny, monkeypatch, tmp_path):
     assert "there is no model someone/tinny" in only_error(missing)
 
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-CHATS = """---
-configs:
-- config_name: all
-  data_files:
-  - split: train
-    path: all/train.jsonl
----
-"""
-
-
-@pytest.mark.thorough
-def test_chats_of_a_data_set_on_the_hub(command, tiny):
-    model, chats = command.folder.parent / "model", command.folder.parent / "chats"
-    shutil.copytree(tiny, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    (chats / "all").mkdir(parents=True)
-    (chats / "README.md").write_text(CHATS)
-    with open(chats / "all" / "train.jsonl", "w") as file:
-        for number in range(300):
-            content = f"def function_{number}(self): return {number}"
-            row = {"messages": [{"role": "user", "content": content}], "source": "x"}
-            file.write(json.dumps(row) + "\n")
-    options = ["--data", "someone/chats", "--subset", "all", "--output", "out"]
-    words = ["calibrate", model, *SMALL, *options]
-    with huggingface.serve_folders({"datasets/someone/chats": chats}) as hub:
-        endpoint = hub.endpoint
-        online = {"HF_ENDPOINT": endpoint}
-        done = command(*words, "--json", env=online)
-        assert done.returncode == 0, done.stderr
-        wrong = only_error(command(*words, "--column", "text", "--restart", env=online))
-    assert "someone/chats has no column text: it has messages, source" in wrong
-    assert json.loads(done.stdout)["tokens"] == 2048
-
-
 @pytest.mark.thorough
 def test_memory_does_not_grow_with_the_number_of_tokens(command):
     text = (DATA / "calibration.jsonl").read_text()
@@ -170,13 +129,10 @@ def test_the_demo_model_is_small_and_its_texts_are_there():
         assert 200_000 < (DATA / name).stat().st_size < 500_000
 
 
-def test_names_that_look_like_markup_and_work_that_is_done(inside, tiny):
+def test_names_that_look_like_markup(inside, tiny):
     shutil.copytree(tiny, inside.folder / "[bold]x")
-    words = ["calibrate", "./[bold]x", *SMALL, "--output", "out"]
-    first = inside(*words)
-    assert "[bold]x: rotations of 2 layers" in first.stdout
-    assert "done already" not in first.stderr
-    assert "done already" in inside(*words).stderr
+    done = inside("calibrate", "./[bold]x", *SMALL, "--output", "out")
+    assert "[bold]x: rotations of 2 layers" in done.stdout
 
 
 def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):

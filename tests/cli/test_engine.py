@@ -111,10 +111,8 @@ def test_options_come_before_what_the_engine_picks(tiny_of_heads):
 def windowed(tmp_path_factory):
     """A model with a sliding window in all layers but the last, and an artifact with a budget."""
     folder = tmp_path_factory.mktemp("windows")
-    model, data = (
-        str(save_family("gemma3", folder / "model", head_dim=64)),
-        Data(tokens=64, length=32),
-    )
+    model = str(save_family("gemma3", folder / "model", head_dim=64))
+    data = Data(tokens=64, length=32)
     recipe = with_budget(PRESETS["oscar"], bits=3.5)
     recipe = recipe.model_copy(update={"data": data, "sink": 2, "recent": 4})
     return model, calibrate(model, output=folder / "made", recipe=recipe, device="cpu")

@@ -83,9 +83,7 @@ def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3
         in shown
     )
     asked = inside(*LONG).stdout
-    assert asked.startswith("Yes: 24GiB holds 1 request of 131,072 tokens")
     assert "made for 40,960 positions: a request of 131,072 tokens needs RoPE scaling" in asked
-    assert json.loads(inside("plan", "demo", "--json").stdout)["context"] == 8192
 
 
 def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
@@ -104,8 +102,6 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["./nowhere"], 1, "there is no folder ./nowhere"),
-        (["demo", "--gpu", "banana"], 2, "neither a card's name nor an amount of memory"),
         (["demo", "--gpu", "h300"], 2, "did you mean"),
         (["demo", "--context", "0"], 2, "--context"),
         (["demo", "--format", "gguf"], 2, "'sglang', 'vllm', 'mlx'"),

@@ -15,24 +15,17 @@ from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
 from rotationzoo.progress import Tokens
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def log():
     """A log with a clock that is set by hand: `log(seconds, stage, done, total)` gives the lines
     that this adds."""
-    clock, lines = Clock(), []
-    bar = StageBar(Console(file=StringIO()), clock)
+    now, lines = [100.0], []
+    bar = StageBar(Console(file=StringIO()), lambda: now[0])
     with log_stages(bar, lines.append) as tell:
 
         def at(seconds: float, *update) -> list[str]:
             before = len(lines)
-            clock.now = 100.0 + seconds
+            now[0] = 100.0 + seconds
             tell(*update)
             return lines[before:]
 

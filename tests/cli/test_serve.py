@@ -69,14 +69,6 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
         assert f"pip install '{package}==" in refused.stderr
 
 
-def test_a_line_with_the_artifact_of_another_config_is_refused(inside, made, tmp_path, vllm):
-    model = shutil.copytree(DEMO, tmp_path / "changed")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-    refused = inside("serve", model, "--rotations", made, "--dry-run")
-    assert "was made for demo, and not for" in refused.stderr
-
-
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm, windows):
     changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=1)

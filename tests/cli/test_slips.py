@@ -11,7 +11,6 @@ from rotationzoo.words import counted
     ("words", "meant"),
     [
         ("calibrat demo", "Did you mean 'calibrate'"),
-        ("calibrate demo --recipe oscr", "(did you mean 'oscar'?)"),
         ("evaluate demo --tasks needle", "'needle' (did you mean 'needles'?)"),
         ("evaluate demo --format sglan", "(did you mean 'sglang'?)"),
         ("export x --to lama.cpp", "(did you mean 'llama.cpp'?)"),

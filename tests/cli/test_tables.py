@@ -17,9 +17,9 @@ from rotationzoo.artifact.measured import (
     Window,
 )
 from rotationzoo.artifact.scores import DistanceScore, RecallDetails
+from rotationzoo.cli.app import main
 from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output, table
-from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.push import show_push_plan
 from rotationzoo.cli.regenerate import show_due
 from rotationzoo.zoo.index import WHEEL_COPY, Index
@@ -106,19 +106,9 @@ def show_push():
 
 
 def show_plan():
-    plan_command(
-        "demo",
-        "RTX 3090",
-        64,
-        1_000_000,
-        1_000,
-        "sglang",
-        64,
-        256,
-        None,
-        json=False,
-        quiet=False,
-    )
+    words = "plan demo --gpu RTX3090 --gpus 64 --context 1000000 --requests 1000"
+    with pytest.raises(SystemExit):
+        main(words.split())
     return ["1,000 requests", "RTX 3090", "H200"]
 
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import gguf
 import yaml
-from safetensors.numpy import load_file
 from support import process_server
+from support.engine_readers import convert_model
 from support.hubs import huggingface, modelscope
 from support.models import save_family, save_tiny
 from support.places import ROOT
@@ -116,7 +115,7 @@ class World:
         }
         for name, text in texts.items():
             (self.files / name).write_text(text)
-        _write_gguf(self.files / "Qwen3-8B-Q8_0.gguf", self.files / "my-model")
+        convert_model(self.files / "my-model", self.files / "Qwen3-8B-Q8_0.gguf")
         (self.files / "requests").mkdir()
         shutil.copy(ROOT / "configs" / "Qwen3-8B.yaml", self.files / "requests")
         for name in ("configs", "scripts"):
@@ -182,23 +181,3 @@ def small_world(folder: Path) -> Iterator[World]:
 
 def _json_lines(lines: list[dict]) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
-
-
-def _write_gguf(path: Path, model: Path) -> None:
-    """A model as llama.cpp's converter writes it, as far as an export looks at it."""
-    config = json.loads((model / "config.json").read_text("utf-8"))
-    writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    for name, tensor in load_file(model / "model.safetensors").items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

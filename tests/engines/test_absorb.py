@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from support import architectures
 from support.architectures import BASE, CALIBRATED, families
 from support.models import save_tiny
+from support.quantized import set_quantization
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.manifest import ROTATIONS
@@ -179,23 +180,16 @@ def test_values_that_are_scaled_can_be_rotated(tmp_path):
 
 def test_shards_keep_their_names_their_index_and_where_nothing_changes_their_bytes(tmp_path):
     folder = save(tmp_path / "sharded", "Llama", shards="20KB")
-    for name in (
-        "LICENSE",
-        "chat_template.jinja",
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-        "x.bin.index.json",
-    ):
+    others = "pytorch_model.bin", "consolidated.safetensors", "x.bin.index.json"
+    for name in ("LICENSE", "chat_template.jinja", *others):
         (folder / name).write_text(name)
     (folder / "original").mkdir()
     (folder / "model-00001-of-00002.safetensors.old").write_text("copied, being no weights")
     artifact = rotate(folder)
     output = absorb(artifact, str(folder), tmp_path / "out")
     check(folder, artifact, output)
-    left = {"pytorch_model.bin", "consolidated.safetensors", "x.bin.index.json", "original"}
-    assert {path.name for path in output.iterdir()} == {
-        path.name for path in folder.iterdir()
-    } - left | {RECORD}
+    before, after = ({path.name for path in each.iterdir()} for each in (folder, output))
+    assert after == before - {*others, "original"} | {RECORD}
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     parts = ("self_attn.v_proj.weight", "self_attn.o_proj.weight")
     touched = {file for name, file in index.items() if name.endswith(parts)}
@@ -217,12 +211,8 @@ def test_the_type_of_the_weights_is_kept(tmp_path):
     before, after = tensors(folder / "model.safetensors"), tensors(output / "model.safetensors")
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     name = "model.layers.0.self_attn.v_proj.weight"
-    exact = torch.cat(
-        list(
-            stored_rotations(artifact)["layers.0.value.rotation"].double().mT
-            @ before[name].double().view(2, 16, 64)
-        )
-    )
+    rotation = stored_rotations(artifact)["layers.0.value.rotation"].double()
+    exact = (rotation.mT @ before[name].double().view(2, 16, 64)).flatten(0, 1)
     assert torch.equal(after[name], exact.bfloat16()), "rounded once"
     assert not torch.equal(after[name], before[name])
 
@@ -302,13 +292,8 @@ def test_what_does_not_fit_is_refused(made, tmp_path, monkeypatch):
         assert refused(made.measured, twin, tmp_path / "out", "made for other weights")
     (tmp_path / "there").mkdir()
     assert "--output" in refused(made.artifact, made.folder, tmp_path / "there", "is there already")
-    config = json.loads((twin / "config.json").read_text())
-    quantized = {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-    }
-    (twin / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    blocks = dict(weight_block_size=[128, 128], activation_scheme="dynamic")
+    set_quantization(twin, quant_method="fp8", **blocks)
     assert refused(made.artifact, twin, tmp_path / "out", "quantized in blocks")
 
 
@@ -374,12 +359,8 @@ def test_the_command_absorbs_and_serves_what_it_wrote(made, inside):
     served = json.loads(done.stdout)
     assert f"--model-path {inside.folder / 'absorbed'}" in served["command"][0]
     assert "v_rotation_identity.pt" in served["files"]
-    assert (
-        "of another artifact"
-        in inside("export", made.artifact.folder, "--to", "mlx", "--absorbed", "absorbed").stderr
-    )
+    other = inside("export", made.artifact.folder, "--to", "mlx", "--absorbed", "absorbed")
+    assert "of another artifact" in other.stderr
     assert inside("export", folder, "--absorb", made.folder, "--pooled").returncode == 2
-    assert (
-        "is there already"
-        in inside("export", folder, "--absorb", made.folder, "-o", "absorbed").stderr
-    )
+    again = inside("export", folder, "--absorb", made.folder, "-o", "absorbed")
+    assert "is there already" in again.stderr

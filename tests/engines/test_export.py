@@ -109,13 +109,11 @@ def test_engines_that_need_no_value_rotation(engine, made, tmp_path):
     done = exported(engine, artifact, tmp_path, absorbed=model)
     layer = layers_of(artifact)[1]
     rows = rows_of(layer, "value").numpy()
+    rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
     if engine == "llama.cpp":
         with pytest.raises((KeyError, IndexError)):
-            engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)(
-                "value", 1, rows
-            )
+            rotate("value", 1, rows)
     else:
-        rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
         assert np.array_equal(rotate("value", 1, rows), rows)
     if engine == "sglang":
         assert "v_rotation_identity.pt" in done.files, "under its own name"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from support.models import save_tiny
 from support.oscar_files import KEY, VALUE
 from support.reports import evaluate
@@ -92,14 +91,7 @@ def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path
     folder, _ = of_tiny
     for content in changed(folder):
         del content["calibration"]
-    twin = save_tiny(tmp_path / "twin")
-    model = transformers.AutoModelForCausalLM.from_pretrained(twin)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.2)
-    model.save_pretrained(twin)
+    twin = save_tiny(tmp_path / "twin", seed=5)
     for name, right in ((tiny, True), (twin, False)):
         artifact = import_(Import([folder], tmp_path / f"bound-{right}", model=str(name)))
         assert verify(artifact, str(name)).ok, "by its files alone"

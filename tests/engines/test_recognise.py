@@ -11,10 +11,8 @@ from rotationzoo.engines.recognise import pair_contrast
 
 def test_a_fork_whose_eigenvectors_descend(pair):
     """It claims the published name; the order of its eigenvalues tells."""
-    pair.key, pair.value = (
-        v1("key", "qqt_r_h_pbr", descending=True),
-        v1("value", "sst_r_h_pbr", descending=True),
-    )
+    pair.key = v1("key", "qqt_r_h_pbr", descending=True)
+    pair.value = v1("value", "sst_r_h_pbr", descending=True)
     artifact = pair.read()
     notes = artifact.content["imported"]["notes"]
     assert artifact.content["recipe"]["composition"] == "rdesc_h_br"

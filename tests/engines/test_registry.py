@@ -2,9 +2,7 @@
 
 import re
 
-import pytest
 from engines_table import PAGE, current_tables, tables
-from support import engine_readers
 from support.engine_artifacts import WRITTEN, base_for, exported
 
 from rotationzoo.cli.app import COMMANDS
@@ -15,7 +13,6 @@ from rotationzoo.engines.registry import (
     ENGINE_NAMES,
     ENGINES,
     PULL_ENGINE_NAMES,
-    load_engine,
 )
 from rotationzoo.recipe import PRESETS
 
@@ -26,18 +23,6 @@ def test_every_row_has_files_or_a_command_of_ours():
         assert bool(entry.module) != (entry.command in COMMANDS), name
         assert entry.recipe in PRESETS
         assert entry.format in ("", *FORMATS)
-
-
-@pytest.mark.parametrize("engine", WRITTEN)
-def test_every_row_leads_to_an_engine(engine):
-    module = load_engine(engine)
-    assert callable(module.check_payload)
-    assert callable(module.write_files)
-
-
-def test_every_engine_has_a_reader_and_a_codec_of_its_own():
-    """Written from what is known of the engine; the tests of all engines read exports with them."""
-    assert set(engine_readers.READ) == set(engine_readers.STORE) == set(WRITTEN)
 
 
 def test_the_command_line_offers_every_engine(inside):

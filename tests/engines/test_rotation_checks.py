@@ -57,10 +57,8 @@ def broken(name: str, pair) -> tuple[str, ...]:
     elif name == "no orthogonal pair":
         key[0]["q_rotation"] = key[0]["rotation"]
     elif name == "of two runs":
-        pair.key["calibration"], pair.value["calibration"] = (
-            {"generation_id": "a"},
-            {"generation_id": "b"},
-        )
+        pair.key["calibration"] = {"generation_id": "a"}
+        pair.value["calibration"] = {"generation_id": "b"}
     elif name == "no side":
         pair.key["objective"] = pair.value["objective"] = "unheard of"
         return "a.pt", "b.pt"
@@ -136,12 +134,8 @@ def test_what_is_broken_is_named(pair, name, words):
 def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     folder = pair.write()
     pair_id, pending, _ = markers(folder / KEY, folder / VALUE)
-    assert (
-        pair_id
-        == hashlib.sha256(
-            f"K={(folder / KEY).resolve()}\0V={(folder / VALUE).resolve()}".encode()
-        ).hexdigest()[:16]
-    )
+    named = f"K={(folder / KEY).resolve()}\0V={(folder / VALUE).resolve()}"
+    assert pair_id == hashlib.sha256(named.encode()).hexdigest()[:16]
     pending.write_text("{}")
     with pytest.raises(RotationZooError, match="left half-written"):
         import_(Import([folder], tmp_path / "imported"))
@@ -150,12 +144,8 @@ def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     (folder / "k_rotation_perhead.pt").write_bytes((folder / KEY).read_bytes())
     with pytest.raises(RotationZooError, match="holds several pairs"):
         import_(Import([folder], tmp_path / "imported"))
-    assert (
-        import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported")).content["imported"][
-            "format"
-        ]
-        == "V1"
-    )
+    artifact = import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported"))
+    assert artifact.content["imported"]["format"] == "V1"
     before = (tmp_path / "imported" / "manifest.json").stat().st_ino
     import_(Import([folder / KEY, folder / VALUE], tmp_path / "imported"))
     assert (tmp_path / "imported" / "manifest.json").stat().st_ino == before, (

@@ -3,7 +3,6 @@ import yaml
 from support.places import ROOT
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.compositions import COMPOSITIONS
 from rotationzoo.recipe import PRESETS, Data, Recipe, load, override
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -38,11 +37,6 @@ def test_yaml_round_trip_keeps_the_hash(name, tmp_path):
 def test_every_setting_changes_the_hash():
     assert len({recipe.hash for recipe in PRESETS.values()}) == len(PRESETS)
     assert override(Recipe(), tokens=4096).hash != Recipe().hash
-
-
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-def test_a_recipe_takes_every_composition(composition):
-    assert Recipe(composition=composition).composition == composition
 
 
 def test_every_second_mixed_row_is_cut_into_halves():

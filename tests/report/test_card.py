@@ -26,14 +26,17 @@ from rotationzoo.report.commands import reproduce_command
 from rotationzoo.simulation.size import CONTEXT
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def made(model, folder, **changes) -> Artifact:
     recipe = override(load("oscar"), tokens=1024, length=256).model_copy(update=changes)
     return calibrate(Job(model=str(model), recipe=recipe, output=folder / "out", device="cpu"))
+
+
+def run_snippet() -> tuple[str, dict]:
+    """The Python of the card in the current folder, and the names that it defines."""
+    page, names = Path("README.md").read_text(), {}
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, names)
+    return code, names
 
 
 @pytest.mark.parametrize(
@@ -46,15 +49,12 @@ def made(model, folder, **changes) -> Artifact:
     ],
     ids=["per head", "keys centered", "both centered", "pooled"],
 )
-def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, changes):
+def test_the_snippet_leaves_attention_as_it_is(tiny, tmp_path, monkeypatch, changes):
     """Its code alone gives the very output of attention, and stores keys and values without their
     means."""
-    folder = made(model, tmp_path, **changes).folder
-    page = (folder / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    folder = made(tiny, tmp_path, **changes).folder
     monkeypatch.chdir(folder)
-    names: dict = {}
-    exec(code, names)
+    code, names = run_snippet()
     torch.manual_seed(0)
     tensors = load_file("rotations.safetensors")
     for head in range(2):
@@ -76,10 +76,8 @@ def test_the_snippet_for_latents_restores_them(tmp_path, monkeypatch, centered):
     model = save_family("deepseek_v3", tmp_path / "model")
     artifact = made(model, tmp_path, center_keys=centered)
     page = (artifact.folder / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(artifact.folder)
-    names: dict = {}
-    exec(code, names)
+    _, names = run_snippet()
     latents = torch.randn(12, 20) + 3
     rotation, stored = artifact.rotations[0].key, names["rotate"](latents)
     mean = rotation.mean[0] if centered else torch.zeros(20)
@@ -90,10 +88,10 @@ def test_the_snippet_for_latents_restores_them(tmp_path, monkeypatch, centered):
     assert "layers.N.latent.feedback" in page
 
 
-def test_the_size_is_said_for_each_format_and_is_right(model, tmp_path):
+def test_the_size_is_said_for_each_format_and_is_right(tiny, tmp_path):
     """Of a head dimension of 16 in one group, 64 and 256 of 131,072 tokens exact: computed by
     hand."""
-    page = render_card(made(model, tmp_path).manifest)
+    page = render_card(made(tiny, tmp_path).manifest)
     exact = 320 / 131072
     for name, kind, bits in (
         ("sglang", "float32", 2 + 64 / 16),
@@ -152,8 +150,8 @@ def evaluated(artifact: Artifact) -> Artifact:
     return Artifact(artifact.folder, artifact.content | {"metrics": metrics})
 
 
-def test_the_card_begins_with_what_readers_decide_by(model, tmp_path):
-    artifact = evaluated(made(model, tmp_path))
+def test_the_card_begins_with_what_readers_decide_by(tiny, tmp_path):
+    artifact = evaluated(made(tiny, tmp_path))
     picture = artifact.content["files"] | {"answers.png": {"size": 1, "sha256": "0" * 64}}
     manifest = parse_manifest(artifact.content | {"files": picture}, "the manifest")
     page = render_card(manifest)
@@ -179,8 +177,8 @@ def test_the_card_begins_with_what_readers_decide_by(model, tmp_path):
     assert "    rotationzoo pull tiny --repo me/zoo\n" in render_card(manifest, "me/zoo")
 
 
-def test_hubs_read_the_results(model, tmp_path):
-    page = render_card(evaluated(made(model, tmp_path)).manifest)
+def test_hubs_read_the_results(tiny, tmp_path):
+    page = render_card(evaluated(made(tiny, tmp_path)).manifest)
     results = ModelCard(page).data.eval_results
     figures = {(each.metric_type, each.metric_name): each.metric_value for each in results}
     assert figures == {
@@ -189,7 +187,7 @@ def test_hubs_read_the_results(model, tmp_path):
         ("perplexity", "exact cache"): 8.0,
         ("perplexity", "2-bit cache, mine"): 12.0,
     }
-    assert "not been measured" in render_card(made(model, tmp_path).manifest)
+    assert "not been measured" in render_card(made(tiny, tmp_path).manifest)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +215,8 @@ def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
     assert ("--recipe recipe.yaml" in line) == ("recipe.yaml" in options)
 
 
-def test_the_command_of_a_run_on_gpus_names_how_it_ran(model, tmp_path):
-    content = made(model, tmp_path).content
+def test_the_command_of_a_run_on_gpus_names_how_it_ran(tiny, tmp_path):
+    content = made(tiny, tmp_path).content
     identity = content["identity"] | {
         "device": "NVIDIA H200",
         "dtype": "auto",

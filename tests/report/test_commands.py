@@ -46,7 +46,7 @@ def test_another_recipe_is_a_file_of_its_yaml(manifest):
 def test_a_revision_is_named_and_imported_files_have_no_command(manifest):
     model = manifest.model.model_copy(update={"id": "some/model", "revision": "abc"})
     named = reproduce_command(manifest.model_copy(update={"model": model}))
-    assert named == "rotationzoo calibrate some/model --revision abc --recipe oscar"
+    assert named == "rotationzoo calibrate some/model --revision abc --recipe hadamard"
     assert reproduce_command(manifest.model_copy(update={"imported": object()})) is None
 
 

@@ -17,11 +17,12 @@ from rotationzoo.engines.payload import Request
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.evaluation.arms import pooled_rotations
 from rotationzoo.linalg.moments import average
-from rotationzoo.model.geometry import Layer, cached_layers, geometry_json, geometry_of
+from rotationzoo.model.geometry import Layer, cached_layers, geometry_of
 from rotationzoo.recipe import Recipe
 from rotationzoo.writer import write_artifact
 from support import architectures
 from support import engine_readers as engines
+from support.reports import make_manifest
 from support.tensors import stored_rotations
 
 IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
@@ -43,24 +44,8 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
     geometry = geometry_of(model)
     statistics = collect(model, geometry, [IDS], recipe.model_copy(update={"sink": 8}))
     rotations = fit(statistics, recipe, geometry)
-    manifest = {
-        "model": {
-            "id": f"tiny/{family}",
-            "revision": "0" * 40,
-            "license": None,
-            "architecture": family,
-            "config_sha256": "1" * 64,
-            "weights_fingerprint": "2" * 64,
-        },
-        "geometry": geometry_json(geometry),
-        "recipe": recipe.published(),
-        "recipe_sha256": recipe.hash,
-        "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64},
-        "identity": {},
-        "versions": {"rotationzoo": "0"},
-        "run": {"seconds": 0.0, "peak_memory_bytes": None},
-        "metrics": {"orthogonality_error": 0.0},
-    }
+    manifest = make_manifest(f"tiny/{family}", family, geometry, recipe)
+    manifest["model"]["revision"] = "0" * 40
     return write_artifact(folder, rotations, average(statistics), manifest)
 
 
@@ -128,11 +113,8 @@ def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False)
     recipe = artifact.recipe
     for layer in layers_of(artifact):
         rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
-        k, v, q = (
-            rows_of(layer, "key").numpy(),
-            rows_of(layer, "value").numpy(),
-            rows_of(layer, "key").numpy()[:, ::-1],
-        )
+        k, v = (rows_of(layer, side).numpy() for side in ("key", "value"))
+        q = k[:, ::-1]
         rotated_q = rotate("key", layer.index, q)
         back = rotate(
             "value", layer.index, np.stack([np.eye(layer.value_dim, dtype=np.float32)] * len(v))
@@ -148,10 +130,8 @@ def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False)
             matrix = matrices(artifact, layer, side, pooled)
             expected_rows = torch.from_numpy(rows)
             if recipe.center_keys and side == "key":
-                expected_rows = (
-                    expected_rows
-                    - stored_rotations(artifact)[f"layers.{layer.index}.key.mean"][:, None]
-                )
+                mean = stored_rotations(artifact)[f"layers.{layer.index}.key.mean"]
+                expected_rows = expected_rows - mean[:, None]
             wanted = expected_rows @ (matrix.mT if transpose else matrix)
             codes, packed = engines.STORE[engine](rotate(side, layer.index, rows), clip, group)
             if engine == "llama.cpp":

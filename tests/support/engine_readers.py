@@ -115,10 +115,8 @@ def store_vllm(rows: np.ndarray, clip: float, group: int):
     threshold = torch.quantile(rows.abs(), clip, dim=-1, keepdim=True)
     rows = rows.clamp(-threshold, threshold)
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
-    scale, low = (
-        ((high - low) / torch.tensor(3.0)).clamp(min=1e-8).half().float(),
-        low.half().float(),
-    )
+    scale = ((high - low) / torch.tensor(3.0)).clamp(min=1e-8).half().float()
+    low = low.half().float()
     codes = ((rows - low) / scale + 0.5).trunc().clamp(0, 3).to(torch.uint8).numpy()
     return codes, consecutive(codes)
 
@@ -179,8 +177,10 @@ def write_base(
     dim: int,
     architecture: str = "qwen3",
     cached: set[int] | None = None,
+    dims: dict[int, int] | None = None,
 ) -> Path:
-    """A tiny model in a GGUF file, with metadata of every kind and weights in three types."""
+    """A tiny model in a GGUF file, with metadata of every kind and weights in three types. The
+    layers in `dims` have heads of another dimension."""
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
@@ -202,10 +202,11 @@ def write_base(
     for i in sorted(
         set(range(layers)) if cached is None else cached
     ):  # the others are linear attention
+        rows = kv_heads * (dims or {}).get(i, dim)
         shapes |= {
             f"blk.{i}.attn_q.weight": (heads * dim, hidden),
-            f"blk.{i}.attn_k.weight": (kv_heads * dim, hidden),
-            f"blk.{i}.attn_v.weight": (kv_heads * dim, hidden),
+            f"blk.{i}.attn_k.weight": (rows, hidden),
+            f"blk.{i}.attn_v.weight": (rows, hidden),
             f"blk.{i}.attn_output.weight": (hidden, heads * dim),
             f"blk.{i}.ffn_down.weight": (hidden, 64),
         }
@@ -216,8 +217,32 @@ def write_base(
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, data.astype(np.float16) if data.ndim == 2 else data)
+    write_gguf(writer)
+    return path
+
+
+def write_gguf(writer: gguf.GGUFWriter) -> None:
+    """Write the file that has been described to a writer."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def convert_model(model: Path, target: Path, **changes) -> Path:
+    """A Qwen3 as llama.cpp's converter writes it, with other numbers if `changes` says so."""
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    config = {**config["rope_parameters"], **config, **changes}
+    writer = gguf.GGUFWriter(target, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+    write_gguf(writer)
+    return target

@@ -18,10 +18,10 @@ from support.places import ROOT
 DATA = ROOT / "rotationzoo" / "data" / "demo"
 
 
-def save_tiny(folder: Path, **changes) -> Path:
+def save_tiny(folder: Path, seed: int = 0, **changes) -> Path:
     """A random Qwen3 of two layers with the demo model's tokenizer, as save_pretrained writes
     it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     options = dict(
         vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4,

@@ -30,18 +30,9 @@ def zoo(inside, monkeypatch, tmp_path):
     import huggingface_hub
 
     with huggingface.serve() as hf, modelscope.serve() as ms:
-        address = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
-            huggingface_hub.constants.ENDPOINT, hf.endpoint
-        )
-        changed = {
-            "ENDPOINT": hf.endpoint,
-            "HUGGINGFACE_CO_URL_TEMPLATE": address,
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_DISABLE_TELEMETRY": True,
-        }
-        for name, value in changed.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        point_clients(monkeypatch, hf.endpoint)
+        for name, value in (("OFFLINE", False), ("DISABLE_XET", True), ("DISABLE_TELEMETRY", True)):
+            monkeypatch.setattr(huggingface_hub.constants, f"HF_HUB_{name}", value)
         monkeypatch.setattr(
             "huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets")
         )
@@ -109,6 +100,22 @@ def listed(zoo, made, tmp_path) -> Path:
 def signed(zoo, made, keys) -> None:
     """An artifact is published, signed with our key."""
     ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+
+
+def point_clients(monkeypatch, endpoint: str) -> None:
+    """Let the clients of both hubs ask this server."""
+    from huggingface_hub import constants
+
+    address = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", endpoint)
+
+
+def hub_environment(hf, ms, tmp_path) -> dict[str, str]:
+    """The variables of a process whose clients ask these hubs."""
+    variables = {"HF_ENDPOINT": hf.endpoint, "HF_TOKEN": hf.token, "HF_HUB_DISABLE_XET": "1"}
+    return variables | ms_environment(ms, tmp_path)
 
 
 def ms_environment(ms, tmp_path) -> dict[str, str]:

@@ -2,15 +2,11 @@
 without a model."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rotationzoo.artifact.manifest import STATISTICS
 from rotationzoo.artifact.measured import Exact, MeasuredArm
 from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.artifact.store import EVALUATION, Artifact
@@ -18,15 +14,13 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation import job
 from rotationzoo.model.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import PRESETS
-from rotationzoo.rotations import Rotation
+from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.writer import add_files, library_versions, write_artifact
 
 OF_ARTIFACT = "0123456789abcdef" * 4
 """Stands in an evaluation for the identity of the artifact that it is stored in."""
 BASELINES = "identity", "hadamard", "random", "kivi"
 _RANGES = [(512, 1024), (1024, 2048), (2048, 4096)]
-_DEPTHS = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)]
 
 
 @dataclass(frozen=True)
@@ -37,52 +31,33 @@ class Made:
     heads: int = 2
     dim: int = 16
     model: str = "demo"
-    recipe: str = "oscar"
     arm: str = "made"
     fingerprint: str = "0" * 64
+
+
+def make_manifest(model: str, architecture: str, geometry: list[Layer], recipe: Recipe) -> dict:
+    """The content of a manifest of rotations that no calibration made."""
+    names = {"id": model, "revision": None, "license": None, "architecture": architecture}
+    hashes = {"config_sha256": "2" * 64, "weights_fingerprint": "3" * 64}
+    return {
+        "model": names | hashes,
+        "geometry": geometry_json(geometry),
+        "recipe": recipe.published(),
+        "recipe_sha256": recipe.hash,
+        "calibration": {"source": "bundled", "tokens": 2048, "rows": 4, "fingerprint": "1" * 64},
+        "identity": {},
+        "versions": library_versions(),
+        "run": {"seconds": 1.0, "peak_memory_bytes": None},
+        "metrics": {"orthogonality_error": 1e-8},
+    }
 
 
 def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
     """Write an artifact to `folder`, with an evaluation unless told otherwise."""
     geometry = [Layer(i, i, 2 * made.heads, made.heads, made.dim, made.dim) for i in made.layers]
-    recipe = PRESETS[made.recipe]
-    rotations = fit(None, PRESETS["hadamard"], geometry)
-    share = torch.arange(1.0, made.dim + 1) ** 2
-
-    def spread(layer: int, side: str, rotation: Rotation) -> Rotation:
-        eigenvalues = (share * (1 + layer)).expand(made.heads, made.dim).contiguous()
-        zeros, identity = torch.zeros(made.heads, made.dim), torch.eye(made.dim)
-        return Rotation(
-            rotation.matrix,
-            rotation.clip,
-            eigenvalues,
-            mean=zeros if side in recipe.centered else None,
-            feedback=identity.repeat(made.heads, 1, 1) if recipe.feedback else None,
-            whitening=identity.repeat(made.heads, 1, 1) if recipe.whiten else None,
-        )
-
-    text = {"source": "bundled", "tokens": 2048, "rows": 4, "fingerprint": "1" * 64}
-    content = {
-        "model": {
-            "id": made.model,
-            "architecture": "MadeUp",
-            "revision": None,
-            "license": None,
-            "config_sha256": "2" * 64,
-            "weights_fingerprint": "3" * 64,
-        },
-        "geometry": geometry_json(geometry),
-        "recipe": recipe.published(),
-        "recipe_sha256": recipe.hash,
-        "calibration": text,
-        "identity": {},
-        "versions": library_versions(),
-        "run": {"seconds": 1.0, "peak_memory_bytes": None},
-        "metrics": {"orthogonality_error": 1e-8},
-        "notes": [],
-    }
-    write_artifact(folder, rotations.replace(spread), None, content)
-    assert STATISTICS not in content
+    recipe = PRESETS["hadamard"]
+    content = make_manifest(made.model, "MadeUp", geometry, recipe)
+    write_artifact(folder, fit(None, recipe, geometry), None, content)
     if evaluated:
         store_evaluation(folder, make_evaluation(made))
     return folder
@@ -95,10 +70,23 @@ def store_evaluation(folder: Path, evaluation: dict) -> None:
     add_files(artifact, {EVALUATION: text.encode()}, {})
 
 
+def make_conditions(tasks: list[str], length: int, questions: int, fingerprint: str) -> dict:
+    """How two texts were measured, and so many questions of each task were asked."""
+    asked = {"names": tasks, "lengths": [length], "questions": questions}
+    return {
+        "text": {"source": "bundled", "fingerprint": fingerprint, "rows": 2, "length": length},
+        "tokens": 7000,
+        "format": "sglang",
+        "prefill_chunk": None,
+        "prefill_layout": None,
+        "tasks": {**asked, "first": 64, "recent": 256},
+    }
+
+
 def make_evaluation(made: Made) -> dict:
     """The content of `evaluation.json`: the more to the right an arm stands, the more it costs."""
     names = [made.arm, *BASELINES]
-    arms = {name: make_arm(made, name, number) for number, name in enumerate(names, 1)}
+    arms = {name: make_arm(name, number) for number, name in enumerate(names, 1)}
     decision = {
         "arm": made.arm,
         "kept": 0.6875,
@@ -122,42 +110,26 @@ def make_evaluation(made: Made) -> dict:
         "model": made.model,
         "revision": None,
         "weights_fingerprint": "3" * 64,
-        "text": {
-            "source": "bundled",
-            "fingerprint": made.fingerprint,
-            "rows": 2,
-            "length": 4096,
-        },
-        "tokens": 7000,
-        "format": "sglang",
+        **make_conditions(["needles"], 4096, 96, made.fingerprint),
         "first_position": 320,
         "sides": ["key", "value"],
         "layers": list(made.layers),
         "real_cache": False,
-        "prefill_chunk": None,
-        "prefill_layout": None,
         "rope_scaling": None,
         "notes": [],
-        "tasks": {
-            "names": ["needles"],
-            "lengths": [4096],
-            "questions": 96,
-            "first": 64,
-            "recent": 256,
-        },
         "exact": {
             "perplexity": 3.5,
             "by_length": [],
             "text_tokens": [3500, 3500],
             "text_losses": [1.25, 1.25],
-            "tasks": {"needles": make_task(_make_recall(made, 0), is_exact=True)},
-            "all_tasks": _make_recall(made, 0),
+            "tasks": {"needles": make_task(_make_recall(0), is_exact=True)},
+            "all_tasks": _make_recall(0),
         },
         "windows": [window],
     }
 
 
-def make_arm(made: Made, name: str, number: int) -> dict:
+def make_arm(name: str, number: int) -> dict:
     """One arm: of the artifact where it bears its name, and otherwise a baseline."""
     cost = 0.01 * number
     of_artifact = name not in BASELINES
@@ -173,63 +145,32 @@ def make_arm(made: Made, name: str, number: int) -> dict:
     return {
         "name": name,
         "kind": "artifact" if of_artifact else "baseline",
-        "rounding": "nearest",
         "artifact": OF_ARTIFACT if of_artifact else None,
-        "pooled": False,
         "perplexity": 3.5 * (1 + cost),
         "perplexity_increase": cost,
         "attention_kl": cost / 3,
         "output_error": cost * 2,
         "standard_error": {"perplexity_increase": cost / 4},
         "by_length": buckets,
-        "by_layer": [_make_layer(made, layer, cost) for layer in made.layers],
-        "tasks": {"needles": make_task(_make_recall(made, number))},
-        "all_tasks": _make_recall(made, number),
+        "by_layer": [],
+        "tasks": {"needles": make_task(_make_recall(number))},
+        "all_tasks": _make_recall(number),
         "text_losses": [1.25 + cost, 1.25 + cost],
         "bits_per_element": 2.53,
         "bits_at_length": 3.5,
     }
 
 
-def _make_layer(made: Made, layer: int, cost: float) -> dict:
-    heads = range(made.heads)
-    kl = [cost * (1 + layer) * math.exp(0.2 * head) for head in heads]
-    figures = {"layer": layer, "output_error": cost * 2, "attention_kl": sum(kl) / made.heads}
-    figures["heads"] = {
-        "attention_kl": kl,
-        "output_error": [2 * value for value in kl],
-        "key_row_range": [4 + 30 * cost + 0.1 * head for head in heads],
-        "value_row_range": [None if head else 3 + 30 * cost for head in heads],
-    }
-    return figures
-
-
-def _make_recall(made: Made, number: int) -> dict:
-    cells = []
-    for distance, (start, end) in enumerate(_RANGES):
-        for depth, (top, bottom) in enumerate(_DEPTHS):
-            if distance + depth in (0, 5):  # cells without questions, at the first corner too
-                continue
-            cells.append(
-                {
-                    "length": 4096,
-                    "distance_from": start,
-                    "distance_to": end,
-                    "depth_from": top,
-                    "depth_to": bottom,
-                    "answered": max(0, 8 - number * distance - depth * (number > 0)),
-                    "questions": 8,
-                    "log_probability": -0.1 * number,
-                }
-            )
+def _make_recall(number: int) -> dict:
+    """Of 80 questions an arm answers 25 fewer than the one to its left."""
     return {
-        "answered": sum(cell["answered"] for cell in cells),
-        "questions": sum(cell["questions"] for cell in cells),
+        "answered": max(0, 80 - 25 * number),
+        "questions": 80,
         "log_probability": -0.1 * number,
         "standard_error": {"answered": 0.01 * number},
         "by_distance": [],
         "by_depth": [],
-        "by_cell": cells,
+        "by_cell": [],
     }
 
 
@@ -259,10 +200,8 @@ def recall(correct: str, log_probabilities: list[float]) -> TaskRecall:
 
 def arm(name: str, losses: list[float], **fields: Any) -> MeasuredArm:
     """An arm with the mean losses of its texts alone; a baseline unless told otherwise."""
-    about = {"kind": "baseline", "rounding": "nearest", "artifact": None, "pooled": False}
-    return MeasuredArm.model_construct(
-        **{"name": name, **about, "text_losses": losses, "tasks": {}, "all_tasks": None, **fields}
-    )
+    about = {"name": name, "kind": "baseline", "tasks": {}, "all_tasks": None}
+    return MeasuredArm.model_construct(**about | {"text_losses": losses} | fields)
 
 
 def exact(tokens: list[int], prompts: dict[str, list[int]] | None = None) -> Exact:
@@ -274,9 +213,7 @@ def exact(tokens: list[int], prompts: dict[str, list[int]] | None = None) -> Exa
     return Exact.model_construct(text_tokens=tokens, tasks=tasks, all_tasks=None)
 
 
-def summary(
-    answered: dict[str, int], artifact: str, exact: dict[str, int], **changes: Any
-) -> dict[str, Any]:
+def summary(answered: dict[str, int], artifact: str, exact: dict[str, int]) -> dict[str, Any]:
     """The summary of an evaluation in a manifest. `answered`: arm -> how many of the 16 questions
     of each task it answers; the first arm is the artifact's, and tasks that the `exact` model
     cannot do (0 answers) are not asked."""
@@ -295,36 +232,16 @@ def summary(
         }
         return {"tasks": tasks, "all_tasks": total if asked else None}
 
+    figures = {"perplexity": 12.0, "perplexity_increase": 0.5, "standard_error": {}}
     arms = {}
     for number, (name, count) in enumerate(answered.items()):
-        arms[name] = {
-            "name": name,
-            "kind": "baseline" if number else "artifact",
-            "rounding": "nearest",
-            "artifact": None if number else artifact,
-            "pooled": False,
-            "perplexity": 12.0,
-            "perplexity_increase": 0.5,
-            "attention_kl": None if number else 0.1,
-            "output_error": 0.2,
-            "standard_error": {},
-            "bits_per_element": 2.5,
-            "bits_at_length": 3.5,
-            **scores(dict.fromkeys(asked, count)),
-        }
+        arms[name] = make_arm(name, number) | figures | scores(dict.fromkeys(asked, count))
+        arms[name]["artifact"] = None if number else artifact
     return {
-        "text": {"source": "bundled", "fingerprint": "0" * 64, "rows": 2, "length": 2048},
-        "tokens": 4096,
-        "format": "sglang",
-        "prefill_chunk": None,
-        "prefill_layout": None,
-        "tasks": {
-            "names": list(exact), "lengths": [2048], "questions": 16, "first": 64, "recent": 256,
-        },
+        **make_conditions(list(exact), 2048, 16, "0" * 64),
         "sink": 64,
         "recent": 256,
         "arms": arms,
         "verdict": {"texts": 2, "words": ["nothing is clear"]},
         "exact": {"perplexity": 8.0, **scores(exact)},
-        **changes,
-    }  # fmt: skip
+    }

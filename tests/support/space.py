@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from urllib.error import HTTPError, URLError
 from urllib.parse import parse_qs, urlencode
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+import requests
 
 from support.hubs.hub import Answer, Call, Refusal, as_json, route
 from support.hubs.huggingface import HuggingFaceHub
@@ -72,11 +72,6 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 _SECONDS = 90  # until it must answer
 
 
-class _Stay(HTTPRedirectHandler):
-    def redirect_request(self, *_):
-        return None
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -111,17 +106,13 @@ def running_space(log, seconds: int | None = None) -> Iterator[SimpleNamespace]:
                 env=environment, stdout=file, stderr=file,
             )  # fmt: skip
         address = f"http://127.0.0.1:{port}"
-        opener = build_opener(_Stay)
 
         def ask(path: str, form: dict | None = None, cookie="", sender="same-origin"):
-            data = None if form is None else urlencode(form).encode()
+            method = "GET" if form is None else "POST"
             headers = {"Cookie": cookie, "Sec-Fetch-Site": sender}
-            request = Request(address + path, data, headers)
-            try:
-                with opener.open(request, timeout=_SECONDS) as answer:
-                    return answer.status, answer.headers, answer.read().decode()
-            except HTTPError as error:
-                return error.code, error.headers, error.read().decode()
+            options = dict(data=form, headers=headers, allow_redirects=False, timeout=_SECONDS)
+            answer = requests.request(method, address + path, **options)
+            return answer.status_code, answer.headers, answer.text
 
         try:
             _wait_for(process, port, log)
@@ -137,7 +128,7 @@ def _wait_for(process: subprocess.Popen, port: int, log) -> None:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
             return
-        except (OSError, URLError):
+        except OSError:
             time.sleep(0.05)
     raise AssertionError(f"the Space has not started: {log.read_text()}")
 

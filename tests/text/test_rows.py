@@ -19,10 +19,8 @@ def test_packed_rows_are_of_equal_length_and_hold_the_documents_in_order(jsonl, 
 
 def test_mixed_rows_are_the_same_text_in_rows_of_two_lengths(jsonl, tokenizer):
     mixed_data = small(jsonl, length=63, packing="mixed")
-    packed, mixed = (
-        read_corpus(small(jsonl, length=63), tokenizer),
-        read_corpus(mixed_data, tokenizer),
-    )
+    packed = read_corpus(small(jsonl, length=63), tokenizer)
+    mixed = read_corpus(mixed_data, tokenizer)
     assert [row.numel() for row in mixed.rows] == [63, 31, 32] * 4 == mixed_data.row_lengths
     assert torch.equal(torch.cat(mixed.rows), torch.cat(packed.rows))
     assert mixed.note == packed.note == "504 tokens instead of 512: whole rows of 63"
@@ -58,17 +56,13 @@ def test_one_document_a_row(jsonl, tokenizer):
     assert sum(batch.numel() for batch in corpus.batches(4)) == corpus.tokens
 
 
-def test_rows_start_as_requests_do(jsonl):
-    """Where the tokenizer begins every text with a token, every row begins with it."""
-    starting = tokenizer_that_starts_with("<|end|> $A", ("<|end|>", 0))
-    corpus = read_corpus(small(jsonl), starting)
-    assert all(row[0] == 0 and row[1] != 0 for row in corpus.rows)
-
-
-def test_a_start_of_several_tokens_is_kept_whole(jsonl):
-    starting = tokenizer_that_starts_with("! <|end|> $A", ("!", 1), ("<|end|>", 0))
-    rows = read_corpus(small(jsonl), starting).rows
-    assert all(row[:2].tolist() == [1, 0] for row in rows)
+@pytest.mark.parametrize("start", [{"<|end|>": 0}, {"!": 1, "<|end|>": 0}], ids=len)
+def test_rows_start_as_requests_do(jsonl, start):
+    """Where the tokenizer begins every text with tokens, every row begins with them, once."""
+    starting = tokenizer_that_starts_with(f"{' '.join(start)} $A", *start.items())
+    for row in read_corpus(small(jsonl), starting).rows:
+        assert row[: len(start)].tolist() == list(start.values())
+        assert row[len(start)] != 0
 
 
 @pytest.mark.parametrize("packing", ["packed", "document"])

@@ -4,12 +4,13 @@ announced."""
 import json
 import socket
 import time
+from functools import partial
 
 import huggingface_hub
 import pytest
 from support.hubs.hub import Answer, Fault
 from support.hubs.server import answer, black_hole, broken, endless, trickle
-from support.published import ZOO, nothing_left, publish_oscar_pair, refused
+from support.published import ZOO, nothing_left, point_clients, publish_oscar_pair, refused
 
 COMMIT = b"0123456789" * 4
 HTML = b"<!doctype html><title>Sign in to this network</title>"
@@ -46,17 +47,7 @@ ANSWERS = {
 def pointed(zoo, monkeypatch):
     """Point both clients at another server."""
 
-    def point(endpoint: str) -> None:
-        template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
-        changed = {
-            "ENDPOINT": endpoint,
-            "HUGGINGFACE_CO_URL_TEMPLATE": template.replace(zoo.hf.endpoint, endpoint),
-        }
-        for name, value in changed.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", endpoint)
-
-    return point
+    return partial(point_clients, monkeypatch)
 
 
 @pytest.mark.hostile("hub")

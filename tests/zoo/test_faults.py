@@ -10,20 +10,11 @@ from support.published import ZOO, nothing_left, ok, refused
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 
-PASSING = [
-    ("503 twice", "GET", "/storage/", 503, 2),
-    ("429", "GET", "/storage/", 429, 1),
-    ("a dropped connection", "GET", "/storage/", "drop", 1),
-    ("a cut body", "GET", "/storage/", "cut", 1),
-]
 
-
-@pytest.mark.parametrize(
-    ("what", "method", "pattern", "fault", "count"), PASSING, ids=[row[0] for row in PASSING]
-)
-def test_pull_gets_over_what_passes(zoo, made, what, method, pattern, fault, count):
+@pytest.mark.parametrize(("what", "count"), [(503, 2), (429, 1), ("drop", 1), ("cut", 1)])
+def test_pull_gets_over_what_passes(zoo, made, what, count):
     ok(zoo.run("push", made, ZOO, "--json"))
-    zoo.hf.faults.append(Fault(method, pattern, fault, count))
+    zoo.hf.faults.append(Fault("GET", "/storage/", what, count))
     pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", "huggingface", "--json"))
     assert verify(Artifact.open(Path(pulled["path"]))).ok
     assert all(f.count <= 0 for f in zoo.hf.faults), "the fault was met"
@@ -53,10 +44,8 @@ def test_a_503_on_each_request_in_turn(zoo, made, place, command):
     seen = {}
     for line in hub.requests[before:]:
         method, path = line.split(" ")
-        kind = re.sub(r"[0-9a-f]{12,}", "[0-9a-f]+", re.escape(path.split("?")[0])).replace(
-            r"\-1", ".*"
-        )
-        seen[method, kind] = None
+        kind = re.sub(r"[0-9a-f]{12,}", "[0-9a-f]+", re.escape(path.split("?")[0]))
+        seen[method, kind.replace(r"\-1", ".*")] = None
     assert len(seen) >= 3
     for method, pattern in seen:
         fault = Fault(method, pattern, 503, 1)

@@ -7,10 +7,16 @@ from support.places import ROOT
 
 from rotationzoo.zoo import index
 
+ENTRY = index.Entry(
+    model="a/b",
+    recipe="oscar",
+    files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
+    copies=[index.Copy(hub="huggingface", repo="x/y", path="p", revision="r1")],
+)
+
 
 def test_the_wheel_carries_the_index():
-    root = ROOT
-    assert index.WHEEL_COPY.read_bytes() == (root / "zoo_index.json").read_bytes()
+    assert index.WHEEL_COPY.read_bytes() == (ROOT / "zoo_index.json").read_bytes()
     content = index.read(index.WHEEL_COPY)
     assert content.text() == index.WHEEL_COPY.read_text()
     assert {"Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "zai-org/GLM-4.7-FP8"} <= {
@@ -18,26 +24,9 @@ def test_the_wheel_carries_the_index():
     }
 
 
-@pytest.mark.hostile("hub")
-@pytest.mark.parametrize("format", ["rotationzoo", "oscar"])
-def test_files_to_be_pulled_need_a_folder(format):
-    files = {"rotations.safetensors": index.File(size=1, sha256="0" * 64)}
-    with pytest.raises(ValueError, match="need a folder that holds them"):
-        index.Entry(
-            model="a/b", recipe="oscar", format=format, files=files,
-            copies=[index.Copy(hub="huggingface", repo="x/y", path="")],
-        )  # fmt: skip
-
-
-def test_an_entry_twice_is_refused_and_merged_when_it_is_added():
-    entry = index.Entry(
-        model="a/b",
-        recipe="oscar",
-        files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
-        copies=[index.Copy(hub="huggingface", repo="x/y", path="p", revision="r1")],
-    )
-    one = index.Index().extended(entry)
-    moved = entry.model_copy(
+def test_an_entry_is_merged_when_it_is_added_and_refused_twice_or_elsewhere():
+    one = index.Index().extended(ENTRY)
+    moved = ENTRY.model_copy(
         update={"copies": [index.Copy(hub="modelscope", repo="x/y", path="p", revision="t")]}
     )
     both = one.extended(moved)
@@ -47,19 +36,14 @@ def test_an_entry_twice_is_refused_and_merged_when_it_is_added():
     content["entries"] *= 2
     with pytest.raises(Exception, match="is listed twice"):
         index.parse(json.dumps(content), "it")
+    elsewhere = one.text().replace('"huggingface"', '"nowhere"')
+    with pytest.raises(Exception, match=r"copies\.0\.hub: Input should be 'huggingface' or"):
+        index.parse(elsewhere, "it")
     for change in ({"sha256": "zz"}, {"size": -1}, {"sha256": None}):
         content = json.loads(one.text())
         content["entries"][0]["files"]["rotations.safetensors"] |= change
         with pytest.raises(Exception, match="it is damaged"):
             index.parse(json.dumps(content), "it")
-
-
-ENTRY = index.Entry(
-    model="a/b",
-    recipe="oscar",
-    files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
-    copies=[index.Copy(hub="huggingface", repo="x/y", path="p", revision="r1")],
-)
 
 
 def test_what_later_versions_add_is_ignored_and_kept():

@@ -1,7 +1,6 @@
 """What OSCAR's authors publish: files without hashes, recorded when they are first pulled."""
 
 import json
-import os
 from pathlib import Path
 
 from support.hubs.hub import Fault
@@ -30,18 +29,9 @@ def test_a_rotation_of_the_makers_is_pulled_checked_and_locked(zoo, tmp_path):
     )
 
 
-class Dangerous:
-    def __reduce__(self):
-        return os.system, ("touch pwned",)
-
-
-def test_files_that_run_code_or_hold_no_rotation_are_refused(zoo, tmp_path):
-    publish_oscar_pair(zoo, tmp_path, k={"layers": Dangerous()})
-    assert "cannot be opened as plain tensors" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
-    assert not (zoo.folder / "pwned").exists()
+def test_files_that_hold_no_rotation_are_refused(zoo, tmp_path):
     bent = foreign("sst_r_h_pbr")
     bent["layers"][1]["rotation"] = bent["layers"][1]["rotation"] * 1.1
-    publish_oscar_pair(zoo, tmp_path, v=bent)
     publish_oscar_pair(zoo, tmp_path, v=bent)
     assert "layer 1 of v_rotation_sst_r_h_pbr.pt is no orthogonal matrix" in refused(
         zoo.run("pull", "Qwen/Qwen3-8B")

@@ -9,19 +9,14 @@ from types import SimpleNamespace
 import pytest
 from support.hubs import huggingface, modelscope
 from support.hubs.hub import Fault
-from support.published import ZOO, ms_environment
+from support.published import ZOO, hub_environment
 
 
 @pytest.fixture
 def outside(command, tmp_path):
     """Both hubs, and the command line in processes of their own."""
     with huggingface.serve() as hf, modelscope.serve() as ms:
-        variables = {
-            "HF_ENDPOINT": hf.endpoint,
-            "HF_TOKEN": hf.token,
-            "HF_HUB_DISABLE_XET": "1",
-            **ms_environment(ms, tmp_path),
-        }
+        variables = hub_environment(hf, ms, tmp_path)
         yield SimpleNamespace(
             hf=hf,
             ms=ms,

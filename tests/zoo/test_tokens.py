@@ -10,7 +10,7 @@ import pytest
 import requests
 from support.hubs.hub import Answer
 from support.hubs.server import answer, broken
-from support.published import ZOO, ok, refused
+from support.published import ZOO, ok, point_clients, refused
 
 SECRET = "se-cret-0123456789"
 VARIABLES = {
@@ -98,12 +98,7 @@ def test_a_hub_that_sends_the_token_back_does_not_have_it_printed(
     ).encode()
     said = f"X-Error-Message: {SECRET}\r\nX-Error-Code: {SECRET}\r\nX-Request-Id: {SECRET}\r\n"
     with broken(lambda _: answer(body, said, status)) as server:
-        template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
-            zoo.hf.endpoint, server.endpoint
-        )
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.endpoint)
+        point_clients(monkeypatch, server.endpoint)
         text = refused(zoo.run("push", made, ZOO, "--to", place))
     assert any(SECRET in request for request in server.requests), "it was sent"
     assert SECRET not in text

@@ -46,10 +46,8 @@ def test_nor_one_that_has_no_such_zoo(squatted, what):
     text = refused(squatted.run("pull", "demo", "--repo", ZOO))
     assert "add: --from modelscope" in text, "which is then somebody's choice"
     assert nothing_left(squatted)
-    assert (
-        ok(squatted.run("pull", "demo", "--repo", ZOO, "--from", "modelscope", "--json"))["hub"]
-        == "modelscope"
-    )
+    pulled = ok(squatted.run("pull", "demo", "--repo", ZOO, "--from", "modelscope", "--json"))
+    assert pulled["hub"] == "modelscope"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lock_requirements import FOLDER, LOCKS
 from plan_matrix import smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
-from support.published import CONFIG, change_weights, ms_environment
+from support.published import CONFIG, change_weights, hub_environment
 
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
@@ -29,15 +29,8 @@ NAMES = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 @NAMES
 def test_the_workflow_is_one_that_github_takes(path):
-    command = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.github-workflows",
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([sys.executable, *words, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -169,14 +162,8 @@ def runner(command, program, tmp_path):
         for name, line in commands.items():
             (bin_folder / name).write_text(f"#!/bin/sh\n{line}\n")
             (bin_folder / name).chmod(0o755)
-        environment = command.environment | ms_environment(ms, tmp_path)
-        environment |= {
-            "HF_ENDPOINT": hf.endpoint,
-            "HF_TOKEN": hf.token,
-            "HF_HUB_DISABLE_XET": "1",
-            "ZOO": "someone/zoo",
-            "TRUST": "",
-        }
+        environment = command.environment | hub_environment(hf, ms, tmp_path)
+        environment |= {"ZOO": "someone/zoo", "TRUST": ""}
         environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
 
         def run(script: str, fails: bool = False, **variables: str) -> str:
@@ -217,15 +204,12 @@ def plan(runner, only: str = "") -> dict:
 
 
 def build(runner, row: dict) -> None:
-    shorter = {
-        "--device-map auto": "--device cpu --tokens 1024 --length 256 --tasks none"
-    }  # the runner of this test has no GPU
     (script,) = scripts("regenerate", "build")
-    for old, new in shorter.items():
-        assert old in script
-        script = script.replace(old, new)
+    # The runner of this test has no GPU.
+    shorter = "--device cpu --tokens 1024 --length 256 --tasks none"
+    assert "--device-map auto" in script
     variables = {name.upper(): value for name, value in row.items()}
-    runner.run(script, **variables)
+    runner.run(script.replace("--device-map auto", shorter), **variables)
     # What the two actions do that hand a folder from one job to the other.
     built = runner.folder / "built"
     built.mkdir(exist_ok=True)

@@ -15,36 +15,32 @@ from support.oscar_files import (
 )
 
 from rotationzoo.engines.base import Options
-from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.gguf_rotations import read_gguf
-from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
 
+
+def with_field(kind: int, value: bytes, name: bytes = b"a") -> bytes:
+    return gguf_bytes(fields=1, body=gguf_field(name, kind, value))
+
+
+ALIGNMENT = b"general.alignment"
 ASKS_TOO_MUCH = {
     "tensor": gguf_bytes(tensors=1, body=gguf_tensor(b"blk.0.attn_k_rot.weight", (2**30, 2**30))),
     "tensor that overflows": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (2**32, 2**32))),
     "tensor far away": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (1,), offset=2**62)),
     "tensors": gguf_bytes(tensors=2**60),
     "fields": gguf_bytes(fields=2**60),
-    "text": gguf_bytes(fields=1, body=gguf_field(b"a", 8, struct.pack("<Q", 2**60))),
+    "text": with_field(8, struct.pack("<Q", 2**60)),
     "name": gguf_bytes(fields=1, body=struct.pack("<Q", 2**60)),
-    "list": gguf_bytes(fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 4, 2**60))),
-    "list of texts": gguf_bytes(fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 8, 2**60))),
-    "list of lists": gguf_bytes(
-        fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 9, 2**10) + bytes(2**14))
-    ),
-    "long list": gguf_bytes(
-        fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 0, 5_000_000) + bytes(5_000_000))
-    ),
+    "list": with_field(9, struct.pack("<IQ", 4, 2**60)),
+    "list of texts": with_field(9, struct.pack("<IQ", 8, 2**60)),
+    "list of lists": with_field(9, struct.pack("<IQ", 9, 2**10) + bytes(2**14)),
+    "long list": with_field(9, struct.pack("<IQ", 0, 5_000_000) + bytes(5_000_000)),
     "dimensions": gguf_bytes(tensors=1, body=struct.pack("<QI", 0, 2**32 - 1)),
     "type": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (32,), kind=4242)),
-    "type of a field": gguf_bytes(fields=1, body=gguf_field(b"a", 77, b"")),
-    "alignment": gguf_bytes(
-        fields=1, body=gguf_field(b"general.alignment", 4, struct.pack("<I", 0))
-    ),
-    "alignment of no power of two": gguf_bytes(
-        fields=1, body=gguf_field(b"general.alignment", 4, struct.pack("<I", 24))
-    ),
+    "type of a field": with_field(77, b""),
+    "alignment": with_field(4, struct.pack("<I", 0), ALIGNMENT),
+    "alignment of no power of two": with_field(4, struct.pack("<I", 24), ALIGNMENT),
     "version": gguf_bytes(version=77),
 }
 
@@ -69,33 +65,24 @@ def test_a_base_with_bytes_changed(tmp_path, made, data):
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
     (tmp_path / "changed.gguf").write_bytes(content)
-    request = Request(
-        "llama.cpp",
-        tmp_path / "out",
-        options=Options(tmp_path / "changed.gguf"),
-    )
     with contextlib.suppress(RotationZooError):
-        export(artifact, request)
+        exported("llama.cpp", artifact, tmp_path, options=Options(tmp_path / "changed.gguf"))
 
 
+ARCHITECTURE = b"general.architecture"
 ODD_BASES = {
-    "a list for an architecture": gguf_field(
-        b"general.architecture", 9, struct.pack("<IQI", 4, 1, 3)
-    ),
-    "a number for an architecture": gguf_field(b"general.architecture", 4, struct.pack("<I", 3)),
-    "no text": gguf_field(b"general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe"),
+    "a list for an architecture": with_field(9, struct.pack("<IQI", 4, 1, 3), ARCHITECTURE),
+    "a number for an architecture": with_field(4, struct.pack("<I", 3), ARCHITECTURE),
+    "no text": with_field(8, struct.pack("<Q", 2) + b"\xff\xfe", ARCHITECTURE),
 }
 
 
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize("name", ODD_BASES)
 def test_a_base_of_no_architecture(tmp_path, made, name):
-    (tmp_path / "x.gguf").write_bytes(gguf_bytes(fields=1, body=ODD_BASES[name]) + bytes(512))
-    words = refused(
-        lambda: exported(
-            "llama.cpp", made(head_dim=32), tmp_path, options=Options(tmp_path / "x.gguf")
-        )
-    )
+    (tmp_path / "x.gguf").write_bytes(ODD_BASES[name] + bytes(512))
+    options, artifact = Options(tmp_path / "x.gguf"), made(head_dim=32)
+    words = refused(lambda: exported("llama.cpp", artifact, tmp_path, options=options))
     assert "is of architecture unknown" in words
 
 

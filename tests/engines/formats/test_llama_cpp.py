@@ -1,6 +1,5 @@
 """Rotations in a copy of a GGUF file, and which base they are copied into."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
 from support.models import save_tiny
@@ -32,9 +30,8 @@ def test_two_head_dimensions_in_a_gguf(made, tmp_path):
     geometry = layers_of(artifact)
     assert [layer.key_dim for layer in geometry] == [32, 64]
     for architecture in ("gemma4", "qwen3"):
-        base, wide = (tmp_path / f"{architecture}-{name}.gguf" for name in ("base", "wide"))
-        engines.write_base(base, 2, 64, 4, 2, 32, architecture)
-        widen(base, wide, ("blk.1.attn_k.weight", "blk.1.attn_v.weight"), geometry[1])
+        path = tmp_path / f"{architecture}.gguf"
+        wide = engines.write_base(path, 2, 64, 4, 2, 32, architecture, dims={1: 64})
         agreed = dict(pooled=True, clip=(1.0, 1.0), windows=(0, 0), options=Options(base=wide))
         request = Request("llama.cpp", tmp_path / architecture, **agreed)
         if architecture == "qwen3":
@@ -48,21 +45,6 @@ def test_two_head_dimensions_in_a_gguf(made, tmp_path):
             rows = rows_of(layer, "key")
             expected = (rows @ matrices(artifact, layer, "key", pooled=True)).numpy()
             assert np.abs(rotate("key", layer.index, rows.numpy()) - expected).max() < 1e-5
-
-
-def widen(base: Path, target: Path, names: tuple[str, ...], layer) -> None:
-    """A copy of a GGUF file with some projections of another width."""
-    reader = gguf.GGUFReader(base)
-    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
-    for tensor in reader.tensors:
-        data = np.array(tensor.data)
-        if tensor.name in names:
-            data = np.zeros((layer.kv_heads * layer.key_dim, data.shape[1]), np.float16)
-        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_a_gguf_keeps_everything_else(made, tmp_path):
@@ -156,27 +138,6 @@ def test_bases_that_do_not_fit(made, tmp_path):
     assert "--base" in refused.value.hint
 
 
-def converted(model: Path, target: Path, **changes) -> Path:
-    """The tiny model as a converter writes it, with other numbers if `changes` says so."""
-    weights = load_file(model / "model.safetensors")
-    config = json.loads((model / "config.json").read_text())
-    config = {**config["rope_parameters"], **config, **changes}
-    writer = gguf.GGUFWriter(target, "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    for i in range(2):
-        for side in "kv":
-            projection = weights[f"model.layers.{i}.self_attn.{side}_proj.weight"]
-            writer.add_tensor(f"blk.{i}.attn_{side}.weight", projection.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 @pytest.fixture(scope="module")
 def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
     """A model of head dimension 32, and an artifact that was made for it."""
@@ -188,7 +149,7 @@ def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
 
 def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
     model, artifact = of_a_model
-    options = Options(base=converted(model, tmp_path / "base.gguf"), model=str(model))
+    options = Options(base=engines.convert_model(model, tmp_path / "base.gguf"), model=str(model))
     notes = exported("llama.cpp", artifact, tmp_path, options=options).launch.notes
     assert f"the base has the config of {model}; its weights were not compared" in notes
 
@@ -205,7 +166,7 @@ def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
 )
 def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
     model, artifact = of_a_model
-    base = converted(model, tmp_path / "base.gguf", **changes)
+    base = engines.convert_model(model, tmp_path / "base.gguf", **changes)
     said = f"base.gguf was not converted from {re.escape(str(model))}"
     with pytest.raises(RotationZooError, match=said):
         exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model=str(model)))

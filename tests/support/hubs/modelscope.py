@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, route
 from support.hubs.server import running
 
-PRIVATE = 1  # the hub's number for this visibility
 LARGE = 64 * 1024  # from here on the client sends any file through the storage
 ALWAYS_SMALL = ("README.md", "config.json", "configuration.json", ".gitattributes")
 
@@ -62,18 +61,13 @@ class ModelScopeHub(Hub):
         name = f"{wanted['Path']}/{wanted['Name']}"
         if name in self.repositories:
             raise Refusal(400, "A model of this name exists", 10010101001)
-        self.create(name, wanted["Visibility"] == PRIVATE)
+        self.create(name)
         return wrapped({"Id": 1, **{key: wanted[key] for key in ("Path", "Name", "Visibility")}})
 
     @route("GET", "/(?:openapi|api)/v1/models/{repository}")
     def describe(self, call: Call, repository: Repository) -> Answer:
         owner, name = repository.name.split("/")
-        data = {
-            "id": repository.name,
-            "owner": owner,
-            "name": name,
-            "private": self.private or repository.private,
-        }
+        data = {"id": repository.name, "owner": owner, "name": name}
         return as_json(
             {"success": True, "data": data, "Code": 200, "Data": data}
         )  # one address spells it so, one so
@@ -120,9 +114,7 @@ class ModelScopeHub(Hub):
         parent, wanted = repository.refs[ref], call.json()
         files = dict(repository.commits[parent].files)
         for action in wanted["actions"]:
-            if action["action"] == "delete":
-                files.pop(action["path"], None)
-            elif action["type"] == "lfs":
+            if action["type"] == "lfs":
                 files[action["path"]] = self.stored(action["sha256"])
             else:
                 files[action["path"]] = Blob(base64.b64decode(action["content"]), False)
@@ -136,12 +128,8 @@ class ModelScopeHub(Hub):
     @route("GET", "/api/v1/models/{repository}/repo/files")
     def list_files(self, call: Call, repository: Repository) -> Answer:
         revision = self.revision(call, repository)
-        recursive = call.option("Recursive").lower() == "true"
-        known = repository.commits[revision].files
-        folders, files = self.listing(known, call.option("Root"), recursive)
+        files = self.listing(repository.commits[revision].files, call.option("Root"))
         rows: list[dict] = []
-        for path in folders:
-            rows.append({"Path": path, "Name": path, "Type": "tree", "Size": 0})
         for path, blob in files.items():
             row = {"Path": path, "Name": path.rpartition("/")[2], "Size": len(blob.data)}
             row |= {"Type": "blob", "Sha256": blob.sha256, "IsLFS": blob.large}

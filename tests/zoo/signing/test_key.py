@@ -4,6 +4,7 @@ import datetime
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
+from rotationzoo.zoo.push import Destination, push
 from rotationzoo.zoo.signed_index import IndexSigner, OwnIndex
 from rotationzoo.zoo.signing import signature_file
 from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.upload import prepare_upload
 
 SIGNATURE = "zoo_index.json.sig"
 
@@ -178,19 +181,9 @@ def test_an_index_that_does_not_change_is_signed_again_near_the_end(zoo, signed,
     before = zoo.hf.files(ZOO)[SIGNATURE]
     folder = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"]
     # An artifact that came with a signature, in a job that signs unless told otherwise.
-    from rotationzoo.zoo.push import Destination, push
-    from rotationzoo.zoo.signed_index import IndexSigner
-    from rotationzoo.zoo.signing.make import SigningTool
-    from rotationzoo.zoo.upload import prepare_upload
-
     upload = prepare_upload(Artifact.open(folder), ZOO)
     listed = index.parse(zoo.hf.files(ZOO)[index.NAME], "zoo").entries[0]
-    upload = type(upload)(
-        upload.files,
-        upload.path,
-        upload.tag,
-        upload.entry.model_copy(update={"signer": listed.signer}),
-    )
+    upload = replace(upload, entry=upload.entry.model_copy(update={"signer": listed.signer}))
 
     def push_again(days: int) -> bool:
         day = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=days)
