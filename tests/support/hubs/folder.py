@@ -61,12 +61,15 @@ class FolderHub(Hub):
 def register() -> None:
     """Add the row, as if it stood in the registry; nothing else has imported the registry yet."""
     sys.modules["rotationzoo.zoo.hubs.folder"] = sys.modules[__name__]
-    pages = (
-        "https://folder.example/{repo}",
-        *2 * ("https://folder.example/{repo}/{revision}/{path}",),
-    )
+    file = "https://folder.example/{repo}/{revision}/{path}"
     registry.HUBS["folder"] = registry.HubEntry(
-        "Folder", "fo", "folder", "FolderHub", "main", *pages
+        title="Folder",
+        abbreviation="fo",
+        class_name="FolderHub",
+        main="main",
+        repo_page="https://folder.example/{repo}",
+        file_page=file,
+        file=file,
     )
     registry.HUB_NAMES = tuple(registry.HUBS)
     registry.HubName = Literal[registry.HUB_NAMES]
