@@ -64,8 +64,8 @@ def calibrate_command(
             "per row."
         ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in all (32768).")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per row (2048).")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all (32768).")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens per row (2048).")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
     batch: Annotated[
         int | None,
