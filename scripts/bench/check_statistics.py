@@ -26,6 +26,7 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.capture import decoder
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Recipe
 
 EIGENVALUES = 1e-3
@@ -125,18 +126,20 @@ def direct_statistics(
     return {name: (total / counts[name]).cpu() for name, total in sums.items()}
 
 
-def largest_differences(loaded: Loaded, recipe: Recipe) -> dict[str, float]:
+def largest_difference(
+    model: PreTrainedModel, batches: list[torch.Tensor], sink: int
+) -> dict[str, float]:
     """Kind of statistic -> the largest relative difference (Frobenius norm) over layers and
     heads."""
-    batches = loaded.batches(1)
-    direct = direct_statistics(loaded.model, batches, recipe.sink)
-    captured = collect(loaded.model, loaded.geometry, batches, recipe)
-    tensors = statistics_tensors(average(captured))
+    direct = direct_statistics(model, batches, sink)
+    with torch.no_grad():
+        geometry = geometry_of(model, batches[0])
+    captured = statistics_tensors(average(collect(model, geometry, batches, Recipe(sink=sink))))
     worst: dict[str, float] = {}
     for name, expected in direct.items():
         kind = name.split(".", 2)[2]
         dims = tuple(range(1, expected.ndim))
-        error = (tensors[name] - expected).norm(dim=dims) / expected.norm(dim=dims)
+        error = (captured[name] - expected).norm(dim=dims) / expected.norm(dim=dims)
         worst[kind] = max(worst.get(kind, 0.0), error.max().item())
     return worst
 
@@ -161,12 +164,10 @@ def truncated_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.stack(products).float()
 
 
-def eigenvalue_errors(
-    loaded: Loaded, recipe: Recipe, truncate: bool
-) -> dict[str, tuple[float, float]]:
+def eigenvalue_errors(loaded: Loaded, truncate: bool) -> dict[str, tuple[float, float]]:
     """Kind of row -> the largest relative difference of an eigenvalue between sums of runs and the
     float64 definition, and the least ratio of a smallest eigenvalue to the mean."""
-    everything = loaded.model, loaded.geometry, loaded.batches(1), recipe
+    everything = loaded.model, loaded.geometry, loaded.batches(1), Recipe(sink=64)
     with patch.object(run_sums, "on_tensor_cores", lambda rows: False):
         expected = collect(*everything)
     multiply = truncated_product if truncate else run_sums._multiply
@@ -191,8 +192,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--truncate", action="store_true")
     args = parser.parse_args()
-    loaded, recipe = load_chosen(args, getattr(torch, args.dtype)), Recipe(sink=64)
-    errors = largest_differences(loaded, recipe)
+    loaded = load_chosen(args, getattr(torch, args.dtype))
+    errors = largest_difference(loaded.model, loaded.batches(1), sink=64)
     for kind, error in errors.items():
         print(f"{kind:22s} {error:.1e}")
     tolerance = {"float64": 1e-9, "float32": 1e-5}.get(args.dtype, 1e-2)
@@ -200,7 +201,7 @@ def main() -> None:
         sys.exit(f"more than the {tolerance:.0e} that {args.dtype} allows")
     if args.dtype == "float64":
         return
-    of_runs = eigenvalue_errors(loaded, recipe, args.truncate)
+    of_runs = eigenvalue_errors(loaded, args.truncate)
     for kind, (error, ratio) in of_runs.items():
         print(f"eigenvalues of {kind:7s} {error:.1e}   (smallest / mean {ratio:.1e})")
     if not max(error for error, _ in of_runs.values()) < EIGENVALUES:
