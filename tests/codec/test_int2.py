@@ -61,12 +61,6 @@ def test_every_shape_survives_packing_and_unpacking(packing, bits, shape, seed):
     assert torch.equal(int2.unpack(packed, format), codes)
 
 
-def test_bytes_hold_the_codes_where_the_engines_look_for_them():
-    codes = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0], dtype=torch.uint8)
-    assert int2.pack(codes, STRIDED).tolist() == [0b01_11_10_00, 0b00_10_11_01]
-    assert int2.pack(codes, CONSECUTIVE).tolist() == [0b11_10_01_00, 0b00_01_10_11]
-
-
 def test_bytes_hold_codes_of_other_bits():
     codes = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8)
     # 111 110 101 100 011 010 001 000, from the highest bits of the third byte to the lowest.

@@ -1,6 +1,5 @@
 """Files that others made, written here by code of our own after their tools, become artifacts."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from scipy.linalg import hadamard as sylvester
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported
 from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, torch_file
+from support.published import ok
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.checks.verify import verify
@@ -252,8 +252,7 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
 def test_the_command(pair, inside):
     folder = pair.write()
     result = inside("import", folder, "--json")
-    assert result.returncode == 0, result.stderr
-    data = json.loads(result.stdout)
+    data = ok(result)
     assert (data["layers"], data["recipe"]) == (LAYERS, "oscar-v1")
     assert data["artifact"] == "rotations/pair-imported"
     assert "bound to no model" in result.stderr

@@ -3,11 +3,7 @@
 import shlex
 
 import pytest
-from support.engine_artifacts import (
-    CENTERED,
-    OSCAR,
-    exported,
-)
+from support.engine_artifacts import CENTERED, OSCAR, exported
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
