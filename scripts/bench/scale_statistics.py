@@ -80,10 +80,10 @@ def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
     """Times of the recipe `oscar` and of the plain forward passes, in turns."""
     recipe = PRESETS["oscar"]
     rows, length = bench.text.rows, bench.text.length
-    peak = device_peak(lambda: bench.collect(recipe))
+    totals: Statistics = {}
+    peak = device_peak(lambda: totals.update(bench.collect(recipe)))
     jobs = {"forward": bench.forward, "statistics": lambda: bench.collect(recipe)}
     times = interleave(jobs, repeats)
-    totals = bench.collect(recipe)
     fits = [seconds_of(lambda: fit(totals, recipe, bench.geometry)) for _ in range(3)]
     rotations = fit(totals, recipe, bench.geometry)
     text = random_text(bench.shape, min(ROWS, rows), min(LONGEST, length))
