@@ -32,14 +32,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
+from measuring import make_parser
 
 from rotationzoo.artifact.layout import rotation_tensors, rotations_from
 from rotationzoo.calibration.budget import COARSE, spend_bits
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit
+from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit, sum_moments
 from rotationzoo.calibration.recipe_checks import settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.codec import cuda
@@ -65,7 +67,8 @@ SETTINGS: dict[str, tuple[int, int | None, int]] = {
     "2048": (2048, None, 96), "chunks": (2048, 512, 96), "8192": (8192, None, 64),
 }  # fmt: skip
 """Setting -> tokens a prompt, tokens a chunk, questions a task."""
-FACTOR = "{0.0f, 0.05f, 0.1f, 0.15f}"  # of `feedback.cu`: what is cut off either end of a range
+# What is cut off either end of a range, in `feedback.cu` and in the job `one range`.
+RANGES, ONE_RANGE = "{0.0f, 0.05f, 0.1f, 0.15f}", "{0.0f, 0.0f, 0.0f, 0.0f}"
 TEXTS, TEXT_LENGTH = 16, 2048  # plain text, for the perplexity
 CALIBRATION = {"tokens": 262_144, "length": 4096, "packing": "mixed"}
 
@@ -251,23 +254,17 @@ def both(name: str, rotations: Rotations) -> Iterator[Arm]:
     yield Arm(name + FEEDBACK, rotations, rounding="feedback")
 
 
-def with_factors(
-    study: Study, rotations: Rotations, side: str, kind: str, damping: float
-) -> Rotations:
-    """The rotations whose factors of one side are those of another moment, or damped otherwise."""
+def damped(study: Study, rotations: Rotations, damping: float) -> Rotations:
+    """The rotations with factors that are damped otherwise."""
     statistics = study.statistics()
 
-    def change(layer: int, its_side: str, rotation: Rotation) -> Rotation:
-        if its_side != side:
-            return rotation
-        metric = error_metric(rotation, statistics[layer][kind].second_moment)
-        kept, error_feedback.DAMPING = error_feedback.DAMPING, damping
-        try:
-            return replace(rotation, feedback=error_feedback.factorize(metric))
-        finally:
-            error_feedback.DAMPING = kept
+    def change(layer: int, side: str, rotation: Rotation) -> Rotation:
+        moment = sum_moments(statistics[layer], METRIC_KINDS[side])
+        factor = error_feedback.factorize(error_metric(rotation, moment))
+        return replace(rotation, feedback=factor)
 
-    return rotations.replace(change)
+    with patch.object(error_feedback, "DAMPING", damping):
+        return rotations.replace(change)
 
 
 def without(side: str, rotations: Rotations) -> Rotations:
@@ -289,11 +286,8 @@ def closed_arms(name: str, study: Study) -> Iterator[Arm]:
 
 def stored_arms(name: str, study: Study) -> Iterator[Arm]:
     composition, share = WHITENED[name]
-    kept, error_feedback.SHARE = error_feedback.SHARE, share
-    try:
+    with patch.object(error_feedback, "SHARE", share):
         rotations = study.rotations(DEFAULT, composition=composition, whiten=share > 0)
-    finally:
-        error_feedback.SHARE = kept
     for stored in STORED:
         yield Arm(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
 
@@ -330,24 +324,20 @@ def constant_arms(study: Study) -> Iterator[Arm]:
     """The constants of error feedback, one changed at a time."""
     rotations = study.rotations(DEFAULT)
     for damping in (0.001, 0.1):
-        changed = rotations
-        for side, kind in METRIC_KINDS.items():
-            changed = with_factors(study, changed, side, kind, damping)
+        changed = damped(study, rotations, damping)
         yield Arm(f"{DEFAULT}+fb, damping {damping:g}", changed, rounding="feedback")
 
 
-def range_arms(cuts: str, study: Study) -> Iterator[Arm]:
-    """Error feedback with other ranges: the kernel is compiled from a changed source."""
+def range_arms(study: Study) -> Iterator[Arm]:
+    """Error feedback with one range: the kernel is compiled from a changed source."""
     if study.model.device.type == "cuda":
-        changed = study.work / f"{abs(hash(cuts))}.{os.getpid()}.cu"
-        changed.write_text(cuda.FEEDBACK_SOURCE.read_text().replace(FACTOR, cuts))
-        kept, cuda.FEEDBACK_SOURCE = cuda.FEEDBACK_SOURCE, changed
+        changed = study.work / f"one-range.{os.getpid()}.cu"
+        changed.write_text(cuda.FEEDBACK_SOURCE.read_text().replace(RANGES, ONE_RANGE))
         cuda.compiled.cache_clear()
-        try:
-            yield Arm(f"{DEFAULT}+fb, cuts {cuts}", study.rotations(DEFAULT), rounding="feedback")
-        finally:
-            cuda.FEEDBACK_SOURCE = kept
-            cuda.compiled.cache_clear()
+        with patch.object(cuda, "FEEDBACK_SOURCE", changed):
+            name = f"{DEFAULT}+fb, cuts {ONE_RANGE}"
+            yield Arm(name, study.rotations(DEFAULT), rounding="feedback")
+        cuda.compiled.cache_clear()
 
 
 def side_arms(study: Study) -> Iterator[Arm]:
@@ -381,8 +371,7 @@ ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     "kivi": kivi_arms,
     "sides": side_arms,
     "constants": constant_arms,
-    "one range": functools.partial(range_arms, "{0.0f, 0.0f, 0.0f, 0.0f}"),
-    "wide ranges": functools.partial(range_arms, "{0.0f, 0.075f, 0.15f, 0.225f}"),
+    "one range": range_arms,
 }
 """Job -> its arms. Every reader of `READERS` is a job, too."""
 
@@ -482,7 +471,7 @@ def write_line(path: Path, **line: Any) -> None:
         lines.write(json.dumps(line) + "\n")
 
 
-def work_through(options: argparse.Namespace, number: int, device: str, queues: Any) -> None:
+def work_through(options: argparse.Namespace, device: str, number: int, queues: Any) -> None:
     """A process: takes jobs from its queue, then from the others."""
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("highest")
@@ -502,7 +491,6 @@ def work_through(options: argparse.Namespace, number: int, device: str, queues: 
                     study = None
                     study = Study(folder, options.text, options.work, device, options.small)
                 started = time.time()
-
                 write = functools.partial(write_line, path, model=study.name)
                 run_job(study, job, options.settings, options.names, write)
                 seconds = time.time() - started
@@ -513,7 +501,7 @@ def work_through(options: argparse.Namespace, number: int, device: str, queues: 
                 traceback.print_exc()
 
 
-def collect_first(options: argparse.Namespace, folder: Path, device: str) -> None:
+def collect_first(options: argparse.Namespace, device: str, folder: Path) -> None:
     """Collect a model's statistics for all processes."""
     torch.set_num_threads(4)
     if device != "cpu":
@@ -542,9 +530,7 @@ def describe_queries(statistics: Statistics) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -562,14 +548,19 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
     context = multiprocessing.get_context("spawn")
-    first = [
-        context.Process(target=collect_first, args=(options, folder, devices[n % len(devices)]))
-        for n, folder in enumerate(options.models)
-    ]
-    for process in first:
-        process.start()
-    for process in first:
-        process.join()
+
+    def run_all(target: Callable[..., None], jobs: list[tuple[Any, ...]]) -> None:
+        """Run processes at the same time, on the devices in turn."""
+        processes = [
+            context.Process(target=target, args=(options, devices[n % len(devices)], *job))
+            for n, job in enumerate(jobs)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+
+    run_all(collect_first, [(folder,) for folder in options.models])
     names = [name for name in (*READERS, *ARMS) if re.search(options.arms, name)]
     queues = []
     for folder in options.models:
@@ -577,14 +568,7 @@ def main() -> int:
         for name in ("exact", *names):
             jobs.put((folder, name))
         queues.append(jobs)
-    workers = [
-        context.Process(target=work_through, args=(options, n, devices[n % len(devices)], queues))
-        for n in range(options.jobs * len(devices))
-    ]
-    for process in workers:
-        process.start()
-    for process in workers:
-        process.join()
+    run_all(work_through, [(n, queues) for n in range(options.jobs * len(devices))])
     return 0
 
 

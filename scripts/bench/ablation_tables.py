@@ -23,82 +23,68 @@ from typing import Any
 
 import numpy as np
 
+# The arms that most steps are about.
+CENTERED = "oscar centered+fb"
+NEAREST = "oscar centered"
+DEFAULT = "r_h_pbr whitened 0.5+fb"
+HADAMARD = "hadamard whitened 0.5+fb"
+BUDGET = "r_h_pbr whitened 0.5, 2.5 bits+fb, budget"
+PUBLISHED = "oscar-v1"
+FINE = "r_h_pbr whitened 0.5+fb, fine"
 STEPS = {
-    "error feedback for both sides": ("oscar centered+fb", "oscar centered"),
-    "error feedback for keys": ("oscar centered+fb", "oscar centered+values"),
-    "error feedback for values": ("oscar centered+fb", "oscar centered+keys"),
-    "centered keys, nearest": ("oscar centered", "oscar"),
-    "centered keys": ("oscar centered+fb", "oscar+fb"),
-    "eigenbasis beside Hadamard, nearest": ("oscar centered", "hadamard centered"),
-    "eigenbasis beside Hadamard": ("oscar centered+fb", "hadamard centered+fb"),
-    "eigenbasis beside random, nearest": ("oscar centered", "random centered"),
-    "eigenbasis beside random": ("oscar centered+fb", "random centered+fb"),
-    "per head, nearest": ("oscar centered", "oscar centered by layer"),
-    "per head": ("oscar centered+fb", "oscar centered by layer+fb"),
-    "C_S beside key energy, nearest": ("oscar by layer", "oscar-v1"),
+    "error feedback for both sides": (CENTERED, NEAREST),
+    "error feedback for keys": (CENTERED, "oscar centered+values"),
+    "error feedback for values": (CENTERED, "oscar centered+keys"),
+    "centered keys, nearest": (NEAREST, "oscar"),
+    "centered keys": (CENTERED, "oscar+fb"),
+    "eigenbasis beside Hadamard, nearest": (NEAREST, "hadamard centered"),
+    "eigenbasis beside Hadamard": (CENTERED, "hadamard centered+fb"),
+    "eigenbasis beside random, nearest": (NEAREST, "random centered"),
+    "eigenbasis beside random": (CENTERED, "random centered+fb"),
+    "per head, nearest": (NEAREST, "oscar centered by layer"),
+    "per head": (CENTERED, "oscar centered by layer+fb"),
+    "C_S beside key energy, nearest": ("oscar by layer", PUBLISHED),
     "C_S beside key energy": ("oscar by layer+fb", "oscar-v1+fb"),
-    "damping .01 beside .001": ("oscar centered+fb", "oscar centered+fb, damping 0.001"),
-    "damping .01 beside .1": ("oscar centered+fb", "oscar centered+fb, damping 0.1"),
-    "four ranges beside one": (
-        "oscar centered+fb", "oscar centered+fb, cuts {0.0f, 0.0f, 0.0f, 0.0f}",
-    ),
+    "damping .01 beside .001": (CENTERED, "oscar centered+fb, damping 0.001"),
+    "damping .01 beside .1": (CENTERED, "oscar centered+fb, damping 0.1"),
+    "four ranges beside one": (CENTERED, "oscar centered+fb, cuts {0.0f, 0.0f, 0.0f, 0.0f}"),
     "clip ratios .96/.92, nearest": ("oscar", "oscar, clip 1/1"),
-    "half-way whitening": ("hadamard whitened 0.5+fb", "hadamard whitened 0+fb"),
-    "half-way whitening of the default": ("r_h_pbr whitened 0.5+fb", "oscar centered+fb"),
-    "whitening .75 beside .5": ("hadamard whitened 0.75+fb", "hadamard whitened 0.5+fb"),
-    "eigenbasis beside Hadamard, whitened": (
-        "r_h_pbr whitened 0.5+fb", "hadamard whitened 0.5+fb",
-    ),
-    "third bits in place of an offset": (
-        "hadamard whitened 0.5+fb, fine", "hadamard whitened 0.5+fb",
-    ),
+    "half-way whitening": (HADAMARD, "hadamard whitened 0+fb"),
+    "half-way whitening of the default": (DEFAULT, CENTERED),
+    "whitening .75 beside .5": ("hadamard whitened 0.75+fb", HADAMARD),
+    "eigenbasis beside Hadamard, whitened": (DEFAULT, HADAMARD),
+    "third bits in place of an offset": ("hadamard whitened 0.5+fb, fine", HADAMARD),
     "third bits, not whitened": ("hadamard whitened 0+fb, fine", "hadamard whitened 0+fb"),
-    "third bits, whitened .75": (
-        "hadamard whitened 0.75+fb, fine", "hadamard whitened 0.75+fb",
-    ),
-    "third bits, the default rotation": (
-        "r_h_pbr whitened 0.5+fb, fine", "r_h_pbr whitened 0.5+fb",
-    ),
+    "third bits, whitened .75": ("hadamard whitened 0.75+fb, fine", "hadamard whitened 0.75+fb"),
+    "third bits, the default rotation": (FINE, DEFAULT),
     "a scale alone (2.125 bits) beside scale and offset (2.5)": (
-        "hadamard whitened 0.5+fb, one scale", "hadamard whitened 0.5+fb",
+        "hadamard whitened 0.5+fb, one scale", HADAMARD,
     ),
     "whitened, 2.125 bits, beside the default, 2.5": (
-        "hadamard whitened 0.5+fb, one scale", "oscar centered+fb",
+        "hadamard whitened 0.5+fb, one scale", CENTERED,
     ),
-    "a budget of 2.5 bits beside the default": (
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "r_h_pbr whitened 0.5+fb",
-    ),
-    "a budget of 2.5 bits beside oscar-v1": (
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "oscar-v1",
-    ),
-    "the default beside oscar-v1": ("r_h_pbr whitened 0.5+fb", "oscar-v1"),
-    "a budget of 2.5 bits beside KVarN K4V2 (3.6)": (
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "kvarn-k4v2",
-    ),
-    "a budget of 2.5 bits beside turboquant_3bit_nc (3.25)": (
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "turboquant_3bit_nc",
-    ),
-    "a budget of 2.5 bits beside 2.5 for all": (
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "r_h_pbr whitened 0.5+fb, fine",
-    ),
+    "a budget of 2.5 bits beside the default": (BUDGET, DEFAULT),
+    "a budget of 2.5 bits beside oscar-v1": (BUDGET, PUBLISHED),
+    "the default beside oscar-v1": (DEFAULT, PUBLISHED),
+    "a budget of 2.5 bits beside KVarN K4V2 (3.6)": (BUDGET, "kvarn-k4v2"),
+    "a budget of 2.5 bits beside turboquant_3bit_nc (3.25)": (BUDGET, "turboquant_3bit_nc"),
+    "a budget of 2.5 bits beside 2.5 for all": (BUDGET, FINE),
     "a budget of 2.25 bits beside 2.5 for all": (
-        "r_h_pbr whitened 0.5, 2.25 bits+fb, budget", "r_h_pbr whitened 0.5+fb, fine",
+        "r_h_pbr whitened 0.5, 2.25 bits+fb, budget", FINE,
     ),
     "a budget of 3 bits beside 3 for all": (
         "r_h_pbr whitened 0.5, 3 bits+fb, budget", "r_h_pbr whitened 0.5+fb, 3 bits",
     ),
     "a budget by answers, not predictions": (
-        "r_h_pbr whitened 0.5, 2.5 bits by answers+fb, budget",
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",
+        "r_h_pbr whitened 0.5, 2.5 bits by answers+fb, budget", BUDGET,
     ),
     "a budget for each side, not both": (
-        "r_h_pbr whitened 0.5, 2.5 bits half and half+fb, budget",
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget",
+        "r_h_pbr whitened 0.5, 2.5 bits half and half+fb, budget", BUDGET,
     ),
     "eigenbasis beside Hadamard, with budgets": (
-        "r_h_pbr whitened 0.5, 2.5 bits+fb, budget", "hadamard whitened 0.5, 2.5 bits+fb, budget",
+        BUDGET, "hadamard whitened 0.5, 2.5 bits+fb, budget",
     ),
-    "the real cache beside its simulation": ("RotatedCache", "oscar centered+fb"),
+    "the real cache beside its simulation": ("RotatedCache", CENTERED),
     **{
         f"{step}, {bits}-bit codes": (f"{arm}{end}", f"{other}{end}")
         for bits, end in ((2, ""), (3, ", 3-bit codes"), (4, ", 4-bit codes"))
@@ -232,7 +218,8 @@ def main() -> None:
         if not gains:
             continue
         every = [gain for of_model in gains.values() for gain in of_model]
-        print(f"| {step} | {len(every)} | {_words(average(every))} | {_answer(stays(gains))} |")
+        stay = "yes" if stays(gains) else "no"
+        print(f"| {step} | {len(every)} | {_words(average(every))} | {stay} |")
         if options.by_model:
             for model, of_model in gains.items():
                 print(f"| - {model} | {len(of_model)} | {_words(average(of_model))} | |")
@@ -241,10 +228,6 @@ def main() -> None:
 def _words(gain: Gain) -> str:
     points = f"{gain.points:+.1f} ±{gain.points_error:.1f}"
     return f"{points} | {gain.nats:+.2f} ±{gain.nats_error:.2f}"
-
-
-def _answer(is_so: bool) -> str:
-    return "yes" if is_so else "no"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Decode attention of one layer, over 2-bit codes and in bfloat16, side by side on one GPU.
 
     python scripts/bench/benchmark_decode.py [--shapes 1x16384,1x102400,8x102400,32x16384,64x32768]
-        [--formats sglang,vllm,fine] [--heads 32] [--kv-heads 8] [--dim 128] [--sglang FILE]
-        [--splits 8,16,32,64,128] [--output FILE]
+        [--formats sglang,vllm,fine] [--sglang FILE] [--splits 8,16,32,64,128] [--output FILE]
 
 One new token for each request, bfloat16 queries, all requests equally long. Every kernel gets the
 median of many replays of a CUDA graph, so that what the CPU does for a launch does not count. The
@@ -23,7 +22,6 @@ measured in the same run: a copy (bytes read and written) and the fastest of tor
 timing a kernel that computes something else.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -37,6 +35,7 @@ import torch
 from decode_arms import SPLITS, exact_arms, exact_error, first_request, packed_variants
 from decode_caches import LAYOUTS, Shape, Storage, exact_caches, packed_caches
 from decode_timing import Launch, Timing, bandwidths, copies_of, measure
+from measuring import describe_error, make_parser, require_gpu
 from sglang_kernel import load_sglang
 
 from rotationzoo.codec import attention
@@ -117,8 +116,8 @@ def new_query(shape: Shape) -> torch.Tensor:
 
 
 def report(what: str, problem: Exception) -> None:
-    """Print the first line of why a kernel is left out."""
-    print(f"{what}: {(str(problem).splitlines() or [type(problem).__name__])[0]}", flush=True)
+    """Print why a kernel is left out."""
+    print(f"{what}: {describe_error(problem)}", flush=True)
 
 
 def fastest(rows: Sequence[Row]) -> list[Row]:
@@ -132,64 +131,35 @@ def fastest(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], rates: dict[str, float]) -> str:
-    """All shapes and kernels in Markdown."""
+    """All shapes and kernels in Markdown, with speeds beside the fastest in bfloat16."""
     lines = [
-        "| batch x context | kernel | µs | of copy | of read | x fastest bf16 | error | variant |",
-        "|---|---|---|---|---|---|---|---|",
+        "| batch x context | kernel | MB | µs | of copy | of read | x bf16 | error | variant |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         peers = [r.timing.median for r in rows if r.shape == row.shape and r.bits == 16]
         ahead = f"{min(peers) / row.timing.median:.2f}" if peers else ""
         shares = " | ".join(f"{row.rate / rates[name]:.2f}" for name in ("copy", "read"))
         lines.append(
-            f"| {row.shape} | {row.kernel} | {row.timing.microseconds:.1f} | {shares} | {ahead} "
-            f"| {row.error:.0e} | {row.variant} |"
+            f"| {row.shape} | {row.kernel} | {row.bytes / 1e6:,.1f} "
+            f"| {row.timing.microseconds:.1f} | {shares} | {ahead} | {row.error:.0e} "
+            f"| {row.variant} |"
         )
     return "\n".join(lines)
 
 
-def bounds(shapes: Sequence[Shape], formats: Sequence[str], rates: dict[str, float]) -> str:
-    """How long the bytes of each shape take at the measured bandwidths, in Markdown."""
-    names = ["bf16", *formats]
-    titles = "".join(f" {name}: MB | at copy / read, µs |" for name in names)
-    lines = ["| batch x context |" + titles, "|---|" + "---|---|" * len(names)]
-    for shape in shapes:
-        sizes = [shape.bytes, *(Storage(format).bytes(shape) for format in formats)]
-        cells = [
-            f" {size / 1e6:,.1f} | {1e6 * size / rates['copy']:.1f} / "
-            f"{1e6 * size / rates['read']:.1f} |"
-            for size in sizes
-        ]
-        lines.append(f"| {shape} |" + "".join(cells))
-    return "\n".join(lines)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", default=SHAPES, help="batch x context, with commas between")
     parser.add_argument("--formats", default="sglang,vllm,fine", help=", ".join(LAYOUTS))
-    parser.add_argument("--heads", type=int, default=32, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128, help="channels of a head")
     parser.add_argument("--sglang", type=Path, help="decode_attention.py of SGLang")
     parser.add_argument("--splits", default=",".join(map(str, SPLITS)), help="of SGLang's kernel")
     parser.add_argument("--output", type=Path, help="JSON, written after every shape")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=95,
-        help="seconds; shapes that would begin later are left out",
-    )
     args = parser.parse_args()
     start = time.monotonic()
-    geometry = args.heads, args.kv_heads, args.dim
-    sizes = [map(int, name.split("x")) for name in args.shapes.split(",")]
-    shapes = [Shape(batch, context, *geometry) for batch, context in sizes]
+    shapes = [Shape(*map(int, name.split("x"))) for name in args.shapes.split(",")]
     formats, splits = args.formats.split(","), [int(count) for count in args.splits.split(",")]
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs an NVIDIA GPU")
+    require_gpu()
     sglang = load_sglang(args.sglang) if args.sglang else None
     rates, rows = bandwidths(), list[Row]()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
@@ -204,12 +174,9 @@ def main() -> int:
             print(f"after {time.monotonic() - start:.0f} s", flush=True)
             if args.output:
                 save(args.output, rows, rates)
-            if time.monotonic() - start > args.limit:
-                print("out of time: the remaining shapes are left out")
-                break
     rates_line = ", ".join(f"{name} {rate / 1e12:.2f} TB/s" for name, rate in rates.items())
     print(f"\n{torch.cuda.get_device_name()}: {rates_line}\n")
-    print(bounds(shapes, formats, rates), table(fastest(rows), rates), sep="\n\n")
+    print(table(fastest(rows), rates))
     return int(not any(row.bits == 2 for row in rows))
 
 

@@ -8,32 +8,23 @@ Both compute the losses of the tokens past the windows; an arm also computes eac
 exact output, to compare its own with.
 """
 
-import argparse
-from collections.abc import Callable
-
 import torch
-from loading import DEVICE, compare, load
+from loading import load_chosen, make_text_parser
+from measuring import Job, compare
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.forward import attention_modules, token_losses
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Observers, Simulation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--data", default="bundled")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--length", type=int, default=2048)
+    parser = make_text_parser(__doc__, tokens=8192, length=2048)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    loaded = load(args.model, dtype, Data(source=args.data, tokens=args.tokens, length=args.length))
+    loaded = load_chosen(args)
     batches, cache, start = loaded.batches(1), CacheLayout(), CacheLayout().first_quantized
     arm = Arm("hadamard", fit(None, PRESETS["hadamard"], loaded.geometry))
     layers = {layer.index for layer in loaded.geometry}
@@ -49,15 +40,11 @@ def main() -> None:
             with simulation.running(loaded.model, modules, Observers()):
                 token_losses(loaded.model, ids, start)
 
-    jobs: dict[str, Callable[[], object]] = {
+    jobs: dict[str, Job] = {
         "exact": exact,
         "one arm": lambda: simulated(None),
         "with KL": lambda: simulated(torch.arange(start, args.length, (args.length - start) // 32)),
     }
-    print(
-        f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, "
-        f"{torch.get_num_threads()} threads"
-    )
     with torch.no_grad():
         compare(jobs, args.repeats, "the exact model")
 

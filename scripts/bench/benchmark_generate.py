@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 import transformers
-from benchmark_memory import QWEN3_8B, Record, build_model, fill, free_memory, synchronized_time
-from loading import DEVICE
+from benchmark_memory import QWEN3_8B, Record, attempt, build_model, fill
+from measuring import DEVICE, free_memory, make_parser, require_gpu, synchronized_time
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from rotationzoo import RotatedCache
@@ -38,14 +38,11 @@ from rotationzoo.recipe import PRESETS
 WARM_UP = 2  # steps before those that are timed
 ROW_STEPS = 3
 GIB = 2**30
-Step = Callable[[torch.Tensor], torch.Tensor]
-"""`(token ids [1, 1]) -> logits [1, vocabulary]`."""
 
 
 def main() -> int:
     options = parse_arguments()
-    if DEVICE != "cuda":
-        raise SystemExit("this times an NVIDIA GPU, and there is none")
+    require_gpu()
     model = build_model(QWEN3_8B, options.context + 1024)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     report: Record = {
@@ -56,10 +53,9 @@ def main() -> int:
         "weights_gib": round(weights / GIB, 2),
         "arms": {},
     }
-    for measure in (measure_rotated, measure_dynamic, measure_static):
-        with torch.no_grad():
-            measure(model, options, report["arms"])
-        free_memory()
+    with torch.no_grad():
+        measure_rotated(model, options, report["arms"])
+        measure_exact(model, options, report["arms"])
     text = json.dumps(report)
     print(f"\n{report['gpu']}: context {options.context:,}\n")
     print(table(report["arms"]))
@@ -70,9 +66,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--context", type=int, default=102_400, help="tokens before the steps")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--format", default="sglang", help="of the 2-bit cache")
@@ -88,61 +82,42 @@ def measure_rotated(model: PreTrainedModel, options: argparse.Namespace, arms: R
     fill(cache, geometry, options.context)
 
     def decode(count: int) -> Record:
-        return measure_steps(launched(model, cache), count, cache.bytes_held)
+        return measure_steps(model, cache, count, cache.bytes_held)
 
-    attempt(arms, "RotatedCache, pages", lambda: decode(options.steps))
+    measure_arm(arms, "RotatedCache, pages", lambda: decode(options.steps))
     cache.page_reading.wanted = False
-    attempt(arms, "RotatedCache, rows", lambda: decode(ROW_STEPS))
+    measure_arm(arms, "RotatedCache, rows", lambda: decode(ROW_STEPS))
 
 
-def measure_dynamic(model: PreTrainedModel, options: argparse.Namespace, arms: Record) -> None:
-    """transformers' usual cache, which copies a layer to append a token."""
+def measure_exact(model: PreTrainedModel, options: argparse.Namespace, arms: Record) -> None:
+    """transformers' usual cache, which copies a layer to append a token, and its one of a fixed
+    size."""
+    length = options.context + WARM_UP + options.steps
+    caches = {
+        "DynamicCache": lambda: DynamicCache(config=model.config),
+        "StaticCache": lambda: StaticCache(config=model.config, max_cache_len=length),
+    }
 
-    def decode() -> Record:
-        cache = DynamicCache(config=model.config)
-        return measure_exact(model, cache, options)
+    def decode(cache: Any) -> Record:
+        fill(cache, geometry_of(model), options.context)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return measure_steps(model, cache, options.steps, held)
 
-    attempt(arms, "DynamicCache, bfloat16", decode)
-
-
-def measure_static(model: PreTrainedModel, options: argparse.Namespace, arms: Record) -> None:
-    """transformers' cache of a fixed size."""
-
-    def decode() -> Record:
-        length = options.context + WARM_UP + options.steps
-        cache = StaticCache(config=model.config, max_cache_len=length)
-        return measure_exact(model, cache, options)
-
-    attempt(arms, "StaticCache, bfloat16", decode)
+    for name, create in caches.items():
+        measure_arm(arms, f"{name}, bfloat16", lambda create=create: decode(create()))
 
 
-def measure_exact(model: PreTrainedModel, cache: Any, options: argparse.Namespace) -> Record:
-    fill(cache, geometry_of(model), options.context)
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return measure_steps(launched(model, cache), options.steps, held)
-
-
-def launched(model: PreTrainedModel, cache: Any) -> Step:
-    """A step that Python launches, kernel by kernel."""
+def measure_steps(model: PreTrainedModel, cache: Any, count: int, held: int) -> Record:
+    """Time steps that Python launches, one after another, after a few that are not timed."""
     untyped: Any = model
     given = cache_argument(model, cache)
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        output = untyped(input_ids=ids, use_cache=True, logits_to_keep=1, **given)
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
-
-    return step
-
-
-def measure_steps(step: Step, count: int, held: int) -> Record:
-    """Time steps that follow each other, after a few that are not timed."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
-    for _ in range(WARM_UP):
-        ids = step(ids).argmax(-1, keepdim=True)
-    started = synchronized_time()
-    for _ in range(count):
-        ids = step(ids).argmax(-1, keepdim=True)
+    started = 0.0
+    for step in range(WARM_UP + count):
+        if step == WARM_UP:
+            started = synchronized_time()
+        output = untyped(input_ids=ids, use_cache=True, logits_to_keep=1, **given)
+        ids = output.logits[:, -1].argmax(-1, keepdim=True)
     seconds = (synchronized_time() - started) / count
     return {
         "steps": count,
@@ -153,16 +128,12 @@ def measure_steps(step: Step, count: int, held: int) -> Record:
     }
 
 
-def attempt(arms: Record, name: str, measure: Callable[[], Record]) -> None:
+def measure_arm(arms: Record, name: str, measure: Callable[[], Record]) -> None:
     """Add what an arm measured, or its error, so that the others still run."""
     free_memory()
     torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
-    try:
-        arms[name] = measure()
-    except Exception as error:
-        lines = str(error).splitlines() or [""]
-        arms[name] = {"error": f"{type(error).__name__}: {lines[0]}"}
+    arms[name] = attempt(name, measure)
     print(f"{name}: {arms[name]}, after {time.monotonic() - started:.1f} s", flush=True)
 
 

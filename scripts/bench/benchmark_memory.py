@@ -17,19 +17,27 @@ shapes alone.
 """
 
 import argparse
-import gc
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from loading import DEVICE
+from measuring import (
+    DEVICE,
+    describe_error,
+    free_memory,
+    make_parser,
+    require_gpu,
+    seconds_of,
+    synchronized_time,
+)
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config
 
 from rotationzoo import RotatedCache
@@ -56,11 +64,6 @@ LIMITED = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 4096,
 }  # fmt: skip
 """A small model whose cache is far larger than its weights: 96 KiB a token in bfloat16."""
-AIMS = {"sglang": 6.2, "vllm": 6.9}
-"""How many times smaller than in bfloat16 a cache should be."""
-PEAKS = {"rows": 512, "pages": 64}
-"""The MiB that a decoding step should take beyond weights and cache: one layer's keys and values in
-bfloat16 where they are read as rows."""
 STEPS = 3  # decoding steps that are timed
 MIB = 2**20
 Record = dict[str, Any]
@@ -68,8 +71,7 @@ Record = dict[str, Any]
 
 def main() -> int:
     options = parse_arguments()
-    if DEVICE != "cuda":
-        raise SystemExit("this measures the memory of an NVIDIA GPU, and there is none")
+    require_gpu()
     report: Record = {"gpu": torch.cuda.get_device_name(), "tokens": options.tokens}
     # The limit comes first, while nothing else has used the GPU's memory.
     parts: dict[str, Callable[[], Record]] = {
@@ -90,11 +92,9 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=[*AIMS])
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=["sglang", "vllm"])
     parser.add_argument("--readings", type=lambda text: text.split(","), default=["rows"])
     parser.add_argument("--context", type=int, default=49152, help="tokens of the limited run")
     parser.add_argument("--limit", type=int, default=3072, help="MiB of the limited run")
@@ -107,8 +107,8 @@ def attempt(name: str, measure: Callable[[], Record]) -> Record:
     try:
         return measure()
     except Exception as error:
-        print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return {"error": f"{type(error).__name__}: {error}"}
+        print(f"{name} failed: {describe_error(error)}", file=sys.stderr, flush=True)
+        return {"error": describe_error(error)}
 
 
 def build_model(shape: Record, positions: int) -> PreTrainedModel:
@@ -161,16 +161,11 @@ def measure_cache(
     }
     report["smaller"] = round(report["bytes_in_bf16"] / report["bytes_held"], 3)
     report |= measure_steps(model, cache)
-    aim, peak = AIMS.get(format, 0), PEAKS.get(reading, 0)
     print(
         f"{format}, {report['tokens']:,} tokens: {report['bytes_held'] / 1e9:.3f} GB by tensors, "
         f"{report['bytes_allocated'] / 1e9:.3f} GB by the allocator, "
         f"{report['bytes_in_bf16'] / 1e9:.3f} GB in bfloat16: {report['smaller']:.2f} times "
-        f"smaller (aim {aim}); filled in {seconds:.1f} s"
-    )
-    print(
-        f"{format}, read as {reading}: a decoding step takes {report['step_peak_mib']:.0f} MiB "
-        f"beyond weights and cache (aim {peak} MiB) and {report['step_seconds'] * 1e3:.0f} ms",
+        f"smaller; filled in {seconds:.1f} s; read as {reading}, {describe_step(report)}",
         flush=True,
     )
     return report
@@ -185,11 +180,17 @@ def measure_bf16(model: PreTrainedModel, geometry: Geometry, tokens: int) -> Rec
     report = {"bytes_allocated": allocated() - before} | measure_steps(model, cache)
     print(
         f"DynamicCache, {tokens:,} tokens: {report['bytes_allocated'] / 1e9:.3f} GB by the "
-        f"allocator; a decoding step takes {report['step_peak_mib']:.0f} MiB beyond it and "
-        f"{report['step_seconds'] * 1e3:.0f} ms",
+        f"allocator; {describe_step(report)}",
         flush=True,
     )
     return report
+
+
+def describe_step(report: Record) -> str:
+    return (
+        f"a decoding step takes {report['step_peak_mib']:.0f} MiB beyond weights and cache, and "
+        f"{report['step_seconds'] * 1e3:.0f} ms"
+    )
 
 
 @torch.no_grad()
@@ -264,11 +265,9 @@ def time_encoder(settings: CacheSettings) -> Record:
     settings = settings.for_layer(0, rows, rows)
     seconds = {}
     for count in (2048, 1):
-        settings.arm.pack(rows[:, :, :count], 0, "key", format)
-        started = synchronized_time()
-        for _ in range(4):
-            settings.arm.pack(rows[:, :, :count], 0, "key", format)
-        seconds[count] = (synchronized_time() - started) / 4
+        encode = partial(settings.arm.pack, rows[:, :, :count], 0, "key", format)
+        encode()
+        seconds[count] = statistics.mean(seconds_of(encode) for _ in range(4))
     return {
         "tokens_per_second": round(2048 / seconds[2048]),
         "token_milliseconds": round(1e3 * seconds[1], 3),
@@ -328,11 +327,12 @@ def generate(model: PreTrainedModel, cache: Any, context: int) -> Record:
         )
         report["tokens"] = text.shape[1] - context
     except torch.OutOfMemoryError as error:
-        report["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    report["stored_tokens"] = cache.get_seq_length()
-    report["peak_bytes"] = torch.cuda.max_memory_allocated()
-    report["seconds"] = round(synchronized_time() - started, 1)
-    return report
+        report["failed"] = describe_error(error)
+    return report | {
+        "stored_tokens": cache.get_seq_length(),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "seconds": round(synchronized_time() - started, 1),
+    }
 
 
 def outcome(report: Record) -> str:
@@ -349,18 +349,6 @@ def allocated() -> int:
     """The bytes that torch's allocator has given out."""
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
-
-
-def synchronized_time() -> float:
-    """The time when the GPU has done what it was asked to."""
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def free_memory() -> None:
-    """Give everything back that nobody holds."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

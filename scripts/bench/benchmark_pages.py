@@ -17,18 +17,17 @@ Then planning a step, storing a chunk of a prompt, and what the chunk reads, bes
 over rows in bfloat16.
 """
 
-import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from decode_arms import exact_arms
+from decode_arms import exact_arms, packed_variants
 from decode_caches import Shape, Storage, exact_caches, packed_caches, random_pages
 from decode_timing import Launch, bandwidths, copies_of, measure
+from measuring import describe_error, make_parser, require_gpu, seconds_of
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -121,15 +120,8 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
     copies, scores = copies_of(storage.bytes(shape)), Scores(shape.dim**-0.5)
     query = torch.randn(shape.batch, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
     caches = packed_caches(shape, storage, copies, "cuda")
-    yield (
-        "kernel",
-        timed(
-            lambda cache: cuda_attention.attend(
-                query[:, :, None], cache.packed, cache.head, cache.tail, scores
-            ),
-            caches,
-        ),
-    )
+    ((_, attend), *_) = packed_variants(cuda_attention.attend, shape)
+    yield "kernel", timed(lambda cache: attend(query[:, :, None], cache), caches)
     del caches
     torch.cuda.empty_cache()
     server = Server(shape, settings, copies)
@@ -175,14 +167,14 @@ def time_bfloat16(shape: Shape, query: torch.Tensor) -> Iterator[tuple[str, floa
 
         yield "bf16 paged", timed(read, list(caches))
     except Exception as problem:  # of compilers
-        print(f"{shape}: bf16 paged: {(str(problem).splitlines() or [''])[0]}", flush=True)
+        print(f"{shape}: bf16 paged: {describe_error(problem)}", flush=True)
     times = []
     for arm in exact_arms(shape, None, ()):
         sides = [[arm.view(side, shape) for side in cache] for cache in caches]
         try:
             times.append(timed(lambda both, arm=arm: arm.read(query[:, :, None], *both), sides))
         except Exception as problem:  # of libraries that have their own
-            print(f"{shape}: {arm.name}: {(str(problem).splitlines() or [''])[0]}", flush=True)
+            print(f"{shape}: {arm.name}: {describe_error(problem)}", flush=True)
     yield "bf16", min(times)
 
 
@@ -192,16 +184,11 @@ def timed(read: Callable, caches: list) -> float:  # type: ignore[type-arg]
     return measure(launches).median
 
 
-def clocked(work: Launch, repeats: int = 50) -> float:
+def clocked(work: Launch) -> float:
     """Seconds of work that the CPU launches each time."""
     for _ in range(5):
         work()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
+    return seconds_of(lambda: [work() for _ in range(20)]) / 20
 
 
 def time_chunk(shape: Shape, format: str, count: int, earlier: int) -> dict[str, float]:
@@ -222,28 +209,22 @@ def time_chunk(shape: Shape, format: str, count: int, earlier: int) -> dict[str,
     )
     mask = causal_lower_right(count, earlier + count)
     return {
-        "storing": clocked(lambda: layer.write(step, rows), 20),
-        "reading": clocked(lambda: layer.attend(step, query, rows, scores, output), 20),
+        "storing": clocked(lambda: layer.write(step, rows)),
+        "reading": clocked(lambda: layer.attend(step, query, rows, scores, output)),
         "bf16 attention": clocked(
-            lambda: scaled_dot_product_attention(
-                query.transpose(0, 1)[None], *both, attn_mask=mask
-            ),
-            20,
+            lambda: scaled_dot_product_attention(query.transpose(0, 1)[None], *both, attn_mask=mask)
         ),
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
     parser.add_argument("--format", default="vllm")
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs an NVIDIA GPU")
+    require_gpu()
     rates, results = bandwidths(), {}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {rates}", flush=True)
     with torch.inference_mode():

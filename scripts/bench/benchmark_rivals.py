@@ -42,7 +42,8 @@ from typing import Any
 
 import torch
 from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
-from loading import DEVICE, Loaded, load
+from loading import Loaded, load
+from measuring import DEVICE, describe_error, make_parser
 from transformers_caches import CACHES
 
 from rotationzoo.artifact.store import Artifact
@@ -94,7 +95,7 @@ def main() -> int:
         try:
             results[name] = measure(create(), questions)
         except Exception as error:  # a library that does not run here must not stop the others
-            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{name} failed: {describe_error(error)}", file=sys.stderr)
             continue
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         if options.output:  # after each arm, because some take minutes
@@ -104,9 +105,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("artifacts", type=Path, nargs="*")
     parser.add_argument("--arms", help="only these, by name; exact is always there")

@@ -18,19 +18,19 @@ Prints a table; `--output` writes everything as JSON.
 """
 
 import argparse
-import gc
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import scale_models
 import torch
 import transformers
+from measuring import DEVICE, describe_error, free_memory, make_parser
 from scale_evaluate import evaluate_lines, measure_evaluate
 from scale_statistics import Bench, Text, measure_statistics, statistics_lines
 
@@ -61,7 +61,7 @@ class Run:
             lines = LINES[part](result)
         except Exception as error:  # the other parts are worth their time all the same
             traceback.print_exc()
-            result["error"] = f"{type(error).__name__}: {error}"
+            result["error"] = describe_error(error)
             lines = [f"failed: {result['error']}"]
         result["part_seconds"] = time.monotonic() - start
         print("\n".join(f"  {line}" for line in lines), flush=True)
@@ -86,9 +86,9 @@ def main() -> int:
     print(f"a large bf16 matrix product: {matmul / 1e12:.0f} TFLOP/s")
     for number, name in enumerate(names):
         # All parts of the first model, and only the statistics of the others.
-        own = [part for part in parts if number == 0 or part == "statistics"]
-        if own:
-            measure_model(run, name, own, matmul)
+        chosen = [part for part in parts if number == 0 or part == "statistics"]
+        if chosen:
+            measure_model(run, name, chosen, matmul)
             free_memory()
     failed = [result["part"] for result in run.results if "error" in result]
     print(f"\n{time.monotonic() - run.begun:.0f} s in all")
@@ -101,7 +101,9 @@ def measure_model(run: Run, name: str, parts: list[str], matmul: float) -> None:
     """Make a model, and run the parts that use it."""
     args = run.args
     text = Text(args.tokens, args.length, args.batch)
-    shape = scale_models.shape_of(name, args.layers)
+    shape = scale_models.SHAPES[name]
+    if args.layers:
+        shape = replace(shape, layers=args.layers)
     bench = Bench.of(name, shape, scale_models.make_model(shape), text, matmul)
     jobs: dict[str, Callable[[], dict[str, Any]]] = {
         "statistics": lambda: measure_statistics(bench, args.repeats),
@@ -111,16 +113,9 @@ def measure_model(run: Run, name: str, parts: list[str], matmul: float) -> None:
         run.measure(part, name, jobs[part])
 
 
-def free_memory() -> None:
-    """Give back what the last model took, also where the allocator has kept it."""
-    gc.collect()
-    if scale_models.DEVICE == "cuda":
-        torch.cuda.empty_cache()
-
-
 def describe_machine() -> dict[str, Any]:
     """What the figures hold for."""
-    device = torch.cuda.get_device_name() if scale_models.DEVICE == "cuda" else "CPU"
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     return {
         "device": device,
         "torch": torch.__version__,
@@ -130,9 +125,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", default=",".join(LINES))
     parser.add_argument("--models", default=",".join(scale_models.SHAPES))
     parser.add_argument("--tokens", type=int, default=32_768)

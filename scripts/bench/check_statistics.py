@@ -13,13 +13,12 @@ In 16 and 32 bits it then compares the eigenvalues of sums of runs, as GPUs make
 Hopper's tensor cores multiplies, on any machine and slowly.
 """
 
-import argparse
 import sys
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from loading import DEVICE, load
+from loading import Loaded, load_chosen, make_text_parser
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.layout import statistics_tensors
@@ -28,7 +27,7 @@ from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.capture import decoder
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Recipe
 
 EIGENVALUES = 1e-3
 """The most that an eigenvalue of sums of runs may be off."""
@@ -165,22 +164,18 @@ def truncated_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.stack(products).float()
 
 
-def eigenvalue_errors(
-    model: PreTrainedModel, batches: list[torch.Tensor], sink: int, truncate: bool
-) -> dict[str, tuple[float, float]]:
+def eigenvalue_errors(loaded: Loaded, truncate: bool) -> dict[str, tuple[float, float]]:
     """Kind of row -> the largest relative difference of an eigenvalue between sums of runs and the
     float64 definition, and the least ratio of a smallest eigenvalue to the mean."""
-    with torch.no_grad():
-        geometry = geometry_of(model, batches[0])
-    recipe = Recipe(sink=sink)
+    everything = loaded.model, loaded.geometry, loaded.batches(1), Recipe(sink=64)
     with patch.object(run_sums, "on_tensor_cores", lambda rows: False):
-        expected = collect(model, geometry, batches, recipe)
+        expected = collect(*everything)
     multiply = truncated_product if truncate else run_sums._multiply
     with (
         patch.object(run_sums, "on_tensor_cores", lambda rows: True),
         patch.object(run_sums, "_multiply", multiply),
     ):
-        statistics = collect(model, geometry, batches, recipe)
+        statistics = collect(*everything)
     errors: dict[str, tuple[float, float]] = {}
     for layer, moments in expected.items():
         for kind, moment in moments.items():
@@ -193,20 +188,11 @@ def eigenvalue_errors(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--data", default="bundled")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--length", type=int, default=1024)
+    parser = make_text_parser(__doc__, tokens=8192, length=1024)
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--truncate", action="store_true")
     args = parser.parse_args()
-    data = Data(source=args.data, tokens=args.tokens, length=args.length)
-    loaded = load(args.model, getattr(torch, args.dtype), data)
-    implementation = loaded.model.config._attn_implementation
-    print(f"{loaded.text.tokens} tokens, {args.dtype}, {DEVICE}, {implementation}")
+    loaded = load_chosen(args, getattr(torch, args.dtype))
     errors = largest_difference(loaded.model, loaded.batches(1), sink=64)
     for kind, error in errors.items():
         print(f"{kind:22s} {error:.1e}")
@@ -215,7 +201,7 @@ def main() -> None:
         sys.exit(f"more than the {tolerance:.0e} that {args.dtype} allows")
     if args.dtype == "float64":
         return
-    of_runs = eigenvalue_errors(loaded.model, loaded.batches(1), 64, args.truncate)
+    of_runs = eigenvalue_errors(loaded, args.truncate)
     for kind, (error, ratio) in of_runs.items():
         print(f"eigenvalues of {kind:7s} {error:.1e}   (smallest / mean {ratio:.1e})")
     if not max(error for error, _ in of_runs.values()) < EIGENVALUES:

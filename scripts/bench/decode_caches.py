@@ -7,6 +7,7 @@ import torch
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.rotations import SIDES
 
 LAYOUTS = FORMATS | {"fine": FINE}
 
@@ -23,11 +24,6 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.context:,}"
-
-    @property
-    def group(self) -> int:
-        """Query heads that read the same KV head."""
-        return self.heads // self.kv_heads
 
     @property
     def token_bytes(self) -> int:
@@ -48,25 +44,21 @@ class Storage:
     page: int = 256
     sink: int = 64
     recent: int = 256
-    group_size: int | None = None
 
     @property
     def exact(self) -> int:
         """Tokens of a request that stay in bfloat16."""
         return self.sink + self.recent
 
-    def layouts(self, heads: int, dim: int) -> tuple[PageLayout, PageLayout]:
-        """The pages of keys and of values."""
-        format, groups = LAYOUTS[self.format], dim // (self.group_size or dim)
-        layout = PageLayout(heads, dim, groups, self.page, format)
-        return layout, layout
+    def layout(self, heads: int, dim: int) -> PageLayout:
+        """The pages of keys, and of values."""
+        return PageLayout(heads, dim, 1, self.page, LAYOUTS[self.format])
 
     def token_bytes(self, heads: int, dim: int) -> float:
         """Bytes of a packed token's keys and values, without what fills the last page."""
-        sides = self.layouts(heads, dim)
-        return sum(
-            side.heads * (side.format.row_bytes(dim) + metadata_bytes(side)) for side in sides
-        )
+        format = LAYOUTS[self.format]
+        metadata = format.metadata_numbers * format.metadata_bits / 8
+        return 2 * heads * (format.row_bytes(dim) + metadata)
 
     def bytes(self, shape: Shape) -> int:
         """Bytes of packed and exact tokens that a step reads."""
@@ -83,29 +75,17 @@ class PackedCache:
     tail: ExactWindow
 
 
-def metadata_bytes(side: PageLayout) -> float:
-    """Bytes of a token's scales and offsets in one head."""
-    return side.format.metadata_numbers * side.groups * side.format.metadata_bits / 8
-
-
-def packed_caches(
-    shape: Shape, storage: Storage, copies: int, device: str, spare: int = 0
-) -> list[PackedCache]:
-    """Caches of random codes with scales and offsets as those of rows of variance 1 have.
-
-    `spare` more exact tokens fit into the tail and into the pages than the context has.
-    """
+def packed_caches(shape: Shape, storage: Storage, copies: int, device: str) -> list[PackedCache]:
+    """Caches of random codes with scales and offsets as those of rows of variance 1 have."""
     tokens = shape.context - storage.exact
-    sides = [
-        _sides(layout, shape.batch, tokens + spare, copies, device)
-        for layout in storage.layouts(shape.kv_heads, shape.dim)
-    ]
+    layout = storage.layout(shape.kv_heads, shape.dim)
+    sides = [_sides(layout, shape.batch, tokens, copies, device) for _ in SIDES]
     lengths = torch.full((shape.batch,), tokens, dtype=torch.int32, device=device)
     recent = torch.full((shape.batch,), storage.recent, dtype=torch.int32, device=device)
     caches = []
     for key, value in zip(*sides, strict=True):
         head = ExactWindow(*_window(shape, storage.sink, device))
-        tail = ExactWindow(*_window(shape, storage.recent + spare, device), recent)
+        tail = ExactWindow(*_window(shape, storage.recent, device), recent)
         caches.append(PackedCache(PackedTokens(key, value, lengths), head, tail))
     return caches
 

@@ -1,12 +1,10 @@
-"""What the scripts share: a loaded model with its geometry and rows of text, and timings of several
-jobs side by side."""
+"""A loaded model with its geometry and rows of text, as options of a script choose them."""
 
-import statistics
-import time
-from collections.abc import Callable
+import argparse
 from dataclasses import dataclass
 
 import torch
+from measuring import DEVICE, make_parser
 from transformers import PreTrainedModel
 
 from rotationzoo.model import loading
@@ -14,8 +12,6 @@ from rotationzoo.model.geometry import Geometry, geometry_of
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recipe import Data
 from rotationzoo.text.rows import Corpus, read_corpus
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,29 @@ class Loaded:
         return [ids.to(DEVICE) for ids in self.text.batches(size)]
 
 
+def make_text_parser(description: str, tokens: int, length: int) -> argparse.ArgumentParser:
+    """A parser of the model and of the text that it reads, by default so many `tokens`."""
+    parser = make_parser(description)
+    parser.add_argument("model")
+    parser.add_argument("--data", default="bundled")
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument("--length", type=int, default=length)
+    return parser
+
+
+def load_chosen(args: argparse.Namespace, dtype: torch.dtype | None = None) -> Loaded:
+    """What the options of `make_text_parser` chose, in `dtype` or the device's usual type."""
+    if dtype is None:
+        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    data = Data(source=args.data, tokens=args.tokens, length=args.length)
+    loaded = load(args.model, dtype, data)
+    print(
+        f"{loaded.text.tokens} tokens, rows of {args.length}, {dtype}, {DEVICE}, "
+        f"{loaded.model.config._attn_implementation}, {torch.get_num_threads()} threads"
+    )
+    return loaded
+
+
 def load(model: str, dtype: torch.dtype, data: Data) -> Loaded:
     """Load a model by its hub id, folder or `demo`, with the text that `data` describes."""
     source = find(model)
@@ -40,20 +59,3 @@ def load(model: str, dtype: torch.dtype, data: Data) -> Loaded:
     with torch.no_grad():
         geometry = geometry_of(loaded, text.rows[0][None, :32].to(DEVICE))
     return Loaded(loaded, geometry, text)
-
-
-def compare(jobs: dict[str, Callable[[], object]], repeats: int, unit: str) -> None:
-    """Run the jobs in turn, several times, and print the median of each over that of the first."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    next(iter(jobs.values()))()  # the first pass pays for allocations
-    for _ in range(repeats):
-        for name, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-    base = statistics.median(next(iter(times.values())))
-    for name, seconds in times.items():
-        spread = ", ".join(f"{second:.2f}" for second in seconds)
-        print(f"{name:12s} {statistics.median(seconds) / base:5.2f} x {unit}   ({spread} s)")

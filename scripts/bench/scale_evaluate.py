@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from scale_models import measure_peak, random_text, seconds_of
+from measuring import seconds_of
+from scale_models import device_peak, random_text
 from scale_statistics import Bench, Text
 
 from rotationzoo.calibration.fit import fit
@@ -43,10 +44,11 @@ def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
     prompts = [series.prompts[0] for series in plan.series]
     blind = [series.blind[0] for series in plan.series]
     _run_text(bench, _WARMING, [arm])
-    _ask(bench, _shorten(prompts[:1]), arm)
+    _ask(bench, blind[:1], arm)
     text: dict[str, float] = {}
     prompt: dict[str, float] = {}
-    with measure_peak() as peak:
+
+    def measure() -> None:
         text["exact"] = seconds_of(lambda: _run_text(bench, length, []))
         prompt["exact"] = seconds_of(lambda: _ask(bench, prompts)) / len(prompts)
         prompt["blind"] = seconds_of(lambda: _ask(bench, blind)) / len(blind)
@@ -54,6 +56,8 @@ def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
         both = seconds_of(lambda: _run_text(bench, length, [arm]))
         text["arm"] = both - text["exact"]
         prompt["arm"] = seconds_of(lambda: _ask(bench, prompts[:2], arm)) / 2
+
+    peak = device_peak(measure)
     return {
         **bench.describe(),
         "length": length,
@@ -64,8 +68,7 @@ def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
         "tasks": [series.task for series in plan.series],
         "prompts": sum(len(series.prompts) for series in plan.series),
         "arms": len(BASELINES) + 1,
-        "device_peak_bytes": peak.device,
-        "host_peak_bytes": peak.host,
+        "device_peak_bytes": peak,
     }
 
 
@@ -86,19 +89,6 @@ def _write_prompts(length: int) -> TaskPlan:
     settings = TaskSettings(lengths=(length,))
     text = read_corpus(data, tokenizer)
     return plan_tasks(settings, data, text, tokenizer, [CacheLayout()])
-
-
-def _shorten(prompts: list[Prompt]) -> list[Prompt]:
-    """Their ends, with the questions."""
-    shorter = []
-    for prompt in prompts:
-        cut = max(0, len(prompt.ids) - _WARMING)
-        questions = []
-        for question in prompt.questions:
-            moved = slice(question.answer.start - cut, question.answer.stop - cut)
-            questions.append(replace(question, answer=moved))
-        shorter.append(Prompt(prompt.ids[cut:], tuple(questions)))
-    return shorter
 
 
 @torch.no_grad()

@@ -3,20 +3,14 @@ share: random text, FLOPs, peak memory, and the matrix product that the device c
 
 import math
 import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from accelerate import dispatch_model
+from measuring import DEVICE, seconds_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
-_LOOK = 0.005  # seconds between two looks at the memory of this process
 
 
 @dataclass(frozen=True)
@@ -87,162 +81,58 @@ SHAPES = {
     "8b": Shape("Qwen/Qwen3-8B", 36, 4096, 12_288, 32, 8),
     "32b": Shape("Qwen/Qwen3-32B", 64, 5120, 25_600, 64, 8),
     "30b-a3b": Shape("Qwen/Qwen3-30B-A3B", 48, 2048, 768, 32, 4, experts=128, active=8),
-    # As a Qwen3, which normalizes queries and keys: the matrices and the cache are Llama's.
-    "70b": Shape("meta-llama/Llama-3.3-70B-Instruct", 80, 8192, 28_672, 64, 8, vocabulary=128_256),
 }
 
 
-def shape_of(name: str, layers: int | None = None) -> Shape:
-    """A published shape, with fewer layers if asked for."""
-    shape = SHAPES[name]
-    return shape if layers is None else replace(shape, layers=layers)
-
-
-def make_model(
-    shape: str | Shape,
-    layers: int | None = None,
-    device: str = DEVICE,
-    dtype: torch.dtype = DTYPE,
-    seed: int = 0,
-    gpus: int = 1,
-) -> PreTrainedModel:
-    """transformers' own model of a shape, in eval mode, with random weights. With several `gpus`,
-    accelerate spreads it over them, each with as many successive layers.
+def make_model(shape: Shape, device: str = DEVICE) -> PreTrainedModel:
+    """transformers' own model of a shape in bfloat16, in eval mode, with random weights.
 
     It is built on `meta` and filled on the device, so that no copy exists anywhere, in no other
     type. Each matrix keeps the variance of what it multiplies, and norms have weight 1; the
     router's scores are those of random tokens, so that all experts get about as many.
     """
-    chosen = shape_of(shape, layers) if isinstance(shape, str) else shape
-    config = chosen.config()
+    config = shape.config()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    places = _spread(chosen.layers, gpus) if gpus > 1 else {"": device}
-    for name, place in places.items():
-        model.get_submodule(name).to_empty(device=place)
-    model.eval()
-    generators: dict[torch.device, torch.Generator] = {}
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation="sdpa")
+    model.to_empty(device=device).eval()
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim < 2:
                 weight.fill_(1)
             else:
                 # Each token's embedding has entries of about 1: it is to matter in every layer.
-                place = weight.device  # with its index, which `device` may lack
-                if place not in generators:
-                    generators[place] = torch.Generator(place).manual_seed(seed)
                 deviation = 1.0 if "embed_tokens" in name else 1 / math.sqrt(weight.shape[-1])
-                weight.normal_(std=deviation, generator=generators[place])
+                weight.normal_(std=deviation, generator=generator)
     # Its buffers are computed from the config when it is made, and `meta` computes nothing.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(model.device)
-    model.requires_grad_(False)
-    return model if gpus == 1 else dispatch_model(model, places)
+    return model.requires_grad_(False)
 
 
-def _spread(layers: int, gpus: int) -> dict[str, str]:
-    """Module -> GPU: the embeddings on the first, the head on the last."""
-    last = f"cuda:{gpus - 1}"
-    ends = {
-        "model.embed_tokens": "cuda:0",
-        "model.rotary_emb": "cuda:0",
-        "model.norm": last,
-        "lm_head": last,
-    }
-    return ends | {
-        f"model.layers.{layer}": f"cuda:{layer * gpus // layers}" for layer in range(layers)
-    }
-
-
-def random_text(
-    shape: str | Shape, rows: int, length: int, device: str = DEVICE, seed: int = 1
-) -> torch.Tensor:
+def random_text(shape: Shape, rows: int, length: int, device: str = DEVICE) -> torch.Tensor:
     """Token ids `[rows, length]`, all equally probable."""
-    chosen = SHAPES[shape] if isinstance(shape, str) else shape
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(chosen.vocabulary, (rows, length), generator=generator, device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randint(shape.vocabulary, (rows, length), generator=generator, device=device)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
     return sum(weight.numel() * weight.itemsize for weight in model.parameters())
 
 
-def synchronize() -> None:
+def device_peak(job: Callable[[], object]) -> int:
+    """The most bytes that were allocated on the device while a job ran; 0 on a CPU."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-
-
-def seconds_of(job: Callable[[], object]) -> float:
-    """How long a job takes, until the device is done with it."""
-    synchronize()
-    start = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
     job()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def interleave(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """The seconds of each job. The jobs take turns, forwards and backwards, so that a device that
-    gets warmer is as warm for each of them. A first, untimed turn pays for what is set up once."""
-    for job in jobs.values():
-        job()
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(repeats):
-        names = list(jobs)[:: 1 if turn % 2 == 0 else -1]
-        for name in names:
-            times[name].append(seconds_of(jobs[name]))
-    return times
+    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
 
 
 def median_ratio(times: Mapping[str, list[float]], job: str, base: str) -> float:
     """How many times as long a job took as another in the same turn: the median of all turns."""
     pairs = zip(times[job], times[base], strict=True)
     return statistics.median(seconds / plain for seconds, plain in pairs)
-
-
-@dataclass
-class Peak:
-    """The most memory of a block of code, in bytes: allocated on the device, and resident on the
-    host. `host_before` was resident when the block began."""
-
-    device: int = 0
-    host: int = 0
-    host_before: int = 0
-
-
-@contextmanager
-def measure_peak() -> Iterator[Peak]:
-    """Measure the peak of a block. The host's is looked at every 5 ms, because not every kernel
-    lets a process forget the peak it had before."""
-    peak = Peak(host_before=resident_bytes())
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    stopped = threading.Event()
-
-    def watch() -> None:
-        while not stopped.wait(_LOOK):
-            peak.host = max(peak.host, resident_bytes())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield peak
-    finally:
-        stopped.set()
-        watcher.join()
-        peak.host = max(peak.host, resident_bytes())
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-            peak.device = torch.cuda.max_memory_allocated()
-
-
-def resident_bytes() -> int:
-    """The memory of this process that is in RAM, without files that are only mapped."""
-    status = Path("/proc/self/status").read_text()
-    sizes = dict(line.split(":", 1) for line in status.splitlines())
-    name = "RssAnon" if "RssAnon" in sizes else "VmRSS"  # the first is missing in some sandboxes
-    return int(sizes[name].split()[0]) * 1024
 
 
 def matmul_peak(size: int = 8192, repeats: int = 20) -> float:

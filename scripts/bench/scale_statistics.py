@@ -6,15 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from scale_models import (
-    Shape,
-    interleave,
-    measure_peak,
-    median_ratio,
-    random_text,
-    seconds_of,
-    weight_bytes,
-)
+from measuring import interleave, seconds_of
+from scale_models import Shape, device_peak, median_ratio, random_text, weight_bytes
 from transformers import PreTrainedModel
 
 from rotationzoo.calibration.collect import collect
@@ -87,8 +80,8 @@ def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
     """Times of the recipe `oscar` and of the plain forward passes, in turns."""
     recipe = PRESETS["oscar"]
     rows, length = bench.text.rows, bench.text.length
-    with measure_peak() as peak:
-        totals = bench.collect(recipe)
+    totals: Statistics = {}
+    peak = device_peak(lambda: totals.update(bench.collect(recipe)))
     jobs = {"forward": bench.forward, "statistics": lambda: bench.collect(recipe)}
     times = interleave(jobs, repeats)
     fits = [seconds_of(lambda: fit(totals, recipe, bench.geometry)) for _ in range(3)]
@@ -119,9 +112,7 @@ def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
         "ratio": median_ratio(times, "statistics", "forward"),
         "fit_seconds": statistics.median(fits),
         "sensitivity_seconds": sensitivities,
-        "device_peak_bytes": peak.device,
-        "host_peak_bytes": peak.host,
-        "host_bytes_before": peak.host_before,
+        "device_peak_bytes": peak,
     }
 
 

@@ -99,23 +99,21 @@ def widen_slow_key_biases(model: PreTrainedModel) -> None:
         bias[..., bias.shape[-1] // 2 :].normal_(0, 4)
 
 
-def peak_norms(model: PreTrainedModel) -> None:
+def draw_norms(model: PreTrainedModel, spread: float, is_scaled: bool = True) -> None:
     """Draw the weights of the query and key norms from a log-normal distribution, one for each RoPE
-    pair. Before training, `C_Q` then has about the effective rank that it has in large models."""
-    for layer in model.model.layers:
-        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            pairs = torch.randn(norm.weight.shape[0] // 2)
-            norm.weight.copy_((0.8 * pairs).exp().repeat(2))
-
-
-def tower_norms(model: PreTrainedModel, spread: float = 0.9) -> None:
-    """Draw the weights of the query and key norms as `peak_norms` does, wider and with a mean
-    square of 1. A spread of .9 gave `C_Q` an effective rank of .2 D after training; published pairs
-    have .4 D."""
+    pair, `is_scaled` to a mean square of 1. `C_Q` then has about the effective rank that it has in
+    large models: a spread of .8 gives it before training. After training, .9 and scaled gave .2 D;
+    published pairs have .4 D."""
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             pairs = (spread * torch.randn(norm.weight.shape[0] // 2)).exp()
-            norm.weight.copy_((pairs / pairs.square().mean().sqrt()).repeat(2))
+            if is_scaled:
+                pairs /= pairs.square().mean().sqrt()
+            norm.weight.copy_(pairs.repeat(2))
+
+
+peak_norms = partial(draw_norms, spread=0.8, is_scaled=False)
+tower_norms = partial(draw_norms, spread=0.9)
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ SETS = {
     },
     "test": {
         "deep-llama": deep("llama", 16, 640, (10, 2)),
-        "wide-towering": deep("qwen3", 12, 768, (12, 2), partial(tower_norms, spread=0.6)),
+        "wide-towering": deep("qwen3", 12, 768, (12, 2), partial(draw_norms, spread=0.6)),
         "tall-qwen3": deep("qwen3", 24, 512, (8, 2)),
     },
 }

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.jobs import RECIPE, SMALL, job, rotation_bytes
+from support.jobs import RECIPE, SMALL, job
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
@@ -48,10 +48,6 @@ def test_the_files_keep_their_contract(calibrated):
     assert calibrated.identity == manifest["files"]["rotations.safetensors"]["sha256"]
     card_text = (calibrated.folder / "README.md").read_text()
     assert card_text.startswith("---\nlibrary_name: rotationzoo")
-
-
-def test_two_runs_write_the_same_bytes(calibrated, tiny, tmp_path):
-    assert rotation_bytes(calibrate(job(tiny, tmp_path))) == rotation_bytes(calibrated)
 
 
 def test_a_finished_job_is_not_done_again(calibrated, tiny, monkeypatch):

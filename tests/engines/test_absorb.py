@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from support import architectures
 from support.architectures import BASE, CALIBRATED, families
 from support.models import save_tiny
+from support.published import ok
 from support.quantized import set_quantization
 from support.tensors import stored_rotations
 
@@ -71,10 +72,7 @@ def look(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, dict[int, torc
     model = loading.load(source, loading.load_config(source), "cpu", dtype)
     if getattr(decoder(model).config, "_experts_implementation", None):
         model.set_experts_implementation("eager")  # the others have no float64
-    with (
-        torch.no_grad(),
-        intercept(model, note),
-    ):
+    with torch.no_grad(), intercept(model, note):
         return model(input_ids=IDS, use_cache=False).logits, values
 
 
@@ -98,6 +96,14 @@ def check(folder: Path, artifact: Artifact, output: Path) -> None:
         assert (rotated[layer] - value @ rotation.mT).abs().max() > 0.1 * size, (
             "R and its transpose must differ"
         )
+
+
+def absorb_and_check(folder: Path, output: Path, **changes) -> tuple[Artifact, Path]:
+    """A data-free artifact of a saved model, and the copy that absorbed it."""
+    artifact = rotate(folder, **changes)
+    absorbed = absorb(artifact, str(folder), output)
+    check(folder, artifact, absorbed)
+    return artifact, absorbed
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -142,12 +148,10 @@ def save(folder: Path, kind: str, dtype=torch.float32, shards: str = "5GB", **ch
 @pytest.mark.parametrize("pooling", ["head", "layer"])
 def test_groups_of_query_heads_biases_and_pooled_rotations(heads, pooling, tmp_path):
     folder = save(tmp_path / "qwen2", "Qwen2", num_key_value_heads=heads)
-    artifact = rotate(folder, pooling=pooling)
+    artifact, output = absorb_and_check(folder, tmp_path / "out", pooling=pooling)
     assert stored_rotations(artifact)["layers.0.value.rotation"].shape[0] == (
         1 if pooling == "layer" else heads
     )
-    output = absorb(artifact, str(folder), tmp_path / "out")
-    check(folder, artifact, output)
     before, after = tensors(folder / "model.safetensors"), tensors(output / "model.safetensors")
     changed = {
         name.split(".", 3)[3] for name in before if not torch.equal(before[name], after[name])
@@ -161,9 +165,7 @@ def test_groups_of_query_heads_biases_and_pooled_rotations(heads, pooling, tmp_p
 
 def test_the_bias_of_the_output_projection_stays(tmp_path):
     folder = save(tmp_path / "llama", "Llama", attention_bias=True)
-    artifact = rotate(folder)
-    output = absorb(artifact, str(folder), tmp_path / "out")
-    check(folder, artifact, output)
+    _, output = absorb_and_check(folder, tmp_path / "out")
     name = "model.layers.1.self_attn.o_proj.bias"
     assert torch.equal(*(tensors(path / "model.safetensors")[name] for path in (folder, output)))
 
@@ -174,8 +176,7 @@ def test_values_that_are_scaled_can_be_rotated(tmp_path):
     architectures.build("mimo_v2_flash", attention_value_scale=0.7).save_pretrained(
         tmp_path / "mimo"
     )
-    artifact = rotate(tmp_path / "mimo")
-    check(tmp_path / "mimo", artifact, absorb(artifact, str(tmp_path / "mimo"), tmp_path / "out"))
+    absorb_and_check(tmp_path / "mimo", tmp_path / "out")
 
 
 def test_shards_keep_their_names_their_index_and_where_nothing_changes_their_bytes(tmp_path):
@@ -185,9 +186,7 @@ def test_shards_keep_their_names_their_index_and_where_nothing_changes_their_byt
         (folder / name).write_text(name)
     (folder / "original").mkdir()
     (folder / "model-00001-of-00002.safetensors.old").write_text("copied, being no weights")
-    artifact = rotate(folder)
-    output = absorb(artifact, str(folder), tmp_path / "out")
-    check(folder, artifact, output)
+    _, output = absorb_and_check(folder, tmp_path / "out")
     before, after = ({path.name for path in each.iterdir()} for each in (folder, output))
     assert after == before - {*others, "original"} | {RECORD}
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -285,9 +284,8 @@ def test_what_does_not_fit_is_refused(made, tmp_path, monkeypatch):
         model.model.layers[0].self_attn.q_proj.weight.mul_(2)
     model.save_pretrained(twin)
     assert refused(made.measured, twin, tmp_path / "out", "made for other weights")
-    with (
-        monkeypatch.context() as hub
-    ):  # where the weights are not here yet when the config is compared
+    # Where the weights are not here yet when the config is compared.
+    with monkeypatch.context() as hub:
         hub.setattr("rotationzoo.engines.absorb.verify", lambda *_: Verification([], None, []))
         assert refused(made.measured, twin, tmp_path / "out", "made for other weights")
     (tmp_path / "there").mkdir()
@@ -351,16 +349,12 @@ def test_the_command_absorbs_and_serves_what_it_wrote(made, inside):
     """The whole journey: the model with the rotation in its weights, then the keys' files for an
     engine that serves it."""
     folder = made.measured.folder
-    result = inside("export", folder, "--absorb", made.folder, "-o", "absorbed", "--json")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == {"model": "absorbed"}
-    done = inside("export", folder, "--to", "sglang", "--absorbed", "absorbed", "--json")
-    assert done.returncode == 0, done.stderr
-    served = json.loads(done.stdout)
+    words = "--absorb", made.folder, "-o", "absorbed"
+    assert ok(inside("export", folder, *words, "--json")) == {"model": "absorbed"}
+    served = ok(inside("export", folder, "--to", "sglang", "--absorbed", "absorbed", "--json"))
     assert f"--model-path {inside.folder / 'absorbed'}" in served["command"][0]
     assert "v_rotation_identity.pt" in served["files"]
     other = inside("export", made.artifact.folder, "--to", "mlx", "--absorbed", "absorbed")
     assert "of another artifact" in other.stderr
     assert inside("export", folder, "--absorb", made.folder, "--pooled").returncode == 2
-    again = inside("export", folder, "--absorb", made.folder, "-o", "absorbed")
-    assert "is there already" in again.stderr
+    assert "is there already" in inside("export", folder, *words).stderr

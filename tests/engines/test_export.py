@@ -7,14 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from support import engine_readers as engines
-from support.engine_artifacts import (
-    WRITTEN,
-    base_for,
-    check_engine,
-    exported,
-    layers_of,
-    rows_of,
-)
+from support.engine_artifacts import WRITTEN, base_for, check_engine, exported, layers_of, rows_of
 
 from rotationzoo.engines.base import Options
 from rotationzoo.errors import RotationZooError

@@ -6,11 +6,7 @@ import logging
 import threading
 
 import pytest
-from support.engine_artifacts import (
-    OSCAR,
-    WRITTEN,
-    exported,
-)
+from support.engine_artifacts import OSCAR, WRITTEN, exported
 
 from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.errors import RotationZooError

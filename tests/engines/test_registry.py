@@ -9,11 +9,7 @@ from rotationzoo.cli.app import COMMANDS
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line
-from rotationzoo.engines.registry import (
-    ENGINE_NAMES,
-    ENGINES,
-    PULL_ENGINE_NAMES,
-)
+from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES, PULL_ENGINE_NAMES
 from rotationzoo.recipe import PRESETS
 
 

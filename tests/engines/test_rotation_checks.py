@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from scipy.linalg import hadamard as sylvester
-from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, v1
+from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, refused, v1
 from support.tensors import stored_rotations
 
 from rotationzoo.checks.verify import verify
@@ -137,13 +137,11 @@ def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     named = f"K={(folder / KEY).resolve()}\0V={(folder / VALUE).resolve()}"
     assert pair_id == hashlib.sha256(named.encode()).hexdigest()[:16]
     pending.write_text("{}")
-    with pytest.raises(RotationZooError, match="left half-written"):
-        import_(Import([folder], tmp_path / "imported"))
+    assert "left half-written" in refused(import_, Import([folder], tmp_path / "imported"))
     pending.rename(folder / ".oscar_0123456789abcdef.pending.json")
     import_(Import([folder], tmp_path / "of another pair"))
     (folder / "k_rotation_perhead.pt").write_bytes((folder / KEY).read_bytes())
-    with pytest.raises(RotationZooError, match="holds several pairs"):
-        import_(Import([folder], tmp_path / "imported"))
+    assert "holds several pairs" in refused(import_, Import([folder], tmp_path / "imported"))
     artifact = import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported"))
     assert artifact.content["imported"]["format"] == "V1"
     before = (tmp_path / "imported" / "manifest.json").stat().st_ino

@@ -26,3 +26,12 @@ def artifacts(tmp_path_factory) -> list[Path]:
         recipe = PRESETS[name].model_copy(update={"data": data})
         folders.append(calibrate(Job("demo", recipe, folder / name)).folder)
     return folders
+
+
+@pytest.fixture(scope="module")
+def mine(induction, tmp_path_factory) -> Path:
+    """An artifact of the model `induction`, which the tests of a module may save evaluations in."""
+    changes = {"data": Data(tokens=1024, length=512), "sink": 16, "recent": 64}
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    folder = tmp_path_factory.mktemp("made") / "mine"
+    return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder

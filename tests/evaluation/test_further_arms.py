@@ -25,15 +25,6 @@ from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.report.tables import comparison_table
 
 
-@pytest.fixture(scope="module")
-def mine(induction, tmp_path_factory):
-    data = Data(tokens=512, length=256)
-    changes = {"data": data, "sink": 16, "recent": 64, "feedback": True}
-    recipe = PRESETS["oscar"].model_copy(update=changes)
-    folder = tmp_path_factory.mktemp("made") / "mine"
-    return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder
-
-
 def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)

@@ -11,6 +11,7 @@ import torch
 import transformers
 from support import architectures
 from support.models import save_family
+from support.published import ok
 from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
@@ -90,7 +91,7 @@ def test_rivals_are_measured_where_somebody_asks_for_them(inside):
     shown = inside("evaluate", "demo", *few, "--rivals", "fp8,int4_per_token_head", "--details")
     assert "fp8, int4_per_token_head: caches of other engines, simulated" in shown.stdout
     names = "fp8,q4_0,kvarn-k4v2,nvfp4"
-    report = json.loads(inside("evaluate", "demo", *few, "--rivals", names, "--json").stdout)
+    report = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))
     arms = report["arms"]
     assert list(arms) == [*BASELINES, "q4_0", "fp8", "kvarn-k4v2", "nvfp4"]
     # 512 tokens, of which 64 and 256 are exact, and of the others 54 that fill no tile.
@@ -206,9 +207,7 @@ def test_the_command_line(inside, artifacts, monkeypatch):
     folder = Path(shutil.copytree(artifacts[0], inside.folder / "made"))
     words = ["evaluate", "demo", folder, "--windows", "16/64,64/256"]
     words += ["--tokens", "512", "--length", "512", "--tasks", "none"]
-    shown = inside(*words, "--save", "--json")
-    assert shown.returncode == 0, shown.stderr
-    report = json.loads(shown.stdout)
+    report = ok(inside(*words, "--save", "--json"))
     assert {"tokens", "exact", "arms"} <= report.keys()
     measures = {"perplexity", "perplexity_increase", "attention_kl", "output_error"}
     assert measures <= report["arms"]["made"].keys()

@@ -146,38 +146,33 @@ def calls_of(model, texts=TEXTS):
 
 def plain_heads(model, arm: Arm, window: int | None):
     """The definition: KL and output error by KV head, over all texts and queries past the start."""
-    divergence = torch.zeros(2, dtype=torch.float64)
-    count, error, norm = 0, torch.zeros_like(divergence), torch.zeros_like(divergence)
+    divergence, error, norm = torch.zeros(3, 2, dtype=torch.float64)
+    count, past = 0, slice(CACHE.first_quantized, None)
     for query, key, value, output in calls_of(model):
-        stored = [
+        stored_key, stored_value = (
             arm.fake_quantize(rows[None].float(), LAYER, side, CACHE.format)[0].double()
             for side, rows in (("key", key), ("value", value))
-        ]
-        group, length = len(query) // len(key), key.shape[1]
-        for head in range(len(query)):
+        )
+        group, position = len(query) // len(key), torch.arange(key.shape[1])
+        distance = position[:, None] - position
+        seen = (distance >= 0) & (distance < (window or len(position)))
+        kept = (position < CACHE.sink) | (distance < CACHE.recent)
+        for head, rows in enumerate(query):
             kv = head // group
-            for t in range(CACHE.first_quantized, length):
-                position = torch.arange(length)
-                kept = (position < CACHE.sink) | (position > t - CACHE.recent)
-                seen = position <= t
-                if window is not None:
-                    seen &= position > t - window
-                read = [
-                    torch.where(kept[:, None], rows[kv], other[kv])
-                    for rows, other in zip((key, value), stored, strict=True)
-                ]
-                p, q = (
-                    (query[head, t] @ keys.T / query.shape[-1] ** 0.5)
-                    .masked_fill(~seen, -math.inf)
-                    .softmax(-1)
-                    for keys in (key[kv], read[0])
-                )
-                divergence[kv] += (p * (p / q).log())[seen].sum()
-                exact = p @ value[kv]
-                torch.testing.assert_close(exact, output[head, t], rtol=0, atol=1e-5)
-                error[kv] += (q @ read[1] - exact).square().sum()
-                norm[kv] += exact.square().sum()
-        count += group * (length - CACHE.first_quantized)
+            scores, stored_scores = (
+                rows @ keys[kv].mT / rows.shape[-1] ** 0.5 for keys in (key, stored_key)
+            )
+            p, q = (
+                each.masked_fill(~seen, -math.inf).softmax(-1)
+                for each in (scores, torch.where(kept, scores, stored_scores))
+            )
+            divergence[kv] += (p * (p / q).log())[past][seen[past]].sum()
+            exact = p @ value[kv]
+            torch.testing.assert_close(exact, output[head], rtol=0, atol=1e-5)
+            read = (q * kept) @ value[kv] + (q * ~kept) @ stored_value[kv]
+            error[kv] += (read - exact)[past].square().sum()
+            norm[kv] += exact[past].square().sum()
+        count += group * len(position[past])
     return divergence / count, (error / norm).sqrt()
 
 

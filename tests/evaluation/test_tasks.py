@@ -11,8 +11,6 @@ from support.reports import evaluate
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.cli.command_line import remember_words
 from rotationzoo.cli.evaluate_view import suggest_next
 from rotationzoo.cli.options import parse_lengths, parse_tasks
@@ -22,7 +20,7 @@ from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recall.answers import Answers
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
 from rotationzoo.report.card import render_card
 
 LENGTH, SHORT = 512, 352
@@ -30,18 +28,9 @@ TEXT = Data(tokens=LENGTH, length=LENGTH)
 
 
 @pytest.fixture(scope="module")
-def artifact(induction, tmp_path_factory):
-    data = Data(tokens=1024, length=512)
-    changes = {"data": data, "sink": 16, "recent": 64}
-    recipe = PRESETS["oscar"].model_copy(update=changes)
-    folder = tmp_path_factory.mktemp("made") / "mine"
-    return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder
-
-
-@pytest.fixture(scope="module")
-def job(induction, artifact):
+def job(induction, mine):
     tasks = TaskSettings(("needles", "key-value", "quote"), questions=8)
-    return Evaluation(str(induction), [artifact], TEXT, queries=0, tasks=tasks, device="cpu")
+    return Evaluation(str(induction), [mine], TEXT, queries=0, tasks=tasks, device="cpu")
 
 
 @pytest.fixture(scope="module")

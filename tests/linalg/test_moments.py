@@ -7,7 +7,7 @@ from check_statistics import truncated_product
 from support.memory import allocated
 
 from rotationzoo.linalg import run_sums
-from rotationzoo.linalg.moments import Moment, from_raw, to_raw
+from rotationzoo.linalg.moments import Moment
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.linalg.run_sums import (
     RUN,
@@ -24,9 +24,9 @@ def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
     return torch.randn(heads, count, dim, generator=generator, dtype=dtype)
 
 
-def moment_of(x, weights=None):
+def moment_of(x):
     moment = Moment.zeros(x.shape[0], x.shape[-1])
-    moment.add(x, weights)
+    moment.add(x)
     return moment
 
 
@@ -37,20 +37,6 @@ def test_second_moment_and_mean():
     assert torch.allclose(moment.second_moment, expected, rtol=1e-14, atol=1e-15)
     assert torch.allclose(moment.mean, x.mean(1), rtol=1e-14, atol=1e-15)
     assert torch.equal(moment.second_moment, moment.second_moment.mT)
-
-
-def test_shards_merge_by_addition():
-    x, y = rows(0), rows(1, count=30)
-    merged, whole = moment_of(x) + moment_of(y), moment_of(torch.cat([x, y], 1))
-    assert torch.allclose(merged.second_moment, whole.second_moment, rtol=1e-14, atol=1e-15)
-    assert torch.allclose(merged.mean, whole.mean, rtol=1e-14, atol=1e-15)
-
-
-def test_weights_count_like_repetitions():
-    x = rows(0)
-    doubled = moment_of(x, torch.full(x.shape[:2], 2.0, dtype=torch.float64)).second_moment
-    repeated = moment_of(torch.cat([x, x], 1)).second_moment
-    assert torch.allclose(doubled, repeated, rtol=1e-14, atol=1e-15)
 
 
 def test_products_are_formed_in_float64():
@@ -65,19 +51,6 @@ def test_products_are_formed_in_float64():
     assert abs(smallest / expected - 1) < 1e-6
     in_float32 = torch.linalg.eigvalsh((x32.mT @ x32 / 4096).double())[0, 0]
     assert abs(in_float32 / expected - 1) > 1e-2
-
-
-def test_checkpoint_form_loses_no_bit():
-    statistics = {
-        3: {"key": moment_of(rows(0)), "value": moment_of(rows(1))},
-        7: {"key": moment_of(rows(2))},
-    }
-    back = from_raw(to_raw(statistics))
-    assert back.keys() == statistics.keys()
-    for layer, kinds in statistics.items():
-        for kind, moment in kinds.items():
-            for field in ("second", "first", "weight"):
-                assert torch.equal(getattr(back[layer][kind], field), getattr(moment, field))
 
 
 def test_texts_weigh_as_much_as_they_have_tokens():

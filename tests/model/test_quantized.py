@@ -10,10 +10,7 @@ import pytest
 import torch
 from support.jobs import job
 from support.models import save_tiny
-from support.quantized import (
-    quantize_to_fp8,
-    set_quantization,
-)
+from support.quantized import quantize_to_fp8, set_quantization
 
 from rotationzoo.calibration.plan import plan
 from rotationzoo.errors import UnsupportedModel

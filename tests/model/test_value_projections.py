@@ -80,29 +80,13 @@ def test_models_without_trouble_are_absorbed():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (tie_modules, "layer 1 of this has a value or output projection that it shares"),
-        (tie_weights, "layer 1 of this has a value or output projection that it shares"),
-        (
-            take_keys_for_values,
-            "layer 1 of this has a fused value projection, model.layers.1.self_attn.k_proj",
-        ),
-        (
-            take_values_of_another_layer,
-            "layer 1 of this has another use of its values .* in the attention of layer 3",
-        ),
-        (
-            mix_heads,
-            "layer 1 of this has another use of its values than its attention, in their order",
-        ),
-        (
-            read_outputs_twice,
-            "layer 1 of this has a gate or a norm .* output projection, aten.mean.default, "
-            "model.layers.1",
-        ),
-        (
-            project_every_head,
-            "layer 1 of this has a gate or a norm between attention and the output projection",
-        ),
+        (tie_modules, "a value or output projection that it shares"),
+        (tie_weights, "a value or output projection that it shares"),
+        (take_keys_for_values, "a fused value projection, model.layers.1.self_attn.k_proj"),
+        (take_values_of_another_layer, "another use of its values .* in the attention of layer 3"),
+        (mix_heads, "another use of its values than its attention, in their order"),
+        (read_outputs_twice, "a gate or a norm .* projection, aten.mean.default, model.layers.1"),
+        (project_every_head, "a gate or a norm between attention and the output projection"),
     ],
 )
 def test_what_else_reads_the_values_is_seen(change, reason, monkeypatch):
@@ -113,14 +97,8 @@ def test_what_else_reads_the_values_is_seen(change, reason, monkeypatch):
     )
     model = on_meta("Llama")
     change(model.model.layers)
-    with pytest.raises(UnsupportedModel, match=reason):
+    with pytest.raises(UnsupportedModel, match=f"layer 1 of this has {reason}"):
         projections(model)
-
-
-def test_a_fused_projection_is_refused():
-    reason = "layer 0 of this has a fused value projection, model.layers.0.self_attn.qkv_proj"
-    with pytest.raises(UnsupportedModel, match=reason):
-        projections(on_meta("Phi3"))
 
 
 def test_a_layer_that_reads_the_cache_of_another_is_refused():

@@ -7,7 +7,15 @@ import pytest
 import torch
 from support import architectures
 from support.architectures import CALIBRATED, SPARSE, families
-from support.caches import distance, random_arm, read_in_calls, read_whole, simulate, with_means
+from support.caches import (
+    cache_for,
+    distance,
+    random_arm,
+    read_in_calls,
+    read_whole,
+    simulate,
+    with_means,
+)
 from support.float64 import CLOSE
 from transformers import DynamicCache
 
@@ -30,10 +38,6 @@ LAYOUTS = {
     "chunks": (7, CacheLayout(sink=3, recent=4, prefill_chunk=7)),
     "window": (7, CacheLayout(sink=3, recent=4, prefill_chunk=7, prefill_layout="window")),
 }
-
-
-def cache_for(model, arm, windows, **settings):
-    return RotatedCache(CacheSettings(arm, windows, **{"block": 8, **settings}), model)
 
 
 @pytest.mark.parametrize(("step", "windows"), LAYOUTS.values(), ids=LAYOUTS)

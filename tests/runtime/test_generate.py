@@ -11,8 +11,6 @@ from support.float64 import CLOSE
 from support.naive_cache import naive_cache
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.simulation.layout import CacheLayout
 
 PROMPT = torch.randint(5, 60, (1, 18), generator=torch.Generator().manual_seed(3))
@@ -23,7 +21,7 @@ FAMILIES = [name for name in EVERY_KIND if architectures.available(name)]
 
 
 def empty(model, windows=WINDOWS, **settings):
-    return RotatedCache(CacheSettings(random_arm(model), windows, block=8, **settings), model)
+    return caches.cache_for(model, random_arm(model), windows, **settings)
 
 
 def generate(model, cache, ids=PROMPT, **options):

@@ -4,7 +4,7 @@ decoding step waits for nothing."""
 import pytest
 import torch
 from support import architectures
-from support.caches import read_in_calls, with_factors
+from support.caches import cache_for, read_in_calls, with_factors
 from support.codec import gpu
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,7 +15,6 @@ from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
 from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime import stream as stream_module
-from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.layer import RotatedLayer
 from rotationzoo.runtime.padding import Padding
@@ -38,13 +37,11 @@ def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
         calls.append(arguments)
         return attention.attend(*arguments)
 
-    rotations = fit(None, PRESETS["random"], geometry_of(model))
-    caches = []
-    for reading in ("auto", "auto", "rows"):
-        storage = CacheSettings(
-            Arm("", rotations), CacheLayout(sink=4, recent=8), block=32, reading=reading
-        )
-        caches.append(RotatedCache(storage, model))
+    arm = Arm("", fit(None, PRESETS["random"], geometry_of(model)))
+    caches = [
+        cache_for(model, arm, CacheLayout(sink=4, recent=8), block=32, reading=reading)
+        for reading in ("auto", "auto", "rows")
+    ]
     rows = decode(model, caches[0])
     assert not calls, "there is none on a CPU"
     monkeypatch.setattr(cuda_attention, "attend", attend)
@@ -61,10 +58,8 @@ def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
 def test_windows_lie_as_the_kernel_reads_them(monkeypatch):
     """They are not copied in each step, though models hand over transposed rows."""
     model = architectures.build("llama")
-    storage = CacheSettings(
-        Arm("", fit(None, PRESETS["random"], geometry_of(model))), CacheLayout(sink=4, recent=8)
-    )
-    cache = RotatedCache(storage, model)
+    arm = Arm("", fit(None, PRESETS["random"], geometry_of(model)))
+    cache = cache_for(model, arm, CacheLayout(sink=4, recent=8), block=256)
     decode(model, cache)
     stream = cache.layers[0].streams[0]
     for window in stream.windows():

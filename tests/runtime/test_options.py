@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
+from support.caches import generate
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rotationzoo import Artifact, RotatedCache
@@ -22,12 +23,6 @@ def demo():
     return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
 
-def generate(model, cache, tokens=6):
-    return model.generate(
-        PROMPT, past_key_values=cache, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens
-    )
-
-
 def test_all_ways_to_name_rotations(demo, made, monkeypatch):
     artifact = Artifact.open(made)
     # Error feedback takes seconds on a CPU.
@@ -38,7 +33,7 @@ def test_all_ways_to_name_rotations(demo, made, monkeypatch):
     for rotations in (artifact, str(made), made, artifact.rotations, "Qwen/Qwen3-8B"):
         cache = RotatedCache(rotations, demo, **options)
         assert cache.settings.layout.sink == 4
-        texts.append(generate(demo, cache))
+        texts.append(generate(demo, cache, PROMPT, 6))
         assert cache.bytes_held < cache.get_seq_length() * 4 * 2 * 2 * 64 * 4, "less than exact"
     assert pulled == ["Qwen/Qwen3-8B"]
     assert all(torch.equal(text, texts[0]) for text in texts)

@@ -23,7 +23,6 @@ from rotationzoo.codec.pages import PageLayout
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
-from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.paged_attention import PageReader
 from rotationzoo.runtime.settings import CacheSettings
@@ -37,8 +36,7 @@ PROMPT = IDS[:1, :18]
 
 
 def empty(model, reading, arm=None, windows=WINDOWS):
-    arm = arm or random_arm(model)
-    return RotatedCache(CacheSettings(arm, windows, block=8, reading=reading), model)
+    return caches.cache_for(model, arm or random_arm(model), windows, reading=reading)
 
 
 @pytest.fixture

@@ -32,18 +32,12 @@ def test_decoding_keeps_the_sink_and_the_recent_tokens():
     ]
 
 
-def test_a_window_keeps_the_recent_tokens_before_a_chunk():
-    rows = visible(CacheLayout(sink=1, recent=1, prefill_chunk=3, prefill_layout="window"), 9)
+@pytest.mark.parametrize(("layout", "kept"), [("window", 1), ("server", 0)])
+def test_a_window_keeps_the_recent_tokens_before_a_chunk_and_a_server_the_sink_alone(layout, kept):
+    rows = visible(CacheLayout(sink=1, recent=1, prefill_chunk=3, prefill_layout=layout), 9)
     assert rows[2] == [1, 1, 1]
-    assert rows[5] == [1, 0, 1, 1, 1, 1]
-    assert rows[6] == [1, 0, 0, 0, 0, 1, 1]
-
-
-def test_a_server_keeps_only_the_sink_of_earlier_chunks():
-    rows = visible(CacheLayout(sink=1, recent=1, prefill_chunk=3), 9)
-    assert rows[2] == [1, 1, 1]
-    assert rows[5] == [1, 0, 0, 1, 1, 1]
-    assert rows[6] == [1, 0, 0, 0, 0, 0, 1]
+    assert rows[5] == [1, 0, kept, 1, 1, 1]
+    assert rows[6] == [1, 0, 0, 0, 0, kept, 1]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from support.naive_cache import naive_cache
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS, SGLANG
+from rotationzoo.evaluation.forward import attention_modules
 from rotationzoo.model import long_masks
-from rotationzoo.model.capture import intercept
-from rotationzoo.model.geometry import cached_layers, geometry_of, shifted_layers
-from rotationzoo.rotations import Rotations
+from rotationzoo.model.geometry import geometry_of, shifted_layers
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
@@ -37,18 +36,6 @@ def several_blocks(monkeypatch):
     monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 7)
 
 
-def attention_modules(model) -> dict[int, torch.nn.Module]:
-    modules = {}
-
-    def note(layer, query, key, value, attend):
-        modules[layer] = attend.module
-        return attend(query, key, value)
-
-    with intercept(model, note):
-        read_whole(model, IDS)
-    return modules
-
-
 def observe(model, arm, cache, queries=None):
     """Logits, and by layer the outputs (simulated, exact) and the KL."""
     geometry = geometry_of(model)
@@ -57,7 +44,7 @@ def observe(model, arm, cache, queries=None):
     simulation = Simulation(arm, cache, geometry, layers, queries=queries)
     with simulation.running(
         model,
-        attention_modules(model),
+        attention_modules(model, IDS),
         Observers(
             output=lambda layer, output, exact: outputs.update({layer: (output, exact)}),
             kl=lambda layer, kl, _: divergences.update({layer: kl}),
@@ -79,31 +66,25 @@ def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
 
 
-def with_key_means(rotations: Rotations, means: dict[int, torch.Tensor]) -> Rotations:
-    return rotations.replace(
-        lambda layer, side, rotation: (
-            replace(rotation, mean=means[layer]) if side == "key" else rotation
-        )
-    )
-
-
 @families(CALIBRATED)
 def test_what_centring_moves_is_seen(name):
     """A server never adds the mean of keys back, so nor does the simulation: where attention does
     not ignore it, evaluation shows what that costs, and the look at the model says so before."""
     model = architectures.build(name, torch.float64)
-    geometry = geometry_of(model)
     generator = torch.Generator().manual_seed(0)
-    means = {
-        layer.index: 3 * torch.randn(layer.kv_heads, layer.key_dim, generator=generator)
-        for layer in cached_layers(geometry)
-    }
-    arm = Arm("centered", with_key_means(random_arm(model).rotations, means))
+
+    def center(_, side, rotation):
+        if side != "key":
+            return rotation
+        mean = 3 * torch.randn(len(rotation.clip), rotation.dim, generator=generator)
+        return replace(rotation, mean=mean)
+
+    arm = Arm("centered", random_arm(model).rotations.replace(center))
     cache = CacheLayout(sink=24, recent=0)
     simulated, _, divergences = observe(model, arm, cache, queries=torch.arange(24))
     moved = distance(simulated, read_whole(model, IDS))
     kl = max(divergence.max().item() for divergence in divergences.values())
-    if shifted_layers(geometry):
+    if shifted_layers(geometry_of(model)):
         assert (name in SHIFTED, moved > 0.01, kl > 0.01) == (True, True, True), (moved, kl)
     else:
         assert (name in SHIFTED, moved < 1e-4, kl < 1e-6) == (False, True, True), (moved, kl)
@@ -187,17 +168,3 @@ def test_the_simulation_is_what_a_cache_filled_token_by_token_gives(name, preset
     first = CACHE.sink + CACHE.recent + GROUP - 1
     assert (simulated - plain)[:, :first].abs().max() <= CLOSE * plain.abs().max()
     assert (simulated - plain)[:, first:].abs().max() > 1e-3 * plain.abs().max()
-
-
-def test_a_towering_key_channel_costs_the_others_nothing():
-    """What a rotation lacks: each channel has a scale of its own."""
-    model = architectures.build("llama", torch.float64)
-    arm = arm_for(model)
-    keys = torch.randn(1, 2, 2 * GROUP, 16, generator=torch.Generator().manual_seed(0))
-    towering = keys.clone()
-    towering[..., 3] *= 1000
-    plain, other = (arm.fake_quantize(rows, 0, "key", int2.SGLANG) for rows in (keys, towering))
-    rest = [channel for channel in range(16) if channel != 3]
-    assert torch.equal(plain[..., rest], other[..., rest])
-    values = arm.fake_quantize(towering, 0, "value", int2.SGLANG)
-    assert not torch.equal(values[..., rest], plain[..., rest])

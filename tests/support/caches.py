@@ -9,6 +9,8 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotations
+from rotationzoo.runtime.cache import RotatedCache
+from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
@@ -40,6 +42,11 @@ def with_factors(rotations: Rotations) -> Rotations:
         return replace(rotation, feedback=above + torch.eye(rotation.dim))
 
     return rotations.replace(add)
+
+
+def cache_for(model, arm: Arm, windows: CacheLayout, **settings) -> RotatedCache:
+    """An empty cache of what an arm stores, in blocks of 8 tokens."""
+    return RotatedCache(CacheSettings(arm, windows, **{"block": 8, **settings}), model)
 
 
 def simulation_of(model, arm: Arm, windows: CacheLayout) -> Simulation:

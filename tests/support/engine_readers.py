@@ -121,9 +121,9 @@ def store_vllm(rows: np.ndarray, clip: float, group: int):
     return codes, consecutive(codes)
 
 
-def store_mlx(rows: np.ndarray, clip: float, group: int):
-    """Sorted index within each group, metadata stored in half precision after rounding with it,
-    consecutive bytes."""
+def quantize_mlx(rows: np.ndarray, clip: float, group: int):
+    """Codes `[..., D]` and the scales and zeros of groups as mlx-lm's `int2_quantize` makes them
+    (pull request 1789): sorted index within each group, in float32 until they are stored."""
     groups = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group)
     threshold = np.sort(np.abs(groups), -1)[..., min(int(clip * group + 1e-6), group - 1), None]
     groups = np.clip(groups, -threshold, threshold)
@@ -131,11 +131,15 @@ def store_mlx(rows: np.ndarray, clip: float, group: int):
     scale = np.maximum(
         np.maximum(high - low, np.float32(1e-8)) / np.float32(3), np.abs(low) / np.float32(32768)
     )
-    codes = (
-        np.clip(np.floor(groups / scale + -low / scale + np.float32(0.5)), 0, 3)
-        .astype(np.uint8)
-        .reshape(rows.shape)
-    )
+    zero = -low / scale
+    codes = np.clip(np.floor(groups / scale + zero + np.float32(0.5)), 0, 3)
+    stored = [numbers.squeeze(-1).astype(np.float16) for numbers in (scale, zero)]
+    return codes.astype(np.uint8).reshape(rows.shape), *stored
+
+
+def store_mlx(rows: np.ndarray, clip: float, group: int):
+    """The same codes in consecutive bytes."""
+    codes, *_ = quantize_mlx(rows, clip, group)
     return codes, consecutive(codes)
 
 

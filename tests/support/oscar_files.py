@@ -104,10 +104,10 @@ def pair(tmp_path):
     return Pair()
 
 
-def refused(function, *arguments) -> str:
-    """The one sentence that a hostile file ends with."""
+def refused(function, *arguments, **options) -> str:
+    """The one sentence that a call ends with, such as one with a hostile file."""
     with pytest.raises(RotationZooError) as error:
-        function(*arguments)
+        function(*arguments, **options)
     words = str(error.value)
     assert "\n" not in words
     assert len(words) < 400

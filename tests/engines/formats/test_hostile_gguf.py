@@ -7,12 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_artifacts import base_for, exported
-from support.oscar_files import (
-    gguf_bytes,
-    gguf_field,
-    gguf_tensor,
-    refused,
-)
+from support.oscar_files import gguf_bytes, gguf_field, gguf_tensor, refused
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.formats.gguf_rotations import read_gguf
