@@ -125,6 +125,25 @@ def test_a_folder_of_another_name_says_nothing_of_how_it_was_made(write, models)
         check_membership(artifact, Candidate(model=str(models / "mine")))
 
 
+def test_groups_are_those_of_the_matrices_or_nothing_is_recovered(write, models):
+    """With other groups, the basis and the statistics would be wrong, and `verify` none the
+    wiser."""
+
+    def table(layer, matrix, values):
+        return {"rotation": matrix, "eigenvalues": values}
+
+    folder = write(entry=table)
+    assert read(folder, models, group_size=16).recipe.composition == "r_pbr_hblock"
+    artifact = read(folder, models, group_size=8, restart=True)
+    assert (artifact.recipe.composition, artifact.recipe.group_size) == (compositions.GIVEN, 8)
+    assert artifact.statistics is None
+    unnamed = folder.rename(folder.with_name("c_kv_rcov_phblock_g0"))
+    assert read(unnamed, models).recipe.composition == compositions.GIVEN
+    wide = unnamed.rename(folder.with_name("c_kv_rcov_phblock_g128"))
+    with pytest.raises(RotationZooError, match="groups of 128 channels do not divide heads of 32"):
+        read(wide, models)
+
+
 def test_files_that_do_not_fit_are_refused(write, models, tmp_path):
     folder = write()
     with pytest.raises(RotationZooError, match="do not say what is cached beside them"):
