@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support import media
+from tokenizers.processors import TemplateProcessing
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
@@ -71,9 +72,44 @@ def test_parts_of_a_chat_say_where_images_stand(gemma3, rows, tmp_path):
     (row,) = read(gemma3, path).media
     assert row.is_media.sum() == 8
     assert decoded(gemma3, row).startswith("see \n\n<image>")
-    path = write(tmp_path, {"messages": [chat(text("no place for it"))], "image": "0.png"})
-    with pytest.raises(RotationZooError, match=r"0 <?image>? tokens .*1 images"):
-        read(gemma3, path)
+
+
+MISPLACED = {
+    "has 0 parts of type image, and its row has 1 to put there": [text("no place for it")],
+    "has 2 parts of type image, and its row has 1 to put there": [IMAGE, IMAGE],
+    "has 1 part of type audio, and its row has 0 to put there": [IMAGE, {"type": "audio"}],
+    "holds <pixel>, which stands for media of the model": [IMAGE, text("a <pixel> in the text")],
+}
+
+
+@pytest.mark.parametrize("sentence", MISPLACED)
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_media_without_a_place_and_places_without_media_are_refused(sentence, name, rows, tmp_path):
+    """Of such rows, processors of some versions make tokens that stand for nothing."""
+    path = write(tmp_path, {"messages": [chat(*MISPLACED[sentence])], "image": "0.png"})
+    with pytest.raises(RotationZooError, match=sentence):
+        read(media.build(name), path)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_row_has_the_start_tokens_once(adds, rows, monkeypatch):
+    """Whether the processor adds them to a text by default, or, as that of LFM2-VL, does not."""
+    family = media.build("gemma3")
+    end = family[1].tokenizer.convert_tokens_to_ids("<|end|>")
+    family[1].tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", end)]
+    )
+    family[1].chat_template = "<|end|>" + family[1].chat_template
+    kind = type(family[1])
+    process = kind.__call__
+
+    def call(*words, **options):
+        return process(*words, **{"add_special_tokens": adds, **options})
+
+    monkeypatch.setattr(kind, "__call__", call)
+    for row in read(family, rows).media:
+        assert row.ids[0, 0] == end
+        assert (row.ids[0] == end).sum() == 1
 
 
 def test_data_sets_hold_bytes_or_images(gemma3, rows, tmp_path):
