@@ -7,11 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers
 from support import media
 from tokenizers.processors import TemplateProcessing
 
+from rotationzoo.calibration.recipe_checks import check_length
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import Data
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.media import read_media_corpus
 
 pytestmark = media.needs_pillow
@@ -158,6 +160,15 @@ def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
     assert "1 document with longer images or audio left out" in corpus.note
     with pytest.raises(RotationZooError, match="no row whose images and audio fit 20 tokens"):
         read(gemma3, write(tmp_path, late), length=20)
+
+
+def test_each_row_is_a_document_whatever_packing_says(gemma3, rows):
+    """Fewer tokens than one row of text has are enough, and a note does not speak of whole rows."""
+    data = Data(source=str(rows), images="image", tokens=300, length=1024)
+    check_length(Recipe(data=data), transformers.Qwen3Config())
+    corpus = read(gemma3, rows, length=1024)
+    assert len(corpus.rows) == len(data.model_copy(update={"tokens": 4096}).row_lengths) == 4
+    assert corpus.note.endswith(" tokens instead of 4,096: all of rows.jsonl")
 
 
 def test_the_positions_that_count(gemma3, rows, tmp_path):
