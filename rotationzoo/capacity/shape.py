@@ -64,6 +64,8 @@ class Shape:
     """Bytes per request of linear attention's states, which do not grow with the context."""
     uncounted_states: bool = False
     """Whether layers without keys and values keep states of a size that is not known here."""
+    has_index: bool = False
+    """Whether sparse attention caches further keys, by which it chooses the tokens to read."""
 
 
 def read_shape(source: Source) -> Shape:
@@ -89,6 +91,9 @@ def read_shape(source: Source) -> Shape:
         expert_parameters=sum(routed),
         state_bytes=without * state,
         uncounted_states=without > 0 and state == 0,
+        has_index=any(
+            hasattr(each, "update_indexer") for each in DynamicCache(config=config).layers
+        ),
     )
 
 
