@@ -16,6 +16,7 @@ from rotationzoo.text.documents import Document, Media, read_documents, reading_
 from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, shortfall, start_tokens
 from rotationzoo.words import counted
 
+_Messages = list[dict[str, Any]]
 _PARTS = {"image": "vision_config", "audio": "audio_config"}
 
 
@@ -70,7 +71,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     return Corpus(ids, fingerprint([*ids, *content]), note, rows)
 
 
-def _place(document: Document, media: Media) -> list[dict[str, Any]]:
+def _place(document: Document, media: Media) -> _Messages:
     """A chat in parts, which name kinds of media but hold nothing that a template could fetch."""
     if isinstance(document, str):
         marks = [{"type": kind} for kind, values in media.items() for _ in values]
@@ -84,9 +85,7 @@ def _place(document: Document, media: Media) -> list[dict[str, Any]]:
     return messages
 
 
-def _check_places(
-    messages: list[dict[str, Any]], media: Media, marks: list[str], data: Data
-) -> None:
+def _check_places(messages: _Messages, media: Media, marks: list[str], data: Data) -> None:
     """Raise `RotationZooError` for a chat in which not each image or sound has one place. Some
     processors would make a row of tokens that stand for nothing, or fail in the model."""
     parts = [part for message in messages for part in message["content"]]
@@ -106,9 +105,7 @@ def _check_places(
         )
 
 
-def _prepare(
-    messages: list[dict[str, Any]], media: Media, template: ChatTemplate, data: Data
-) -> Any:
+def _prepare(messages: _Messages, media: Media, template: ChatTemplate, data: Data) -> Any:
     """A chat as the processor prepares it for the model, by the names of its inputs."""
     processor: Any = template.tokenizer
     given: dict[str, Any] = {}
