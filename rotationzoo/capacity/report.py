@@ -108,7 +108,7 @@ def remarks(capacity: Capacity) -> list[str]:
     elif wish.context is None and capacity.context == capacity.positions:
         lines.append(f"without --context, a request has {tokens}, all positions of {wish.model}")
     if capacity.shape.uncounted_states:
-        lines.append("the states of layers without keys and values are not counted")
+        lines.append("states of layers without keys, or keys of a sparse index, are not counted")
     if capacity.weights.origin == "config":
         lines.append("the size of the weights was computed from the config")
     return lines

@@ -63,7 +63,8 @@ class Shape:
     state_bytes: int = 0
     """Bytes per request of linear attention's states, which do not grow with the context."""
     uncounted_states: bool = False
-    """Whether layers without keys and values keep states of a size that is not known here."""
+    """Whether layers without keys and values keep states of a size that is not known here, or
+    sparse attention the keys of an index."""
 
 
 def read_shape(source: Source) -> Shape:
@@ -78,6 +79,7 @@ def read_shape(source: Source) -> Shape:
     text: Any = config.get_text_config(decoder=True)
     layers, without = _cached_layers(source, config, model)
     state = _linear_state(text)
+    has_index = any(hasattr(each, "update_indexer") for each in DynamicCache(config=config).layers)
     embedding: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()
     routed = [p.numel() for name, p in model.named_parameters() if ".experts." in name]
@@ -88,7 +90,7 @@ def read_shape(source: Source) -> Shape:
         parameters=model.num_parameters(),
         expert_parameters=sum(routed),
         state_bytes=without * state,
-        uncounted_states=without > 0 and state == 0,
+        uncounted_states=has_index or (without > 0 and state == 0),
     )
 
 

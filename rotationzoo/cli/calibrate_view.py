@@ -9,8 +9,8 @@ from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json, has_latents
-from rotationzoo.model.loading import load_tokenizer
-from rotationzoo.model.source import Source, fetch
+from rotationzoo.model.loading import load_processor, load_tokenizer
+from rotationzoo.model.source import fetch
 from rotationzoo.recipe import Recipe
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, bits_per_element
@@ -21,7 +21,7 @@ def show_plan(out: Output, job: Job) -> None:
     """Plan the job from the model's config, and print the plan."""
     known = plan(job)
     if known.refusal is None and known.job.recipe.needs_statistics:
-        known = replace(known, notes=(*known.notes, *_missing_tokenizer(known.source)))
+        known = replace(known, notes=(*known.notes, *_missing_tokenizer(known)))
     data = _plan_json(known)
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
@@ -29,11 +29,12 @@ def show_plan(out: Output, job: Job) -> None:
         out.suggest(*typed_words("--dry-run"), *_flag_that_fits(known))
 
 
-def _missing_tokenizer(source: Source) -> list[str]:
-    """A note for a model whose tokenizer cannot be loaded."""
+def _missing_tokenizer(known: Plan) -> list[str]:
+    """A note for a model whose tokenizer, or the processor of its media, cannot be loaded."""
     try:
-        fetch(source, weights=False)
-        load_tokenizer(source)
+        fetch(known.source, weights=False)
+        load = load_processor if known.job.recipe.data.media else load_tokenizer
+        load(known.source)
     except ModelUnavailable as error:
         return [f"it cannot be calibrated yet: {error}"]
     return []

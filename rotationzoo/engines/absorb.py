@@ -81,7 +81,9 @@ def _latent_changes(
     paths = find_latent_parts(model, name)
     changes: Changes = {}
     for layer in cached_layers(geometry):
-        matrix, path = artifact.rotations[layer.index].key.matrix[0].double(), paths[layer.index]
+        # The nearest orthogonal matrix: imported ones of half precision would change norms.
+        left, _, right = torch.linalg.svd(artifact.rotations[layer.index].key.matrix[0].double())
+        matrix, path = left @ right, paths[layer.index]
         for part, tensor in model.get_submodule(f"{path}.{DOWN}").named_parameters():
             changes[f"{path}.{DOWN}.{part}"] = Change(tensor.shape, _rotate_first_rows(matrix))
         norm, up = f"{path}.{NORM}.weight", f"{path}.{UP}.weight"

@@ -250,8 +250,8 @@ def _import_latents(job: Import, folder: Path, started: float) -> Artifact:
     """The same of a folder with rotations of latents. Raises as `import_`."""
     file = read_latents(folder, job.transposed)
     source, geometry = fit_to_model(file, job.model, job.revision)
-    check_group_size(job.group_size, head_dims(geometry))
     recipe, notes = recipe_of_latents(file, job.group_size, job.served)
+    check_group_size(recipe.group_size, head_dims(geometry))
     size, digest = hash_of(folder)
     identity = _identity(job, source, recipe, {LATENT: digest})
     if (finished := _finished_artifact(job, identity)) is not None:

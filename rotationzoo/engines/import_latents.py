@@ -22,7 +22,7 @@ from rotationzoo.storage.files import digest, sha256
 _FILE = re.compile(r"layer_(\d{1,9})\.pt")
 # What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
 # of latents, a permutation, and Hadamard matrices over groups of so many channels.
-_FITTED = re.compile(r"c_kv_rcov_phblock_g(\d{1,6})")
+_FITTED = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
 NAME = "oscar-latent"
 """The recipe of imported rotations of latents, as the index has it."""
 
@@ -111,12 +111,13 @@ def recipe_of_latents(
     """The recipe, and remarks on what neither the files nor the user state. A folder's name is all
     that tells how bare matrices were made."""
     composition, notes = GIVEN, list(file.notes)
-    if match := _FITTED.fullmatch(file.content.objective):
-        composition, group_size = "r_pbr_hblock", group_size or int(match[1])
+    match = _FITTED.fullmatch(file.content.objective)
+    if match and group_size in (None, int(match[1])):
+        composition, group_size = "r_pbr_hblock", int(match[1])
     else:
         notes.append(
             "nothing says how the matrices were made; of OSCAR's tool for latents, which names its "
-            "folder c_kv_rcov_phblock_g128, they would be checked against a model"
+            "folder c_kv_rcov_phblock_g128, in its groups, they would be checked against a model"
         )
     # The server clips no latents.
     usual = PRESETS["oscar-v1"].model_copy(update={"key_clip": 1.0, "value_clip": 1.0})

@@ -48,7 +48,8 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
     trained = position_count(config)
     if not parameters or trained is None:
         raise RotationZooError(
-            f"{name} has no RoPE that --rope-scaling could scale", hint="leave --rope-scaling out"
+            f"{name} has no RoPE of full attention, or of all layers, to be scaled",
+            hint="leave --rope-scaling out",
         )
     present = scaling_of(config)
     if present is not None:
@@ -114,7 +115,10 @@ def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> s
 
 
 def _parameters(config: "PretrainedConfig") -> dict[str, Any]:
-    """The RoPE parameters of layers of full attention; empty for models without RoPE."""
+    """The RoPE parameters of layers of full attention; empty for models without RoPE, and where
+    only other types of layers have parameters."""
     text = config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    return parameters.get(_FULL) or parameters
+    full = parameters.get(_FULL) or parameters
+    is_of_others = any(isinstance(each, dict) for each in full.values())
+    return {} if is_of_others else full

@@ -16,6 +16,7 @@ from rotationzoo.text.documents import Document, Media, read_documents, reading_
 from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, shortfall, start_tokens
 from rotationzoo.words import counted
 
+_Messages = list[dict[str, Any]]
 _PARTS = {"image": "vision_config", "audio": "audio_config"}
 
 
@@ -43,11 +44,14 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     """
     template = ChatTemplate(processor)
     tokens = torch.tensor(media_tokens(config, data, "the model"))
+    marks = processor.tokenizer.convert_ids_to_tokens(tokens.tolist())
     rows: list[MediaRow] = []
     left_out = 0
     for document, media in read_documents(data):
         with reading_errors(f"a document of {data.source} cannot be prepared for the model"):
-            row = _cut(_prepare(document, media, template, data), tokens, data)
+            messages = _place(document, media)
+            _check_places(messages, media, marks, data)
+            row = _cut(_prepare(messages, media, template, data), tokens, data)
         if row is None:
             left_out += 1
         elif row.counts.any():
@@ -67,7 +71,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     return Corpus(ids, fingerprint([*ids, *content]), note, rows)
 
 
-def _place(document: Document, media: Media) -> list[dict[str, Any]]:
+def _place(document: Document, media: Media) -> _Messages:
     """A chat in parts, which name kinds of media but hold nothing that a template could fetch."""
     if isinstance(document, str):
         marks = [{"type": kind} for kind, values in media.items() for _ in values]
@@ -81,8 +85,28 @@ def _place(document: Document, media: Media) -> list[dict[str, Any]]:
     return messages
 
 
-def _prepare(document: Document, media: Media, template: ChatTemplate, data: Data) -> Any:
-    """A document as the processor prepares it for the model, by the names of its inputs."""
+def _check_places(messages: _Messages, media: Media, marks: list[str], data: Data) -> None:
+    """Raise `RotationZooError` for a chat in which not each image or sound has one place. Some
+    processors would make a row of tokens that stand for nothing, or fail in the model."""
+    parts = [part for message in messages for part in message["content"]]
+    for kind in ("image", "audio", "video"):
+        places, given = sum(part["type"] == kind for part in parts), len(media.get(kind, []))
+        if places != given:
+            raise RotationZooError(
+                f"a chat of {data.source} has {counted(places, 'part')} of type {kind}, and its "
+                f"row has {given} to put there",
+                hint="give one part for each of the column; videos are not read",
+            )
+    text = "".join(part.get("text") or "" for part in parts)
+    if written := [mark for mark in marks if mark and mark in text]:
+        raise RotationZooError(
+            f"a text of {data.source} holds {written[0]}, which stands for media of the model",
+            hint="take it out of the text: the chat template puts it where it belongs",
+        )
+
+
+def _prepare(messages: _Messages, media: Media, template: ChatTemplate, data: Data) -> Any:
+    """A chat as the processor prepares it for the model, by the names of its inputs."""
     processor: Any = template.tokenizer
     given: dict[str, Any] = {}
     if images := media.get("image"):
@@ -92,9 +116,12 @@ def _prepare(document: Document, media: Media, template: ChatTemplate, data: Dat
     if sounds := media.get("audio"):
         rate = given["sampling_rate"] = processor.feature_extractor.sampling_rate
         given["audio"] = [_read_audio(sound, rate, data) for sound in sounds]
-    text = template.render(_place(document, media), add_generation_prompt=False)
+    text = template.render(messages, add_generation_prompt=False)
     start = processor.tokenizer.decode(start_tokens(processor.tokenizer))
-    return processor(text=[text.removeprefix(start)], return_tensors="pt", **given)
+    # Some processors add no start tokens to a text, where others would add them twice.
+    if start and text.startswith(start):
+        given["add_special_tokens"] = False
+    return processor(text=[text], return_tensors="pt", **given)
 
 
 def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:

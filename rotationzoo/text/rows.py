@@ -135,7 +135,7 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
-    all_rows = data.packing != "document" and len(rows) == len(data.row_lengths)
+    all_rows = data.packing != "document" and len(rows) == len(data.row_lengths) and not data.media
     reason = f"whole rows of {data.length}" if all_rows else f"all of {data.label}"
     return f"{counted(tokens, 'token')} instead of {data.tokens:,}: {reason}"
 

@@ -118,6 +118,9 @@ def test_a_missing_processor_is_refused(run, folder):
     for name in kept:
         (bare / name).write_bytes((folder / "model" / name).read_bytes())
     refused(run(model="bare"), "has no processor for images and audio: ")
+    planned = run("--dry-run", model="bare")
+    assert "Note: it cannot be calibrated yet: " in planned.stderr
+    assert "has no processor for images and audio: " in planned.stderr
 
 
 @pytest.mark.usefixtures("no_weights")

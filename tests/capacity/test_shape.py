@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from support.architectures import EXPECTED, LATENTS, WINDOW, families
+from support.architectures import EXPECTED, LATENTS, SPARSE, WINDOW, families
 from support.models import edit_config, save_family
 from support.popular import CONFIGS, PARAMETERS, shape_of
 
+from rotationzoo.capacity.cards import parse_card
+from rotationzoo.capacity.job import Wish, measure_capacity
+from rotationzoo.capacity.report import remarks
 from rotationzoo.capacity.shape import CachedLayer, Shape, read_shape
 from rotationzoo.capacity.weights import weigh
 from rotationzoo.errors import ModelUnavailable
@@ -61,6 +64,9 @@ def test_latents_count_with_the_keys_beside_them(name, tmp_path):
     assert len(latent.layers) == len(EXPECTED[name].layers)
     assert {(layer.elements, layer.rounded, layer.rows) for layer in latent.layers} == {(28, 20, 1)}
     assert latent.parameters > latent.expert_parameters > 0
+    capacity = measure_capacity(Wish(str(tmp_path), None, 1, parse_card("24GiB")))
+    told = [line for line in remarks(capacity) if "keys of a sparse index" in line]
+    assert bool(told) == (name in [*SPARSE, "kimi_linear"])
 
 
 @pytest.mark.parametrize(

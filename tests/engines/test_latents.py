@@ -15,6 +15,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
+from rotationzoo.engines.absorb import absorb
 from rotationzoo.engines.export import export, launch_line
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
@@ -124,6 +125,37 @@ def test_a_folder_of_another_name_says_nothing_of_how_it_was_made(write, models)
     assert artifact.recipe.composition == compositions.GIVEN
     with pytest.raises(RotationZooError, match="holds no eigenbasis"):
         check_membership(artifact, Candidate(model=str(models / "mine")))
+
+
+def test_a_copy_with_rotations_of_half_precision_computes_the_same(write, models, tmp_path):
+    """They are orthogonal to 3e-3 only, which a norm between two projections would feel."""
+    folder = write(entry=lambda layer, matrix, values: matrix.bfloat16())
+    copy = absorb(read(folder, models), str(models / "mine"), tmp_path / "copy")
+    ids, logits = torch.arange(3, 43)[None], []
+    for path in (models / "mine", copy):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        with torch.no_grad():
+            logits.append(model(input_ids=ids).logits)
+    assert (logits[0] - logits[1]).abs().max() < 1e-4 * logits[0].abs().max()
+
+
+def test_groups_are_those_of_the_matrices_or_nothing_is_recovered(write, models):
+    """With other groups, the basis and the statistics would be wrong, and `verify` none the
+    wiser."""
+
+    def table(layer, matrix, values):
+        return {"rotation": matrix, "eigenvalues": values}
+
+    folder = write(entry=table)
+    assert read(folder, models, group_size=16).recipe.composition == "r_pbr_hblock"
+    artifact = read(folder, models, group_size=8, restart=True)
+    assert (artifact.recipe.composition, artifact.recipe.group_size) == (compositions.GIVEN, 8)
+    assert artifact.statistics is None
+    unnamed = folder.rename(folder.with_name("c_kv_rcov_phblock_g0"))
+    assert read(unnamed, models).recipe.composition == compositions.GIVEN
+    wide = unnamed.rename(folder.with_name("c_kv_rcov_phblock_g128"))
+    with pytest.raises(RotationZooError, match="groups of 128 channels do not divide heads of 32"):
+        read(wide, models)
 
 
 def test_files_that_do_not_fit_are_refused(write, models, tmp_path):

@@ -7,10 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers
 from support import media
+from tokenizers.processors import TemplateProcessing
 
+from rotationzoo.calibration.recipe_checks import check_length
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import Data
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.media import read_media_corpus
 
 pytestmark = media.needs_pillow
@@ -71,9 +74,44 @@ def test_parts_of_a_chat_say_where_images_stand(gemma3, rows, tmp_path):
     (row,) = read(gemma3, path).media
     assert row.is_media.sum() == 8
     assert decoded(gemma3, row).startswith("see \n\n<image>")
-    path = write(tmp_path, {"messages": [chat(text("no place for it"))], "image": "0.png"})
-    with pytest.raises(RotationZooError, match=r"0 <?image>? tokens .*1 images"):
-        read(gemma3, path)
+
+
+MISPLACED = {
+    "has 0 parts of type image, and its row has 1 to put there": [text("no place for it")],
+    "has 2 parts of type image, and its row has 1 to put there": [IMAGE, IMAGE],
+    "has 1 part of type audio, and its row has 0 to put there": [IMAGE, {"type": "audio"}],
+    "holds <pixel>, which stands for media of the model": [IMAGE, text("a <pixel> in the text")],
+}
+
+
+@pytest.mark.parametrize("sentence", MISPLACED)
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_media_without_a_place_and_places_without_media_are_refused(sentence, name, rows, tmp_path):
+    """Of such rows, processors of some versions make tokens that stand for nothing."""
+    path = write(tmp_path, {"messages": [chat(*MISPLACED[sentence])], "image": "0.png"})
+    with pytest.raises(RotationZooError, match=sentence):
+        read(media.build(name), path)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_row_has_the_start_tokens_once(adds, rows, monkeypatch):
+    """Whether the processor adds them to a text by default, or, as that of LFM2-VL, does not."""
+    family = media.build("gemma3")
+    end = family[1].tokenizer.convert_tokens_to_ids("<|end|>")
+    family[1].tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", end)]
+    )
+    family[1].chat_template = "<|end|>" + family[1].chat_template
+    kind = type(family[1])
+    process = kind.__call__
+
+    def call(*words, **options):
+        return process(*words, **{"add_special_tokens": adds, **options})
+
+    monkeypatch.setattr(kind, "__call__", call)
+    for row in read(family, rows).media:
+        assert row.ids[0, 0] == end
+        assert (row.ids[0] == end).sum() == 1
 
 
 def test_data_sets_hold_bytes_or_images(gemma3, rows, tmp_path):
@@ -122,6 +160,15 @@ def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
     assert "1 document with longer images or audio left out" in corpus.note
     with pytest.raises(RotationZooError, match="no row whose images and audio fit 20 tokens"):
         read(gemma3, write(tmp_path, late), length=20)
+
+
+def test_each_row_is_a_document_whatever_packing_says(gemma3, rows):
+    """Fewer tokens than one row of text has are enough, and a note does not speak of whole rows."""
+    data = Data(source=str(rows), images="image", tokens=300, length=1024)
+    check_length(Recipe(data=data), transformers.Qwen3Config())
+    corpus = read(gemma3, rows, length=1024)
+    assert len(corpus.rows) == len(data.model_copy(update={"tokens": 4096}).row_lengths) == 4
+    assert corpus.note.endswith(" tokens instead of 4,096: all of rows.jsonl")
 
 
 def test_the_positions_that_count(gemma3, rows, tmp_path):

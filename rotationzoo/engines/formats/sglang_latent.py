@@ -15,11 +15,6 @@ _PACKED = 512  # elements of the latents that the server's own kernels pack
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 
 
-def file_name(layer: int) -> str:
-    """The name of a layer's file; layers count all of the model."""
-    return f"layer_{layer}.pt"
-
-
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for weights that carry the rotation already."""
     if payload.value is None:
@@ -32,7 +27,7 @@ def check_payload(payload: Payload) -> None:
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write a file for each layer to `work`. The environment variables name the folder `final`."""
     for layer, matrix in payload.key.rotation.items():
-        write_pt(work / file_name(layer), matrix.float().contiguous().clone())
+        write_pt(work / f"layer_{layer}.pt", matrix.float().contiguous().clone())
     environment = {
         "SGLANG_OSCAR_MLA_KV_ROTATION_PATH": str(final),
         "SGLANG_OSCAR_MLA_KV_GROUP_SIZE": str(payload.largest_group),
