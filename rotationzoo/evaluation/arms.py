@@ -14,7 +14,7 @@ from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import full_attention_layers
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import PRESETS, Recipe, with_budget
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
@@ -214,9 +214,8 @@ def reduced_rotations(
     means of the sides `uncentered`, and with the budget of `bits`. Raises as `check_pooled` and
     `spend_bits` do."""
     rotations = artifact.rotations
-    if isinstance(bits, int | float):
-        budget = {"bits": bits, "key_bits": None, "value_bits": None}
-        rotations = spend_bits(rotations, artifact.recipe.model_copy(update=budget))
+    if bits not in (None, "equal"):
+        rotations = spend_bits(rotations, with_budget(artifact.recipe, bits=bits))
     if pooled and rotations.per_head:
         rotations = pooled_rotations(artifact)
 

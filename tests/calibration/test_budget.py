@@ -33,7 +33,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
-from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget
+from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
@@ -106,6 +106,9 @@ def test_another_budget_needs_no_model(made):
     with pytest.raises(RotationZooError, match=r"a budget of 2\.5 bits is less") as error:
         reduced_rotations(made, False, (), bits=2.5)
     assert error.value.hint == "--bits 3 or more"
+    for bits in (float("nan"), 4.5, "many"):
+        with pytest.raises(UsageError, match="bits = "):
+            reduced_rotations(made, False, (), bits=bits)
 
 
 def test_sides_may_have_budgets_of_their_own(made):
@@ -148,6 +151,13 @@ def test_budgets_that_contradict_each_other_are_refused(budget, problem):
 def test_a_budget_needs_error_feedback():
     with pytest.raises(RotationZooError, match="needs a recipe with error feedback"):
         from_dict({"extends": "hadamard", "bits": 2.5}, "the file")
+    with pytest.raises(UsageError, match="needs a recipe with error feedback"):
+        with_feedback(from_dict({"bits": 2.5}, "the file"), False)
+
+
+def test_another_budget_takes_the_place_of_the_files():
+    chosen = with_budget(from_dict({"key_bits": 3, "value_bits": 2.5}, "the file"), bits=2.25)
+    assert [chosen.bits, chosen.key_bits, chosen.value_bits] == [2.25, None, None]
 
 
 def test_a_cache_stores_every_side_in_its_own_bits(folder, made):
