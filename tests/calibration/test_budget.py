@@ -184,6 +184,7 @@ def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made)
     )
     bits = {name: arm["bits_per_element"] for name, arm in report["arms"].items()}
     assert report["format"] == "fine"
+    assert "The budget is one of 3.5 bits" in report["notes"]
     assert bits["out+feedback"] <= bits["hadamard"] <= 3.51
 
 
