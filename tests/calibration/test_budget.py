@@ -34,6 +34,7 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback
+from rotationzoo.report.page import make_report
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
@@ -98,6 +99,14 @@ def test_no_more_bits_are_spent_than_the_budget_has(made):
     assert least == pytest.approx(3)  # 2 bits and a float16 scale for 16 channels
     assert least < stored_bits(made, made.rotations) <= BITS
     assert average_fine_channels(made.rotations) == 8  # of 16
+
+
+def test_a_page_counts_the_bits_of_the_budget(made):
+    cache = CacheLayout.of_recipe(made.recipe, FINE)
+    bits = arm_bits(made.geometry, Arm("arm", made.rotations), cache, 131_072)
+    assert bits < 3.6  # those of SGLang, for rows of 16 channels, are 6
+    words = " ".join(make_report(made, context=131_072).verdict.words)
+    assert f"{16 / bits:.1f} times smaller" in words
 
 
 def test_another_budget_needs_no_model(made):
