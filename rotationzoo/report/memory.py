@@ -75,7 +75,9 @@ class Request:
 def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
     """How an engine stores the cache: in the format and with the windows that were measured."""
     if measured is None:
-        return CacheLayout.of_recipe(artifact.recipe, FINE if artifact.recipe.has_budget else SGLANG)
+        return CacheLayout.of_recipe(
+            artifact.recipe, FINE if artifact.recipe.has_budget else SGLANG
+        )
     format = SIMULATED.get(measured.format, SGLANG)
     window = measured.window
     layout = CacheLayout.of_recipe(artifact.recipe, format)

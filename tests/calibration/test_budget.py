@@ -18,6 +18,7 @@ from rotationzoo.calibration.budget import (
     PER_BIT,
     Place,
     average_fine_channels,
+    check_budget,
     choose_bits,
     spend_bits,
 )
@@ -25,16 +26,18 @@ from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.cli.app import app
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import reduced_rotations
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback
 from rotationzoo.report.page import make_report
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
@@ -114,7 +117,7 @@ def test_another_budget_needs_no_model(made):
     assert {int(rotation.fine_channels) for _, _, rotation in generous.each()} == {16}
     with pytest.raises(RotationZooError, match=r"a budget of 2\.5 bits is less") as error:
         reduced_rotations(made, False, (), bits=2.5)
-    assert error.value.hint == "--bits 3 or more"
+    assert error.value.hint == "give 3 or more"
     for bits in (float("nan"), 4.5, "many"):
         with pytest.raises(UsageError, match="bits = "):
             reduced_rotations(made, False, (), bits=bits)
@@ -195,6 +198,32 @@ def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made)
     assert report["format"] == "fine"
     assert "The budget is one of 3.5 bits" in report["notes"]
     assert bits["out+feedback"] <= bits["hadamard"] <= 3.51
+
+
+@pytest.mark.parametrize("dim", [16, 56, 72, 80, 112, 192, 576])
+def test_the_least_budget_that_a_hint_names_is_one(dim):
+    layers = [Layer(index, index, 8, 3, dim, dim) for index in range(7)]
+    with pytest.raises(RotationZooError) as error:
+        check_budget(Recipe(feedback=True, bits=2.001), layers)
+    least = float(error.value.hint.split()[1])
+    assert 2 + 16 / dim <= least + 1e-9 < 2 + 16 / dim + 0.001
+    check_budget(Recipe(feedback=True, bits=least), layers)
+
+
+def test_a_model_whose_layers_only_its_weights_show_may_have_a_budget():
+    check_recipe(Recipe(feedback=True, bits=2.5), [])
+    latents, apart = Layer(0, 0, 8, 1, 64, 64, rope_dim=16), {"key_bits": 3, "value_bits": 3}
+    with pytest.raises(RotationZooError, match="leave none for latents"):
+        check_budget(Recipe(feedback=True, **apart), [latents])
+
+
+def test_baselines_get_no_more_bits_than_their_shortest_rows_have_channels():
+    def row(dim, fine):
+        return Rotation(torch.eye(dim)[None], torch.ones(2), fine_channels=torch.tensor(fine))
+
+    full = Rotations({0: LayerRotations(row(192, 192), row(128, 128))})
+    assert average_fine_channels(full) == 128
+    assert average_fine_channels(Rotations({0: LayerRotations(row(192, 48), row(128, 0))})) == 24
 
 
 # ---- what is chosen costs no more than anything else that the budget buys
