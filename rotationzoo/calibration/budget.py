@@ -136,8 +136,8 @@ def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
 
 
 def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[Problem]:
-    """Sensitivities that are no losses, and bits that rows have no room for. The tensors must have
-    the shapes that the recipe asks for, and be finite."""
+    """Sensitivities that are no losses, and bits that rows have no room for or that the budget does
+    not buy. The tensors must have the shapes that the recipe asks for, and be finite."""
     if not recipe.has_budget:
         return
     for layer, side, rotation in rotations.each():
@@ -146,6 +146,13 @@ def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[Problem]:
             yield f"{side} sensitivity below 0", layer
         if rotation.fine_channels not in place.choices:
             yield f"{side} fine channels that rows have no room for", layer
+    for sides, bits in _budgets(recipe):
+        mine = [each for each in rotations.each() if each[1] in sides]
+        places = [_place(rotation) for _, _, rotation in mine]
+        room = _extra_bits(places, bits, recipe) * sum(place.elements for place in places)
+        spent = sum(len(rotation.clip) * int(rotation.fine_channels or 0) for *_, rotation in mine)
+        if spent > room + 1:  # the room is rounded, and bits are spent by the dozen
+            yield f"more fine channels than {bits:g} bits buy", mine[0][0]
 
 
 def choose_bits(places: Sequence[Place], extra: float) -> list[int]:

@@ -90,6 +90,16 @@ def test_noise_is_subtracted_and_rows_are_clamped_before_their_mean(made, monkey
     assert {int(rotation.fine_channels) for _, _, rotation in spent.each()} == {16}
 
 
+def test_losses_that_are_not_finite_are_refused(made, monkeypatch):
+    monkeypatch.setattr(sensitivity, "decoder_layers", lambda *_: [])
+    monkeypatch.setattr(sensitivity, "_predict", lambda *_: None)
+    monkeypatch.setattr(sensitivity, "_measure_loss", lambda *_: float("nan"))
+    with pytest.raises(RotationZooError, match="keys of layer 0 lose is not finite"):
+        sensitivity.measure_sensitivities(
+            None, made.geometry, made.rotations, [torch.zeros(8)], RECIPE, lambda *_: None
+        )
+
+
 def test_inspect_says_which_layers_get_more(made):
     shown = CliRunner().invoke(app, ["inspect", str(made.folder)])
     assert shown.exit_code == 0
@@ -188,6 +198,17 @@ def test_verify_finds_bits_that_rows_have_no_room_for(made):
     claim = Claim(made.recipe, made.geometry)
     problems = claim.content_problems(made.rotations.replace(tamper), made.statistics)
     assert any("no room for" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("budget", [{"bits": 3.5}, {"key_bits": 4, "value_bits": 3.5}])
+def test_verify_finds_more_bits_than_the_budget_has(made, budget):
+    recipe = made.recipe.model_copy(update={"bits": None, **budget})
+    claim, spent = Claim(recipe, made.geometry), spend_bits(made.rotations, recipe)
+    assert claim.content_problems(spent, made.statistics) == []
+    full = spend_bits(made.rotations, with_budget(recipe, bits=4))
+    assert claim.content_problems(full, made.statistics) == [
+        "more fine channels than 3.5 bits buy: layer 0"
+    ]
 
 
 def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made):
