@@ -74,14 +74,11 @@ class Request:
 
 def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
     """How an engine stores the cache: in the format and with the windows that were measured."""
+    recipe = artifact.recipe
     if measured is None:
-        return CacheLayout.of_recipe(
-            artifact.recipe, FINE if artifact.recipe.has_budget else SGLANG
-        )
-    format = SIMULATED.get(measured.format, SGLANG)
-    window = measured.window
-    layout = CacheLayout.of_recipe(artifact.recipe, format)
-    return replace(layout, sink=window.sink, recent=window.recent)
+        return CacheLayout.of_recipe(recipe, FINE if recipe.has_budget else SGLANG)
+    layout = CacheLayout.of_recipe(recipe, SIMULATED.get(measured.format, SGLANG))
+    return replace(layout, sink=measured.window.sink, recent=measured.window.recent)
 
 
 def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> float:

@@ -21,8 +21,7 @@ def arm_bits(geometry: Geometry, arm: Arm, layout: CacheLayout, length: int = CO
     that the model caches.
 
     Exact tokens count 16 bits, including tokens of a group that is not complete yet, and so do keys
-    with RoPE beside a latent.
-    Arms with as many of these bits take equal bytes.
+    with RoPE beside a latent. Arms with as many of these bits take equal bytes.
     """
     grouped = replace(layout, token_group=arm.token_group)
     quantized = grouped.quantized_tokens(length) / length
