@@ -215,7 +215,7 @@ def reduced_rotations(
     means of the sides `uncentered`, and with the budget of `bits`. Raises as `check_pooled` and
     `spend_bits` do."""
     rotations = artifact.rotations
-    if bits not in (None, "equal"):
+    if bits is not None and bits != "equal":
         rotations = spend_bits(rotations, with_budget(artifact.recipe, bits=bits))
     if pooled and rotations.per_head:
         rotations = pooled_rotations(artifact)

@@ -334,8 +334,10 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
     check_bits(job.bits, has_budget, name)
-    asked = [f"The budget is one of {job.bits:g} bits"] if isinstance(job.bits, int | float) else []
-    return replace(job, format=name, notes=[*job.notes, *asked])
+    if job.bits not in (None, "equal"):
+        said = f"The artifacts have a budget of {job.bits} bits here, and not their own"
+        job = replace(job, notes=[*job.notes, said])
+    return replace(job, format=name)
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
