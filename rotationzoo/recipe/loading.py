@@ -112,7 +112,7 @@ def with_budget(recipe: Recipe, **bits: float | None) -> Recipe:
     """The recipe with a budget of `bits`, or of `key_bits` and `value_bits`, in place of its own,
     under a name that says so. Raises `UsageError`."""
     content = {**recipe.model_dump(), **dict.fromkeys(BUDGETS), **bits}
-    changed = _from_options(content, "as: --recipe oscar --bits 2.5")
+    changed = _from_options(content, "as: --bits 2.5, with a recipe such as oscar")
     given = (getattr(changed, key) for key in BUDGETS)
     suffix = "-".join(f"{number:g}" for number in given if number is not None)
     return changed.model_copy(update={"name": f"{recipe.name}-{suffix}-bits"})
