@@ -5,6 +5,7 @@ layers, two layers' keys cost 60 % of all that was lost. The choice is a knapsac
 choice for each row, and scipy's integer program solves it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ these halve."""
 SMALLEST = 1e-3
 """The share of the mean loss that every place loses at least. In bfloat16, a loss may be too small
 to be measured; bits that nobody needs more go there."""
+_NOTHING = 1e-9  # bits that are no more than rounding of the average
 _GAP = 1e-5  # a solution this close to the best one, relative to its loss, is as good
 
 
@@ -76,13 +78,14 @@ def spend_bits(rotations: Rotations, recipe: Recipe) -> Rotations:
 
 def average_fine_channels(rotations: Rotations) -> int:
     """The `Format.fine_channels` with which rows of equal bits take the bytes of these rotations'
-    budget, rounded up to a multiple of 8."""
+    budget, rounded up to a multiple of 8. No row has more than its channels."""
     bits, rows = 0, 0
     for _, _, rotation in rotations.each():
         heads = len(rotation.clip)
         bits += heads * int(rotation.fine_channels or 0)
         rows += heads
-    return -(-bits // (8 * rows)) * 8
+    shortest = min(rotation.dim for _, _, rotation in rotations.each())
+    return min(-(-bits // (8 * rows)), shortest // 8) * 8
 
 
 def _place(rotation: Rotation) -> Place:
@@ -95,8 +98,9 @@ def _place(rotation: Rotation) -> Place:
 
 
 def check_budget(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise `RotationZooError` for a budget below the bits of codes of 2 bits and their scales."""
-    for sides, bits in _budgets(recipe):
+    """Raise `RotationZooError` for a budget below the bits of codes of 2 bits and their scales. A
+    geometry that only the weights will show, which is empty, has none to check."""
+    for sides, bits in _budgets(recipe) if geometry else []:
         places = []
         for layer in cached_layers(geometry):
             mine = [side for side in layer.sides if side in sides]
@@ -121,18 +125,19 @@ def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
     for place in places:
         taken += place.elements * int2.bits_per_element(place.dim, recipe.group_size, COARSE)
     least = taken / sum(place.elements for place in places)
-    if bits < least:
+    if bits < least - _NOTHING:
+        raised = math.ceil((least - _NOTHING) * 1000) / 1000  # 2 + 16/192 may not be rounded down
         raise RotationZooError(
             f"a budget of {bits:g} bits is less than codes of 2 bits take with their scales, "
-            f"{least:g}",
-            hint=f"--bits {least:g} or more",
+            f"{raised:g}",
+            hint=f"give {raised:g} or more",
         )
-    return bits - least
+    return max(0.0, bits - least)
 
 
 def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[Problem]:
-    """Sensitivities that are no losses, and bits that rows have no room for. The tensors must have
-    the shapes that the recipe asks for, and be finite."""
+    """Sensitivities that are no losses, and bits that rows have no room for or that the budget does
+    not buy. The tensors must have the shapes that the recipe asks for, and be finite."""
     if not recipe.has_budget:
         return
     for layer, side, rotation in rotations.each():
@@ -141,6 +146,13 @@ def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[Problem]:
             yield f"{side} sensitivity below 0", layer
         if rotation.fine_channels not in place.choices:
             yield f"{side} fine channels that rows have no room for", layer
+    for sides, bits in _budgets(recipe):
+        mine = [each for each in rotations.each() if each[1] in sides]
+        places = [_place(rotation) for _, _, rotation in mine]
+        room = _extra_bits(places, bits, recipe) * sum(place.elements for place in places)
+        spent = sum(len(rotation.clip) * int(rotation.fine_channels or 0) for *_, rotation in mine)
+        if spent > room + 1:  # the room is rounded, and bits are spent by the dozen
+            yield f"more fine channels than {bits:g} bits buy", mine[0][0]
 
 
 def choose_bits(places: Sequence[Place], extra: float) -> list[int]:

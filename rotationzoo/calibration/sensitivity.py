@@ -5,6 +5,7 @@ Losses of single places nearly add up: on a trained model of eight layers their 
 all of them cost together.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.calibration.budget import COARSE
+from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.prediction import (
     decoder_layers,
@@ -47,7 +49,8 @@ def measure_sensitivities(
 
     `rows` are token ids `[T]`. The longest are read, once exact and once for every layer and side.
     Layers before it are left out then, which halves the time: what they return is kept from the
-    exact run. Windows are those of the recipe, or a quarter of a shorter row.
+    exact run. Windows are those of the recipe, or a quarter of a shorter row. Raises
+    `RotationZooError` for predictions that are not finite.
     """
     places = [(layer, side) for layer, side, _ in rotations.each()]
     readers: dict[int, set[int]] = {}
@@ -75,6 +78,10 @@ def measure_sensitivities(
             simulation = Simulation(arm, cache, geometry, readers[index], (side,))
             with _leaving_out(layers[:index], outputs):
                 loss = _measure_loss(model, row, exact, simulation) - noise
+            if not math.isfinite(loss):  # a maximum of 0 and NaN is 0
+                raise RotationZooError(
+                    f"what {side}s of layer {index} lose is not finite", hint="--dtype float32"
+                )
             # Quality was measured with rows clamped one by one (docs/quality.md).
             losses[index, side] += max(0.0, loss) / len(longest)
             done += 1

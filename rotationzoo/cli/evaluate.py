@@ -106,7 +106,7 @@ def evaluate_command(
         "questions": parse_questions(questions),
         "windows": options.parse_windows(windows) or None,
         "layers": parse_layers(layers),
-        "rivals": rivals.split(",") if rivals else None,
+        "rivals": rivals.replace(" ", "").split(",") if rivals else None,
         "sides": _quantized_sides(keys_only, values_only),
     }
     settings = options.chosen(locals() | parsed, EvaluationOptions)

@@ -174,27 +174,11 @@ def _unpack(data: torch.Tensor, packing: Packing, bits: int) -> torch.Tensor:
     return torch.stack(codes, -2 if packing == "strided" else -1).flatten(-2).to(torch.uint8)
 
 
-def bits_per_element(
-    dim: int,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-    *,
-    context: int = 0,
-    sink: int = 0,
-    recent: int = 0,
-) -> float:
-    """Average bits per cached element: the bits of a code and its share of the group's scale and
-    offset, averaged with the tokens that stay in bfloat16.
-
-    Of `context` cached tokens, the first `sink` and the last `recent` are exact. A `context` of 0
-    counts no exact tokens.
-    """
+def bits_per_element(dim: int, group_size: int | None = None, format: Format = SGLANG) -> float:
+    """Average bits per quantized element: the bits of a code and its share of the group's scale and
+    offset. `simulation.size` counts exact tokens, too."""
     metadata = format.metadata_numbers * format.metadata_bits
-    quantized = format.bits + format.fine_channels / dim + metadata / (group_size or dim)
-    if not context:
-        return quantized
-    exact = min(context, sink + recent) / context
-    return 16 * exact + quantized * (1 - exact)
+    return format.bits + format.fine_channels / dim + metadata / (group_size or dim)
 
 
 def check_shape(dim: int, group: int, format: Format = SGLANG) -> None:

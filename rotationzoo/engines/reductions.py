@@ -78,7 +78,10 @@ def describe_choice(
             rotations = "a rotation of each layer's latent"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    picked = f"{rotations}, {codes}, format {choose_format(name, has_budget)}"
+    format = choose_format(name, has_budget)
+    if format != engine.format and not engine.sliding:
+        format += f" (beside layers with a sliding window {engine.format}, without the budget)"
+    picked = f"{rotations}, {codes}, format {format}"
     words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)
     return f"{words}. Chosen instead: {instead}" if instead else words

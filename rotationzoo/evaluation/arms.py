@@ -9,12 +9,13 @@ from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.budget import spend_bits
 from rotationzoo.calibration.fit import fit
+from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import full_attention_layers
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import PRESETS, Recipe, with_budget
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
@@ -214,9 +215,8 @@ def reduced_rotations(
     means of the sides `uncentered`, and with the budget of `bits`. Raises as `check_pooled` and
     `spend_bits` do."""
     rotations = artifact.rotations
-    if isinstance(bits, int | float):
-        budget = {"bits": bits, "key_bits": None, "value_bits": None}
-        rotations = spend_bits(rotations, artifact.recipe.model_copy(update=budget))
+    if bits is not None and bits != "equal":
+        rotations = spend_bits(rotations, with_budget(artifact.recipe, bits=bits))
     if pooled and rotations.per_head:
         rotations = pooled_rotations(artifact)
 
@@ -226,6 +226,23 @@ def reduced_rotations(
         return replace(rotation, mean=mean, fine_channels=fine)
 
     return rotations.replace(reduce)
+
+
+def check_bits(bits: Bits, has_budget: bool, format: str) -> None:
+    """Raise `UsageError` for another budget of `bits` where no rotations have one, and where rows
+    of the `format` have no room for it."""
+    if bits in (None, "equal"):
+        return
+    if not has_budget:
+        raise UsageError(
+            "--bits is for rotations that have a budget of bits, and none have",
+            hint="leave it out, or make some with: rotationzoo calibrate MODEL --bits 2.5",
+        )
+    if SIMULATED[format].offset != "none":
+        raise UsageError(
+            f"rows of the format {format} have the same bits in all layers",
+            hint=f"leave out --bits, or add: --format {BUDGETED}",
+        )
 
 
 def bits_beside_windows(

@@ -21,6 +21,7 @@ from rotationzoo.evaluation.arms import (
     Bits,
     bits_beside_windows,
     build_arms,
+    check_bits,
     check_pooled,
     check_rivals,
     has_statistics,
@@ -332,11 +333,10 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     """The job with the format that it leaves to the artifacts."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
-    if job.bits not in (None, "equal") and has_budget and int2.SIMULATED[name].offset != "none":
-        raise UsageError(
-            f"rows of the format {name} have the same bits in all layers",
-            hint=f"leave out --bits, or add: --format {BUDGETED}",
-        )
+    check_bits(job.bits, has_budget, name)
+    if job.bits not in (None, "equal"):
+        said = f"The artifacts have a budget of {job.bits} bits here, and not their own"
+        job = replace(job, notes=[*job.notes, said])
     return replace(job, format=name)
 
 

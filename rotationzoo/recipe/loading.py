@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.recipe.schema import Data, Recipe, Section
+from rotationzoo.recipe.schema import BUDGETS, Data, Recipe, Section
 from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
 
@@ -99,18 +99,22 @@ def _from_options(content: dict[str, Any], hint: str | None = None) -> Recipe:
 
 
 def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
-    """The recipe with error feedback or without it, under a name that says so."""
+    """The recipe with error feedback or without it, under a name that says so. Raises
+    `UsageError`."""
     if recipe.feedback == feedback:
         return recipe
     suffix = "feedback" if feedback else "nearest"
-    return recipe.model_copy(update={"feedback": feedback, "name": f"{recipe.name}-{suffix}"})
+    changes = {"feedback": feedback, "name": f"{recipe.name}-{suffix}"}
+    return _from_options({**recipe.model_dump(), **changes})
 
 
 def with_budget(recipe: Recipe, **bits: float | None) -> Recipe:
-    """The recipe with a budget of `bits`, or of `key_bits` and `value_bits`, under a name that says
-    so. Raises `UsageError`."""
-    changed = _from_options({**recipe.model_dump(), **bits}, "as: --recipe oscar --bits 2.5")
-    suffix = "-".join(f"{number:g}" for number in bits.values() if number is not None)
+    """The recipe with a budget of `bits`, or of `key_bits` and `value_bits`, in place of its own,
+    under a name that says so. Raises `UsageError`."""
+    content = {**recipe.model_dump(), **dict.fromkeys(BUDGETS), **bits}
+    changed = _from_options(content, "as: --bits 2.5, with a recipe such as oscar")
+    given = (getattr(changed, key) for key in BUDGETS)
+    suffix = "-".join(f"{number:g}" for number in given if number is not None)
     return changed.model_copy(update={"name": f"{recipe.name}-{suffix}-bits"})
 
 

@@ -4,15 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from rotationzoo.artifact.measured import Measured, MeasuredArm
+from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.formats import SGLANG, SIMULATED
+from rotationzoo.codec.formats import FINE, SGLANG, SIMULATED
 from rotationzoo.model.geometry import Layer, cached_layers
 from rotationzoo.report.figures import Section
 from rotationzoo.report.tables import Table
 from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, bits_per_element
+from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, arm_bits
 from rotationzoo.words import byte_count
 
 _CONTEXTS = 8192, 32768, 131072
@@ -73,12 +74,22 @@ class Request:
 
 def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
     """How an engine stores the cache: in the format and with the windows that were measured."""
+    recipe = artifact.recipe
     if measured is None:
-        return CacheLayout.of_recipe(artifact.recipe)
-    format = SIMULATED.get(measured.format, SGLANG)
-    window = measured.window
-    layout = CacheLayout.of_recipe(artifact.recipe, format)
-    return replace(layout, sink=window.sink, recent=window.recent)
+        return CacheLayout.of_recipe(recipe, FINE if recipe.has_budget else SGLANG)
+    layout = CacheLayout.of_recipe(recipe, SIMULATED.get(measured.format, SGLANG))
+    return replace(layout, sink=measured.window.sink, recent=measured.window.recent)
+
+
+def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> float:
+    """Bits of an element of a cache of so many tokens, all of whose layers are stored as they were
+    measured, or as the artifact's own budget says."""
+    if measured is not None:
+        arm = plain_arm(measured.window.arms, artifact.identity)
+        assert arm is not None, "such an evaluation is not read"
+        return Request(tokens).arm_bits(arm, measured)
+    mine = Arm("", artifact.rotations, artifact.recipe.group_size)
+    return arm_bits(artifact.geometry, mine, layout_of(artifact, None), tokens)
 
 
 def describe_memory(artifact: Artifact, measured: Measured | None, context: int) -> Section:
@@ -87,7 +98,7 @@ def describe_memory(artifact: Artifact, measured: Measured | None, context: int)
     layout = layout_of(artifact, measured)
     rows = []
     for tokens in sorted({*(each for each in _CONTEXTS if each < context), context}):
-        bits = bits_per_element(artifact.geometry, layout, tokens)
+        bits = stored_bits(artifact, measured, tokens)
         size = elements * tokens / 8
         sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]
         rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])

@@ -24,10 +24,10 @@ from rotationzoo.report.commands import (
     use_commands,
 )
 from rotationzoo.report.figures import Section
-from rotationzoo.report.memory import Request, describe_memory, layout_of
+from rotationzoo.report.memory import Request, describe_memory, stored_bits
 from rotationzoo.report.origin import Badge, describe_identity, describe_making, validation_badge
 from rotationzoo.report.results import VERDICT, describe_measurement, describe_verdict
-from rotationzoo.simulation.size import CONTEXT, bits_per_element
+from rotationzoo.simulation.size import CONTEXT
 
 _FOLDER = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"
@@ -77,7 +77,7 @@ def make_report(
     folded = [describe_memory(artifact, measured, context), describe_identity(artifact, badges)]
     decision = None
     if arms is None:
-        bits = bits_per_element(artifact.geometry, layout_of(artifact, None), context)
+        bits = stored_bits(artifact, None, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
         verdict = Section(anchor="verdict", title=VERDICT, lead="Measure them first.", words=words)
     else:

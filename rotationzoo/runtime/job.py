@@ -35,7 +35,7 @@ from rotationzoo.runtime.continuation import (
     describe_text,
 )
 from rotationzoo.runtime.generation import MAX_NEW_TOKENS, Generation
-from rotationzoo.runtime.options import CacheOptions, as_engine, build_settings
+from rotationzoo.runtime.options import CacheOptions, as_engine, build_settings, served_bits
 from rotationzoo.runtime.prompt import LEAD, Prompt, encode_prompt, put_text_before, write_example
 from rotationzoo.runtime.text_stream import TextStream, Write
 
@@ -74,7 +74,9 @@ def generate(
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
-    options = as_engine(job.cache, bool(artifact and artifact.rotations.has_budget))
+    bits = served_bits(job.cache, artifacts, config)
+    has_budget = bits != "equal" and any(each.rotations.has_budget for each in artifacts)
+    options = as_engine(job.cache, has_budget)
     windows = _windows(options, artifact)
     prompt = _encode(job, tokenizer, windows, position_count(config), note)
     prompt.check_positions(job.model, config)

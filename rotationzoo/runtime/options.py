@@ -1,10 +1,11 @@
 """The options of a cache, as Python callers and `generate` give them, and the settings that they
 make."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
@@ -17,7 +18,7 @@ from rotationzoo.engines.registry import (
     find_engine,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import Bits, bits_beside_windows, reduced_rotations
+from rotationzoo.evaluation.arms import Bits, bits_beside_windows, check_bits, reduced_rotations
 from rotationzoo.model.geometry import check_group_size, geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
@@ -75,9 +76,7 @@ def build_settings(
     if isinstance(rotations, Artifact):
         recipe, name = rotations.recipe, str(rotations.folder)
         check_fits(rotations, model)
-        bits: Bits = options.get("bits")
-        if not find_engine(engine).sliding:
-            bits = bits_beside_windows(bits, [rotations], model.config)
+        bits = served_bits(options, [rotations], model.config)
         rotations = served_rotations(rotations, engine, bits)
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
@@ -95,7 +94,7 @@ def build_settings(
 
 def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
     """The options with all that the engine decides for rotations that may have a budget of bits.
-    Raises `UsageError` for an engine whose codec is not simulated."""
+    Raises `UsageError` for an engine whose codec is not simulated, and as `check_bits` does."""
     name = options.get("engine", DEFAULT)
     engine = find_engine(name)
     chosen: CacheOptions = {
@@ -107,7 +106,20 @@ def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
         chosen["rounding"] = "nearest"
     if not engine.windows:
         chosen |= {"sink": 0, "recent": 0}
-    return chosen | options
+    chosen |= options
+    check_bits(chosen.get("bits"), has_budget, chosen["format"])
+    return chosen
+
+
+def served_bits(
+    options: CacheOptions, artifacts: Collection[Artifact], config: PretrainedConfig
+) -> Bits:
+    """The budget of artifacts in a cache with these options, as `bits_beside_windows` has it where
+    the engine keeps layers with a sliding window exact."""
+    bits: Bits = options.get("bits")
+    if find_engine(options.get("engine", DEFAULT)).sliding:
+        return bits
+    return bits_beside_windows(bits, artifacts, config)
 
 
 def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rotations:

@@ -18,6 +18,7 @@ from rotationzoo.calibration.budget import (
     PER_BIT,
     Place,
     average_fine_channels,
+    check_budget,
     choose_bits,
     spend_bits,
 )
@@ -25,15 +26,18 @@ from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.cli.app import app
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import reduced_rotations
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
-from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget
+from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback
+from rotationzoo.report.page import make_report
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
@@ -86,6 +90,16 @@ def test_noise_is_subtracted_and_rows_are_clamped_before_their_mean(made, monkey
     assert {int(rotation.fine_channels) for _, _, rotation in spent.each()} == {16}
 
 
+def test_losses_that_are_not_finite_are_refused(made, monkeypatch):
+    monkeypatch.setattr(sensitivity, "decoder_layers", lambda *_: [])
+    monkeypatch.setattr(sensitivity, "_predict", lambda *_: None)
+    monkeypatch.setattr(sensitivity, "_measure_loss", lambda *_: float("nan"))
+    with pytest.raises(RotationZooError, match="keys of layer 0 lose is not finite"):
+        sensitivity.measure_sensitivities(
+            None, made.geometry, made.rotations, [torch.zeros(8)], RECIPE, lambda *_: None
+        )
+
+
 def test_inspect_says_which_layers_get_more(made):
     shown = CliRunner().invoke(app, ["inspect", str(made.folder)])
     assert shown.exit_code == 0
@@ -100,12 +114,23 @@ def test_no_more_bits_are_spent_than_the_budget_has(made):
     assert average_fine_channels(made.rotations) == 8  # of 16
 
 
+def test_a_page_counts_the_bits_of_the_budget(made):
+    cache = CacheLayout.of_recipe(made.recipe, FINE)
+    bits = arm_bits(made.geometry, Arm("arm", made.rotations), cache, 131_072)
+    assert bits < 3.6  # those of SGLang, for rows of 16 channels, are 6
+    words = " ".join(make_report(made, context=131_072).verdict.words)
+    assert f"{16 / bits:.1f} times smaller" in words
+
+
 def test_another_budget_needs_no_model(made):
     generous = reduced_rotations(made, False, (), bits=4)
     assert {int(rotation.fine_channels) for _, _, rotation in generous.each()} == {16}
     with pytest.raises(RotationZooError, match=r"a budget of 2\.5 bits is less") as error:
         reduced_rotations(made, False, (), bits=2.5)
-    assert error.value.hint == "--bits 3 or more"
+    assert error.value.hint == "give 3 or more"
+    for bits in (float("nan"), 4.5, "many"):
+        with pytest.raises(UsageError, match="bits = "):
+            reduced_rotations(made, False, (), bits=bits)
 
 
 def test_sides_may_have_budgets_of_their_own(made):
@@ -148,6 +173,13 @@ def test_budgets_that_contradict_each_other_are_refused(budget, problem):
 def test_a_budget_needs_error_feedback():
     with pytest.raises(RotationZooError, match="needs a recipe with error feedback"):
         from_dict({"extends": "hadamard", "bits": 2.5}, "the file")
+    with pytest.raises(UsageError, match="needs a recipe with error feedback"):
+        with_feedback(from_dict({"bits": 2.5}, "the file"), False)
+
+
+def test_another_budget_takes_the_place_of_the_files():
+    chosen = with_budget(from_dict({"key_bits": 3, "value_bits": 2.5}, "the file"), bits=2.25)
+    assert [chosen.bits, chosen.key_bits, chosen.value_bits] == [2.25, None, None]
 
 
 def test_a_cache_stores_every_side_in_its_own_bits(folder, made):
@@ -168,13 +200,52 @@ def test_verify_finds_bits_that_rows_have_no_room_for(made):
     assert any("no room for" in problem for problem in problems)
 
 
+@pytest.mark.parametrize("budget", [{"bits": 3.5}, {"key_bits": 4, "value_bits": 3.5}])
+def test_verify_finds_more_bits_than_the_budget_has(made, budget):
+    recipe = made.recipe.model_copy(update={"bits": None, **budget})
+    claim, spent = Claim(recipe, made.geometry), spend_bits(made.rotations, recipe)
+    assert claim.content_problems(spent, made.statistics) == []
+    full = spend_bits(made.rotations, with_budget(recipe, bits=4))
+    assert claim.content_problems(full, made.statistics) == [
+        "more fine channels than 3.5 bits buy: layer 0"
+    ]
+
+
 def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made):
     report = api.evaluate(
         str(folder), made, bits=3.5, tasks=[], tokens=1024, length=512, windows=[(4, 16)], queries=0
     )
     bits = {name: arm["bits_per_element"] for name, arm in report["arms"].items()}
     assert report["format"] == "fine"
+    said = "The artifacts have a budget of 3.5 bits here, and not their own"
+    assert said in report["notes"]
     assert bits["out+feedback"] <= bits["hadamard"] <= 3.51
+
+
+@pytest.mark.parametrize("dim", [16, 56, 72, 80, 112, 192, 576])
+def test_the_least_budget_that_a_hint_names_is_one(dim):
+    layers = [Layer(index, index, 8, 3, dim, dim) for index in range(7)]
+    with pytest.raises(RotationZooError) as error:
+        check_budget(Recipe(feedback=True, bits=2.001), layers)
+    least = float(error.value.hint.split()[1])
+    assert 2 + 16 / dim <= least + 1e-9 < 2 + 16 / dim + 0.001
+    check_budget(Recipe(feedback=True, bits=least), layers)
+
+
+def test_a_model_whose_layers_only_its_weights_show_may_have_a_budget():
+    check_recipe(Recipe(feedback=True, bits=2.5), [])
+    latents, apart = Layer(0, 0, 8, 1, 64, 64, rope_dim=16), {"key_bits": 3, "value_bits": 3}
+    with pytest.raises(RotationZooError, match="leave none for latents"):
+        check_budget(Recipe(feedback=True, **apart), [latents])
+
+
+def test_baselines_get_no_more_bits_than_their_shortest_rows_have_channels():
+    def row(dim, fine):
+        return Rotation(torch.eye(dim)[None], torch.ones(2), fine_channels=torch.tensor(fine))
+
+    full = Rotations({0: LayerRotations(row(192, 192), row(128, 128))})
+    assert average_fine_channels(full) == 128
+    assert average_fine_channels(Rotations({0: LayerRotations(row(192, 48), row(128, 0))})) == 24
 
 
 # ---- what is chosen costs no more than anything else that the budget buys

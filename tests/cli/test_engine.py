@@ -10,7 +10,7 @@ from support.command_line import SMALL, only_error
 from support.models import save_family, save_tiny
 from support.reports import evaluate
 
-from rotationzoo.api import calibrate, calibration_job, evaluation_job
+from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
@@ -93,7 +93,8 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
         assert pages[0] == pages[1]
     job = evaluation_job(model, artifact, engine="vllm", prefill_chunk=64)
     assert (job.format, job.prefill_layout) == ("fine", "window")
-    assert job.notes[0].endswith("format fine. Lost: nothing")
+    elsewhere = "format fine (beside layers with a sliding window vllm, without the budget)"
+    assert job.notes[0].endswith(f"{elsewhere}. Lost: nothing")
     assert (job.pooled, job.uncentered, job.rounding) == (False, (), None)
 
 
@@ -162,6 +163,29 @@ def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowe
     with pytest.raises(UsageError, match="all others have the same bits"):
         build_settings(artifact, _loaded(model), {"engine": "vllm", "bits": 3.25})
     assert build_settings(artifact, _loaded(model), {}).arm.rotations.has_budget
+    written = generate(model, "a b", rotations=artifact, engine="vllm", max_new_tokens=1)
+    assert written["format"] == "vllm"
+
+
+@pytest.mark.parametrize("options", [{"format": "sglang"}, {"engine": "mlx"}])
+def test_another_budget_is_refused_where_rows_have_the_same_bits(tiny_of_heads, options):
+    model, artifact = tiny_of_heads
+    with pytest.raises(UsageError, match="have the same bits in all layers"):
+        evaluate(evaluation_job(model, artifact, bits=3.25, **options, **SHORT))
+    with pytest.raises(UsageError, match="have the same bits in all layers"):
+        generate(model, "a b", rotations=artifact, bits=3.25, **options)
+    if "format" in options:
+        served = Options(artifact=str(artifact.folder), bits=3.25, **options)
+        with pytest.raises(UsageError, match="have the same bits in all layers"):
+            make_settings(served, find(model))
+
+
+def test_without_a_budget_no_other_one_can_be_asked_for(tiny_of_heads):
+    model, _ = tiny_of_heads
+    with pytest.raises(UsageError, match="and none have"):
+        evaluate(evaluation_job(model, bits=3.25, **SHORT))
+    with pytest.raises(UsageError, match="and none have"):
+        generate(model, "a b", rotations=None, bits=3.25)
 
 
 def test_beside_windows_no_other_budget_can_be_asked_for(windowed):

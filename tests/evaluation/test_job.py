@@ -88,7 +88,7 @@ def test_the_report(artifacts):
 
 def test_rivals_are_measured_where_somebody_asks_for_them(inside):
     few = ["--tokens", 512, "--length", 512, "--tasks", "none", "--queries", 0]
-    shown = inside("evaluate", "demo", *few, "--rivals", "fp8,int4_per_token_head", "--details")
+    shown = inside("evaluate", "demo", *few, "--rivals", "fp8, int4_per_token_head", "--details")
     assert "fp8, int4_per_token_head: caches of other engines, simulated" in shown.stdout
     names = "fp8,q4_0,kvarn-k4v2,nvfp4"
     report = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))

@@ -20,10 +20,12 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec import int2
+from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import load, override
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import reproduce_command
-from rotationzoo.simulation.size import CONTEXT
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import bits_per_element
 
 
 def made(model, folder, **changes) -> Artifact:
@@ -109,8 +111,8 @@ def test_the_readme_says_how_much_smaller_a_cache_is():
     stored = []
     windows = (64, 256), (128, 2048)
     for dim, form, (sink, recent) in product((64, 128, 256), int2.FORMATS.values(), windows):
-        bits = int2.bits_per_element(dim, None, form, context=CONTEXT, sink=sink, recent=recent)
-        stored.append(bits)
+        heads = [Layer(0, 0, 1, 1, dim, dim)]
+        stored.append(bits_per_element(heads, CacheLayout(form, sink, recent)))
     assert {round(16 / bits) for bits in stored} == {5, 6, 7}
     bits = f"{min(stored):.1f} to {max(stored):.1f} bits"
     words = f"is five to seven times smaller ({bits} an element at 128K"

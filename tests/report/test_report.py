@@ -50,6 +50,13 @@ def page(folder, tmp_path_factory):
     return path
 
 
+def test_the_table_of_memory_says_what_the_verdict_says(folder):
+    report = make_report(Artifact.open(folder))
+    (memory,) = [section for section in report.folded if section.anchor == "memory"]
+    assert memory.tables[0].rows[-1][1:] == ["67.1 MB", "10.6 MB", "6.3 times"]
+    assert any("10.6 MB in place of 67.1 MB: 6.3 times" in words for words in report.verdict.words)
+
+
 def points_of(report) -> list[dict]:
     """What the chart of a report draws."""
     return report.verdict.figure.chart["data"]["values"]

@@ -8,7 +8,7 @@ from support import architectures
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm
@@ -82,6 +82,15 @@ def test_every_token_counts(arm, length):
     stored = sum(arm.stored_bits(side, 16, int2.SGLANG) for side in ("key", "value")) / 2
     expected = (16 * exact + stored * (length - exact)) / length
     assert arm_bits(GEOMETRY, arm, cache, length) == pytest.approx(expected)
+
+
+def test_bits_per_element_count_exact_tokens():
+    heads = [Layer(0, 0, 1, 1, 128, 128)]
+    assert bits_per_element(heads, CacheLayout()) == pytest.approx(2.5330, abs=1e-4)
+    vllm = CacheLayout(int2.FORMATS["vllm"])
+    assert bits_per_element(heads, vllm) == pytest.approx(2.2836, abs=1e-4)
+    assert 16 / bits_per_element(heads, CacheLayout()) == pytest.approx(6.3, abs=0.05)
+    assert bits_per_element(heads, CacheLayout(), 100) == 16
 
 
 def test_an_arm_of_rotations_takes_what_its_recipe_says():
