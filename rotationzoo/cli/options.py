@@ -173,7 +173,8 @@ Rounding = Annotated[
     typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
 ]
 Budget = Annotated[
-    float | None, typer.Option("--bits", help="Another budget of bits than the artifact's.")
+    float | None,
+    typer.Option("--bits", min=2, max=4, help="Another budget of bits than the artifact's."),
 ]
 Sink = Annotated[int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")]
 PrefillLayout = Annotated[

@@ -85,6 +85,8 @@ def build_settings(
             f"an object of type {type(rotations).__name__} holds no rotations",
             hint="give an artifact or its folder, a name in the zoo, or None",
         )
+    elif options.get("bits") is not None:
+        raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
     options = as_engine(options, rotations.has_budget)
     settings = settle(name, recipe, rotations, options)
     dims = {rotation.dim for _, _, rotation in rotations.each()}

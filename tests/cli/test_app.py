@@ -81,6 +81,7 @@ def test_wrong_usage_exits_with_2(inside):
     assert inside("calibrate", "demo", "--dtype", "int4").returncode == 2
     wrong = {
         "--packing tight": "packing = 'tight'",
+        "--tokens 0": "'--tokens': it must be greater than or equal to 1",
         "--output .": "no folder that can be replaced",
         "--max-memory cpu=1GiB": "--device-map auto",
         "--device-map auto --max-memory cpu": "has no amount",
@@ -229,7 +230,7 @@ def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, err
             2,
             "Invalid value for '--device': 'x' is not one of 'auto', 'cpu', 'cuda'",
         ),
-        ("calibrate demo --tokens 0", 2, "tokens = 0"),
+        ("calibrate demo --packing tight", 2, "packing = 'tight'"),
         ("nonsense", 2, "No such command 'nonsense'"),
     ],
 )

@@ -103,6 +103,8 @@ def test_what_is_no_model_and_no_rotations_is_refused(demo, made):
         RotatedCache(made, "demo")
     with pytest.raises(UsageError, match="an object of type int holds no rotations"):
         RotatedCache(3, demo)
+    with pytest.raises(UsageError, match="bits is for an artifact"):
+        RotatedCache(Artifact.open(made).rotations, demo, bits=2.5)
 
 
 def test_an_artifact_of_another_model_is_refused(made):
