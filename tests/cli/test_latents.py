@@ -6,23 +6,20 @@ import pytest
 from support.command_line import only_error
 from support.models import save_family, save_tiny
 
+from rotationzoo import calibrate
+
 SHORT = ["--tokens", "1024", "--length", "512"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two models, one with latents, and an artifact of each."""
-    from rotationzoo.calibration.job import calibrate
-    from rotationzoo.calibration.plan import Job
-    from rotationzoo.recipe import load, override
-
     folder = tmp_path_factory.mktemp("latents")
     save_family("deepseek_v3", folder / "latent", kv_lora_rank=32)
     save_tiny(folder / "heads")
-    recipe = override(load("oscar"), tokens=1024, length=512)
+    options = dict(tokens=1024, length=512, device="cpu")
     for name in ("latent", "heads"):
-        output = folder / f"of-{name}"
-        calibrate(Job(model=str(folder / name), recipe=recipe, output=output, device="cpu"))
+        calibrate(str(folder / name), output=folder / f"of-{name}", **options)
     return folder
 
 

@@ -4,16 +4,12 @@ import json
 import shutil
 
 import pytest
-from support.command_line import TITLE
+from support.command_line import TITLE, edited_manifest
 
 from rotationzoo.cli.output import Output, say, show_error, table, visible
 from rotationzoo.errors import RotationZooError
 
 # ---- control characters
-
-
-def sent(result) -> str:
-    return result.stdout + result.stderr
 
 
 def plain(screen: str) -> str:
@@ -67,9 +63,8 @@ def test_names_with_escape_characters(inside, artifact, place):
     (inside.folder / "text.jsonl").write_text(json.dumps({f"body{TITLE}": "x"}) + "\n")
     copied = inside.folder / f"c{TITLE}"
     shutil.copytree(artifact, copied)
-    manifest = json.loads((copied / "manifest.json").read_text())
-    manifest["model"]["id"] = f"m{TITLE}"
-    (copied / "manifest.json").write_text(json.dumps(manifest))
+    with edited_manifest(copied) as manifest:
+        manifest["model"]["id"] = f"m{TITLE}"
     words = {
         "recipe": ["list", "--index", "index.json"],
         "model": ["calibrate", f"./m{TITLE}"],
@@ -81,8 +76,9 @@ def test_names_with_escape_characters(inside, artifact, place):
         "command": [f"calibrate{TITLE}"],
     }[place]
     result = inside(*words)
-    assert "owned" in sent(result)
-    assert not {"\x1b", "\x07"} & set(sent(result)), repr(sent(result))
+    sent = result.stdout + result.stderr
+    assert "owned" in sent
+    assert not {"\x1b", "\x07"} & set(sent), repr(sent)
 
 
 @pytest.mark.hostile("terminal")

@@ -6,9 +6,8 @@ import shutil
 import sys
 
 import pytest
-from safetensors.torch import load_file, save_file
 from support.command_line import SMALL
-from support.models import save_tiny
+from support.models import edited_weights, save_tiny
 
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.source import DEMO, find
@@ -89,9 +88,8 @@ def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm
 
 def test_rotations_of_other_weights_are_served_only_if_asked_for(inside, made, tmp_path, vllm):
     model = shutil.copytree(DEMO, tmp_path / "tuned")
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"] *= 2
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with edited_weights(model) as weights:
+        weights["model.norm.weight"] *= 2
     words = ["serve", model, "--rotations", made, "--dry-run"]
     refused = inside(*words)
     assert refused.returncode == 1

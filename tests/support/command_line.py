@@ -31,13 +31,12 @@ def without_stages(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if not line.startswith("[")]
 
 
-def run_apart() -> tuple[list[str], set[str]]:
-    """The lines that `rotationzoo` alone prints in a process of its own, and the modules that it
+def run_apart(program: str, **options) -> tuple[list[str], set[str]]:
+    """The lines that a Python program prints in a process of its own, and the modules that it
     imports."""
-    program = "import atexit, sys; from rotationzoo.cli.app import main; "
-    program += "atexit.register(lambda: print(*sys.modules)); main([])"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    program = f"import atexit, sys; atexit.register(lambda: print(*sys.modules))\n{program}"
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, **options)
     *lines, modules = done.stdout.splitlines()
     return lines, set(modules.split())
 

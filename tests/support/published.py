@@ -162,6 +162,12 @@ def foreign(objective: str = "qqt_r_h_pbr", layers: int = 2, dim: int = 16, seed
     return v1_file(table, objective=objective)
 
 
+def publish_folder(hub, name: str, folder: Path) -> str:
+    """A new repository with the files of a folder. Returns the commit."""
+    hub.create(name)
+    return hub.commit(name, {path.name: path.read_bytes() for path in folder.iterdir()})
+
+
 def publish_oscar_pair(zoo, tmp_path, **contents) -> None:
     files = {}
     for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
@@ -193,8 +199,7 @@ def model(zoo, monkeypatch, tmp_path):
     from rotationzoo.model.source import DEMO
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    zoo.hf.create("someone/model")
-    zoo.hf.commit("someone/model", {path.name: path.read_bytes() for path in DEMO.iterdir()})
+    publish_folder(zoo.hf, "someone/model", DEMO)
     (zoo.folder / "configs").mkdir()
     (zoo.folder / "configs" / "model.yaml").write_text(CONFIG)
     return "someone/model"

@@ -17,7 +17,7 @@ from lock_requirements import FOLDER, LOCKS
 from plan_matrix import smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
-from support.published import CONFIG, change_weights, hub_environment
+from support.published import CONFIG, change_weights, hub_environment, publish_folder
 
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
@@ -142,8 +142,7 @@ def runner(command, program, tmp_path):
     """The checkout of a workflow: the shell runs its lines with `rotationzoo` on the path, against
     loopback hubs."""
     with huggingface.serve() as hf, modelscope.serve() as ms:
-        hf.create("someone/model")
-        hf.commit("someone/model", {path.name: path.read_bytes() for path in DEMO.iterdir()})
+        publish_folder(hf, "someone/model", DEMO)
         (command.folder / "configs").mkdir()
         (command.folder / "configs" / "model.yaml").write_text(CONFIG)
         (command.folder / "scripts").symlink_to(ROOT / "scripts")

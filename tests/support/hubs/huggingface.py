@@ -3,10 +3,8 @@ xet."""
 
 import base64
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, ranged, route
@@ -266,16 +264,3 @@ class HuggingFaceHub(Hub):
 
 def serve() -> AbstractContextManager[HuggingFaceHub]:
     return running(HuggingFaceHub())
-
-
-@contextmanager
-def serve_folders(folders: dict[str, Path]) -> Iterator[HuggingFaceHub]:
-    """A hub with the files of each folder under its repository id; `datasets/...` is a data
-    set."""
-    with serve() as hub:
-        for name, folder in folders.items():
-            paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
-            files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
-            hub.create(name)
-            hub.commit(name, files)
-        yield hub
