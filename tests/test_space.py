@@ -12,7 +12,7 @@ import pytest
 from support.browser import scrolls_sideways, serious_findings
 from support.places import ROOT
 from support.published import ok
-from support.reports import OF_ARTIFACT, Made, make_evaluation
+from support.reports import OF_ARTIFACT, make_evaluation
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
 
 from rotationzoo.network import tokens
@@ -25,7 +25,7 @@ pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
 MODEL = "someone/Model-8B"
 LISTED, OLDER, CHANGED = "a" * 64, "b" * 64, "c" * 64  # the sha256 of what the zoo lists
 EVALUATION, UNASKED = (
-    json.loads(json.dumps(make_evaluation(Made())).replace(OF_ARTIFACT, identity))
+    json.loads(json.dumps(make_evaluation()).replace(OF_ARTIFACT, identity))
     for identity in (LISTED, OLDER)
 )
 for scores in (UNASKED["exact"], *UNASKED["windows"][0]["arms"].values()):

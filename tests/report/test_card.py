@@ -15,20 +15,19 @@ from support.models import save_family, save_tiny
 from support.places import ROOT
 from support.reports import summary
 
+from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.codec import int2
-from rotationzoo.recipe import load, override
+from rotationzoo.recipe import PRESETS
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import reproduce_command
 from rotationzoo.simulation.size import CONTEXT
 
 
 def made(model, folder, **changes) -> Artifact:
-    recipe = override(load("oscar"), tokens=1024, length=256).model_copy(update=changes)
-    return calibrate(Job(model=str(model), recipe=recipe, output=folder / "out", device="cpu"))
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    options = dict(tokens=1024, length=256, device="cpu")
+    return calibrate(str(model), output=folder / "out", recipe=recipe, **options)
 
 
 def run_snippet() -> tuple[str, dict]:
@@ -217,12 +216,8 @@ def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
 
 def test_the_command_of_a_run_on_gpus_names_how_it_ran(tiny, tmp_path):
     content = made(tiny, tmp_path).content
-    identity = content["identity"] | {
-        "device": "NVIDIA H200",
-        "dtype": "auto",
-        "device_map": "auto",
-        "batch": "16",
-    }
+    identity = content["identity"] | {"dtype": "auto", "device_map": "auto", "batch": "16"}
+    identity["device"] = "NVIDIA H200"
     hub = content["model"] | {"id": "a/b", "revision": "0" * 40}
     run = content["run"] | {"device": "NVIDIA H200"}
     manifest = content | {"identity": identity, "run": run, "model": hub}

@@ -3,8 +3,7 @@
 import shlex
 
 import pytest
-import yaml
-from support.reports import Made, make_artifact
+from support.reports import make_artifact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.recipe import PRESETS, override
@@ -13,8 +12,7 @@ from rotationzoo.report.commands import name_in_commands, reproduce_command
 
 @pytest.fixture
 def manifest(tmp_path):
-    artifact = Artifact.open(make_artifact(tmp_path / "made", Made(layers=[0]), evaluated=False))
-    return artifact.manifest
+    return Artifact.open(make_artifact(tmp_path / "made")).manifest
 
 
 def of_recipe(manifest, recipe):
@@ -37,16 +35,7 @@ def test_other_text_is_given_in_flags(manifest):
     assert given == {"--data": "my text.jsonl", **expected}
 
 
-def test_another_recipe_is_a_file_of_its_yaml(manifest):
-    recipe = PRESETS["oscar"].model_copy(update={"key_clip": 0.5})
-    assert of_recipe(manifest, recipe) == "rotationzoo calibrate demo --recipe recipe.yaml"
-    assert yaml.safe_load(recipe.yaml())["key_clip"] == 0.5
-
-
-def test_a_revision_is_named_and_imported_files_have_no_command(manifest):
-    model = manifest.model.model_copy(update={"id": "some/model", "revision": "abc"})
-    named = reproduce_command(manifest.model_copy(update={"model": model}))
-    assert named == "rotationzoo calibrate some/model --revision abc --recipe hadamard"
+def test_imported_files_have_no_command(manifest):
     assert reproduce_command(manifest.model_copy(update={"imported": object()})) is None
 
 
