@@ -26,10 +26,7 @@ from rotationzoo.errors import RotationZooError
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "name",
-    ["manifest.json", "zoo_index.json"],
-)
+@pytest.mark.parametrize("name", ["manifest.json", "zoo_index.json"])
 def test_json_of_a_terabyte_is_not_read(inside, folder, name):
     """Sparse: it takes no room on the disk, and would take all of the memory."""
     with (folder / name).open("wb") as file:
@@ -39,10 +36,7 @@ def test_json_of_a_terabyte_is_not_read(inside, folder, name):
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "name",
-    ["rotations", "statistics"],
-)
+@pytest.mark.parametrize("name", ["rotations", "statistics"])
 def test_tensors_of_a_terabyte_are_neither_hashed_nor_read(inside, folder, name):
     path = folder / f"{name}.safetensors"
     with path.open("r+b") as file:
@@ -88,11 +82,7 @@ HEADERS = {
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "data",
-    HEADERS.values(),
-    ids=HEADERS,
-)
+@pytest.mark.parametrize("data", HEADERS.values(), ids=HEADERS)
 def test_a_header_that_asks_for_more_than_the_file_has(inside, folder, data):
     """safetensors holds shape times type against the size of the file; what it lets through is held
     against the geometry."""
@@ -134,11 +124,7 @@ CHANGES = {
 
 
 @pytest.mark.hostile("values")
-@pytest.mark.parametrize(
-    ("change", "says"),
-    CHANGES.values(),
-    ids=CHANGES,
-)
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
 def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says):
     tensors = load_file(folder / "rotations.safetensors")
     change(tensors)

@@ -29,11 +29,7 @@ TEXTS = {
 
 
 @pytest.mark.hostile("malformed")
-@pytest.mark.parametrize(
-    "text",
-    TEXTS.values(),
-    ids=TEXTS,
-)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_text_that_is_no_json_of_ours(inside, folder, text):
     (folder / "manifest.json").write_bytes(text)
     assert all(" is damaged: " in says for says in all_refuse(inside, folder))

@@ -74,10 +74,7 @@ def model(tmp_path) -> Path:
 
 
 @pytest.mark.hostile("link")
-@pytest.mark.parametrize(
-    "name",
-    ["README.md", "generation_config.json"],
-)
+@pytest.mark.parametrize("name", ["README.md", "generation_config.json"])
 def test_a_pipe_in_a_models_folder_is_not_waited_for(inside, model, name):
     special(model / name, "pipe")
     result = inside("calibrate", model, "--recipe", "hadamard")
