@@ -95,15 +95,11 @@ def put(content: dict, path: str, value) -> None:
         at[".".join(names)] = value
 
 
+@pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        pytest.param(
-            path,
-            value,
-            marks=pytest.mark.hostile("malformed"),
-            id=f"{path}-{'gone' if value is GONE else value}",
-        )
+        pytest.param(path, value, id=f"{path}-{'gone' if value is GONE else value}")
         for path, values in WRONG.items()
         for value in values
     ],

@@ -91,18 +91,14 @@ def test_a_reader_that_has_read_enough_is_no_error(command):
     assert done.stderr == "Read the index that came with rotationzoo\n"
 
 
-def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch):
+@pytest.mark.parametrize("words", ["inspect x", "evaluate demo x", "verify x --model demo"])
+def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interruptible, words):
     def interrupt(*_):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for words in ("inspect x", "evaluate demo x", "verify x --model demo"):
-            says = only_error(inside(*words.split()), 130)
-            assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
-    finally:
-        signal.signal(signal.SIGINT, before)
+    says = only_error(inside(*words.split()), 130)
+    assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
 
 
 def test_a_package_that_is_not_installed_knows_its_version(inside, tiny, monkeypatch):

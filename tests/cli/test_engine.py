@@ -159,17 +159,19 @@ def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowe
     for side in SIDES:
         stored = for_vllm.arm.page_layout(3, side, 64, for_vllm.layout.format)
         assert stored == served.arm.page_layout(3, side, 64, served.layout.format)
-    with pytest.raises(UsageError, match="all others have the same bits"):
-        build_settings(artifact, _loaded(model), {"engine": "vllm", "bits": 3.25})
     assert build_settings(artifact, _loaded(model), {}).arm.rotations.has_budget
 
 
 def test_beside_windows_no_other_budget_can_be_asked_for(windowed):
     model, artifact = windowed
-    with pytest.raises(UsageError, match="all others have the same bits"):
-        evaluate(evaluation_job(model, artifact, engine="vllm", bits=3.25, **SHORT))
-    with pytest.raises(UsageError, match="all others have the same bits"):
-        make_settings(Options(artifact=str(artifact.folder), bits=3.25), find(model))
+    asked = {"engine": "vllm", "bits": 3.25}
+    for refused in (
+        lambda: evaluate(evaluation_job(model, artifact, **asked, **SHORT)),
+        lambda: make_settings(Options(artifact=str(artifact.folder), bits=3.25), find(model)),
+        lambda: build_settings(artifact, _loaded(model), asked),
+    ):
+        with pytest.raises(UsageError, match="all others have the same bits"):
+            refused()
 
 
 def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):

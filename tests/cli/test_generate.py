@@ -191,7 +191,7 @@ def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):
 
 
 @pytest.fixture
-def ctrl_c(monkeypatch):
+def ctrl_c(monkeypatch, interruptible):
     """Ctrl-C after ten pieces of text."""
     pieces = []
 
@@ -202,10 +202,7 @@ def ctrl_c(monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("rotationzoo.cli.text_screen.write_text", press)
-    # A suite that runs in the background of a shell ignores Ctrl-C.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield pieces
-    signal.signal(signal.SIGINT, before)
+    return pieces
 
 
 def test_ctrl_c_keeps_the_text_and_tells_what_it_took(inside, made, expected, ctrl_c):
