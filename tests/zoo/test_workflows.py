@@ -250,12 +250,7 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
 ):
     """What is published was attested, and is signed by one workflow; the other one copies it."""
     own = sigstore.WORKFLOW
-    signing = {
-        "TRUST": f"--trust-config {sigstore.trust}",
-        "GITHUB_ACTIONS": "true",
-        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "a_token_of_this_job",
-        "ACTIONS_ID_TOKEN_REQUEST_URL": f"{sigstore.server.endpoint}/token?v=1",
-    }
+    signing = {"TRUST": f"--trust-config {sigstore.trust}", **sigstore.job}
     change_weights(runner, "someone/model")
     runner.hf.create("someone/zoo")  # by hand: a trusted publisher cannot make one
     first = plan(runner)

@@ -176,7 +176,10 @@ class Hub:
     token = "test"
     branch = "main"
     large_suffixes = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".zip", ".parquet")
-    first_files: ClassVar[dict[str, bytes]] = {}  # of the commit that a repository begins with
+    # Of the commit that a repository begins with.
+    first_files: ClassVar[dict[str, bytes]] = {
+        ".gitattributes": "".join(f"*{suffix} filter=lfs\n" for suffix in large_suffixes).encode()
+    }
     no_repository: str | int = ""  # what the error messages carry for a machine to read
     no_revision: str | int = ""
 
@@ -227,9 +230,6 @@ class Hub:
 
     def commits(self, name: str) -> int:
         return len(self.repositories[name].commits)
-
-    def remove(self, name: str) -> None:
-        del self.repositories[name]
 
     # What the routes share.
 

@@ -5,7 +5,6 @@ import base64
 import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
 
 from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, ranged, route
 from support.hubs.server import running
@@ -60,11 +59,6 @@ class HuggingFaceHub(Hub):
     ignores_author = False  # a hub that lists everybody's pull requests, whatever it was asked
     no_repository = "RepoNotFound"
     no_revision = "RevisionNotFound"
-    first_files: ClassVar = {
-        ".gitattributes": "".join(
-            f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes
-        ).encode()
-    }
 
     def is_large(self, path: str, size: int, start: bytes) -> bool:
         return path.endswith(self.large_suffixes) or size > 10_000_000 or b"\0" in start

@@ -28,9 +28,7 @@ class ModelScopeHub(Hub):
     branch = "master"
     no_repository = 10010205001
     first_files: ClassVar = {
-        ".gitattributes": "".join(
-            f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes
-        ).encode(),
+        **Hub.first_files,
         "README.md": b"---\nlicense: Apache License 2.0\n---\n",
     }
 
