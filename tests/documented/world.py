@@ -15,7 +15,7 @@ import yaml
 from support import process_server
 from support.engine_readers import convert_model
 from support.hubs import huggingface, modelscope
-from support.models import save_family, save_tiny
+from support.models import save_family, save_tiny, write_jsonl
 from support.places import ROOT
 from support.published import hub_environment, publish_folder
 
@@ -96,20 +96,17 @@ class World:
         for name, (subset, splits, lines) in DATA_SETS.items():
             files = [{"split": split, "path": "lines.jsonl"} for split in splits]
             card = yaml.safe_dump({"configs": [{"config_name": subset, "data_files": files}]})
-            content = {"lines.jsonl": _json_lines(lines), "README.md": f"---\n{card}---\n"}
-            encoded = {path: text.encode() for path, text in content.items()}
-            self.hf.create(f"datasets/{name}")
-            self.hf.commit(f"datasets/{name}", encoded)
+            folder = self.folder / name
+            folder.mkdir(parents=True)
+            write_jsonl(folder / "lines.jsonl", lines)
+            (folder / "README.md").write_text(f"---\n{card}---\n")
+            publish_folder(self.hf, f"datasets/{name}", folder)
 
     def write_files(self) -> None:
         """The files of the user that pages name."""
-        texts = {
-            "my-texts.jsonl": _json_lines([{"text": text} for text in TEXTS]),
-            "held-out.jsonl": HELD_OUT.read_text("utf-8"),
-            "long.txt": TEXTS[0][:4000],
-        }
-        for name, text in texts.items():
-            (self.files / name).write_text(text)
+        write_jsonl(self.files / "my-texts.jsonl", [{"text": text} for text in TEXTS])
+        shutil.copy(HELD_OUT, self.files / "held-out.jsonl")
+        (self.files / "long.txt").write_text(TEXTS[0][:4000])
         convert_model(self.files / "my-model", self.files / "Qwen3-8B-Q8_0.gguf")
         (self.files / "requests").mkdir()
         shutil.copy(ROOT / "configs" / "Qwen3-8B.yaml", self.files / "requests")
@@ -172,7 +169,3 @@ def small_world(folder: Path) -> Iterator[World]:
             yield world
             assert not hf.leaks, "a token reached another host"
             assert not ms.leaks
-
-
-def _json_lines(lines: list[dict]) -> str:
-    return "".join(json.dumps(line) + "\n" for line in lines)

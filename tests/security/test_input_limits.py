@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_line import refused
-from support.models import demo_tokenizer, save_tiny
+from support.models import demo_tokenizer, save_tiny, write_jsonl
 
 from rotationzoo import generate
 from rotationzoo.cli import prompt_text
@@ -115,7 +115,7 @@ def test_a_chat_template_has_limits(inside, template):
     words = ("generate", model, "--chat", "--prompt", "hello", "--rotations", "none")
     assert "the tokenizer's chat template was given up" in refused(inside(*words))
     chat = {"messages": [{"role": "user", "content": "hello"}]}
-    (inside.folder / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    write_jsonl(inside.folder / "chats.jsonl", [chat])
     words = ("calibrate", model, "--data", "chats.jsonl", "--output", "out")
     assert "the tokenizer's chat template was given up" in refused(inside(*words))
 
@@ -222,21 +222,14 @@ def write_config(folder: Path, **changes) -> Path:
         {"model_type": "gpt2", "n_layer": 50_000},
         {"text_config": {"num_hidden_layers": 50_000}},
         {"vision_config": {"depth": 50_000}},
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "*" * 50_000},
     ],
-    ids=["many", "10^12", "another name", "of the text", "of images"],
+    ids=["many", "10^12", "another name", "of the text", "of images", "of a pattern"],
 )
 @pytest.mark.parametrize("word", ["plan", "calibrate"])
 def test_layers_are_counted_before_anything_is_built(inside, word, changes):
     model = write_config(inside.folder / "model", **changes)
     assert "layers, and no model has more than 1,024" in refused(inside(word, model))
-
-
-@pytest.mark.hostile("size")
-def test_layers_that_a_pattern_counts(inside):
-    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "*" * 50_000}
-    (inside.folder / "model").mkdir()
-    (inside.folder / "model" / "config.json").write_text(json.dumps(config))
-    assert "asks for 50,000 layers" in refused(inside("plan", "model"))
 
 
 @pytest.mark.hostile("size")

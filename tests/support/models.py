@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,6 +81,12 @@ def edited_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
     weights = load_file(path)
     yield weights
     save_file(weights, path, metadata={"format": "pt"})
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> Path:
+    """A file with one record a line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" * 5 for i in range(40)]

@@ -1,13 +1,13 @@
 """Rows with images and audio, as a processor makes them."""
 
 import io
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from support import media
+from support.models import write_jsonl
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
@@ -33,9 +33,7 @@ def read(family, path, **options):
 
 
 def write(folder, *records):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
+    return write_jsonl(folder / "rows.jsonl", records)
 
 
 def chat(*parts, role="user"):
