@@ -20,7 +20,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import job as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, Data, with_budget
+from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.options import build_settings
 from rotationzoo.runtime.vllm import plugin
@@ -36,10 +36,9 @@ def tiny_of_heads(tmp_path_factory):
     """A tiny model with two KV heads, and an artifact of it with every part that engines lose."""
     folder = tmp_path_factory.mktemp("heads")
     model = save_tiny(folder / "model", num_key_value_heads=2)
-    data = Data(tokens=1024, length=256)
-    recipe = with_budget(PRESETS["oscar"], bits=3.5)
-    recipe = recipe.model_copy(update={"data": data, "sink": 8, "recent": 16})
-    artifact = calibrate(str(model), output=folder / "made", recipe=recipe, device="cpu")
+    recipe = PRESETS["oscar"].model_copy(update={"sink": 8, "recent": 16})
+    options = dict(bits=3.5, tokens=1024, length=256, device="cpu")
+    artifact = calibrate(str(model), output=folder / "made", recipe=recipe, **options)
     assert artifact.rotations.per_head
     assert artifact.rotations.has_feedback
     assert artifact.recipe.centered == ("key",)
@@ -112,10 +111,9 @@ def windowed(tmp_path_factory):
     """A model with a sliding window in all layers but the last, and an artifact with a budget."""
     folder = tmp_path_factory.mktemp("windows")
     model = str(save_family("gemma3", folder / "model", head_dim=64))
-    data = Data(tokens=64, length=32)
-    recipe = with_budget(PRESETS["oscar"], bits=3.5)
-    recipe = recipe.model_copy(update={"data": data, "sink": 2, "recent": 4})
-    return model, calibrate(model, output=folder / "made", recipe=recipe, device="cpu")
+    recipe = PRESETS["oscar"].model_copy(update={"sink": 2, "recent": 4})
+    options = dict(bits=3.5, tokens=64, length=32, device="cpu")
+    return model, calibrate(model, output=folder / "made", recipe=recipe, **options)
 
 
 def test_layers_that_the_engine_keeps_exact_are_exact(windowed):

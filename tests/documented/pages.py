@@ -57,7 +57,9 @@ def script_of(text: str, not_run: dict[str, str]) -> str:
         rows[first:end] = [""] * len(block.lines)
         if block.language in SHELL:
             rows[first:end] = _without(block.lines, not_run)
-        elif block.language == PYTHON and not block.is_session and not _is_left_out(block, not_run):
+        elif block.language == PYTHON and not block.is_session:
+            if any(_entry(line, not_run) for line in block.lines):
+                continue
             rows[first - 1] = f"python - <<'{_END}'"
             rows[first:end] = block.lines
             rows[end] = _END
@@ -104,10 +106,6 @@ def _entry(part: str, not_run: dict[str, str]) -> str | None:
     """The entry that a command begins with, after variables that are set for it."""
     command = _ASSIGNMENTS.sub("", re.sub(r"\s*\\\n\s*", " ", part), count=1)
     return next((entry for entry in not_run if command.startswith(entry)), None)
-
-
-def _is_left_out(block: Block, not_run: dict[str, str]) -> bool:
-    return any(_entry(line, not_run) for line in block.lines)
 
 
 def name_of(page: Path) -> str:

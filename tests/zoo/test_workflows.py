@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -34,15 +35,11 @@ def test_the_workflow_is_one_that_github_takes(path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def steps(workflow: dict) -> list[dict]:
-    return [step for job in workflow["jobs"].values() for step in job["steps"]]
-
-
 @NAMES
 def test_actions_are_pinned_and_nothing_is_pasted_into_a_script(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    for step in steps(workflow):
+    for step in chain.from_iterable(job["steps"] for job in workflow["jobs"].values()):
         if "uses" in step:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"])
         assert "${{" not in step.get("run", ""), "values reach scripts as variables alone"

@@ -66,9 +66,8 @@ class ModelScopeHub(Hub):
     def describe(self, call: Call, repository: Repository) -> Answer:
         owner, name = repository.name.split("/")
         data = {"id": repository.name, "owner": owner, "name": name}
-        return as_json(
-            {"success": True, "data": data, "Code": 200, "Data": data}
-        )  # one address spells it so, one so
+        # One address spells it so, one so.
+        return as_json({"success": True, "data": data, "Code": 200, "Data": data})
 
     @route("GET", "/api/v1/models/{repository}/revisions")
     def revisions(self, call: Call, repository: Repository) -> Answer:
