@@ -88,7 +88,7 @@ def test_the_pages_in_a_browser(space, browser, width, scheme):
     assert not scrolls_sideways(page)
 
 
-def test_a_plan_is_that_of_the_command(space, browser, inside, monkeypatch):
+def test_a_plan_is_that_of_the_command(space, browser, inside):
     page = browser.open_page(f"{space.address}/plan?model={MODEL}&gpu=L40S&context=32768")
     # The command reads the same config from a folder.
     folder = inside.folder / "model"

@@ -56,7 +56,7 @@ def test_a_report_of_an_evaluation_that_is_no_file(inside, folder, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_and_an_index_that_are_no_files(inside, small, kind):
+def test_a_checkpoint_and_an_index_that_are_no_files(inside, kind):
     (inside.folder / "rotations").mkdir()
     special(inside.folder / "rotations" / "demo-hadamard.checkpoint.safetensors", kind)
     assert "checkpoint" in refused(inside("calibrate", "demo", "--recipe", "hadamard"))

@@ -96,8 +96,7 @@ def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
     ok(command(*words, env={"HF_HUB_OFFLINE": "1"}))
 
 
-def test_what_the_hub_does_not_have(zoo, tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+def test_what_the_hub_does_not_have(zoo, tiny):
     publish_folder(zoo.hf, "someone/tiny", tiny)
     unknown = zoo.run("calibrate", "someone/tiny", "--revision", "v9")
     assert "no revision v9" in only_error(unknown)

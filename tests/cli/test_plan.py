@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from support.command_line import only_error
@@ -11,13 +12,16 @@ from support.popular import CONFIGS
 LONG = "plan", "Qwen3-8B", "--context", "131072"
 
 
+def put_config(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    return folder
+
+
 @pytest.fixture
 def qwen3_8b(inside):
     """The config of Qwen3-8B in a folder of that name."""
-    folder = inside.folder / "Qwen3-8B"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
-    return folder
+    return put_config(inside.folder / "Qwen3-8B", json.dumps(CONFIGS["Qwen3-8B"]))
 
 
 def test_json(inside, qwen3_8b):
@@ -112,8 +116,7 @@ def test_mistakes(inside, words, code, says):
 
 
 def test_a_model_without_readable_config(inside):
-    (inside.folder / "x").mkdir()
-    (inside.folder / "x" / "config.json").write_text('{"model_type": "qwen3"')
+    put_config(inside.folder / "x", '{"model_type": "qwen3"')
     assert "no readable config.json" in only_error(inside("plan", "x"))
 
 
@@ -134,9 +137,7 @@ def test_a_model_that_nobody_can_calibrate_is_refused(inside):
 
 
 def test_latents_are_planned_for_our_own_cache(inside):
-    (inside.folder / "deepseek").mkdir()
-    content = json.dumps(CONFIGS["DeepSeek-V3"])
-    (inside.folder / "deepseek" / "config.json").write_text(content)
+    put_config(inside.folder / "deepseek", json.dumps(CONFIGS["DeepSeek-V3"]))
     shown = inside("plan", "deepseek", "--gpu", "8x H200").stdout
     assert "deepseek: 61 layers with a cache of latents, 67" in shown
     assert "rotationzoo calibrate deepseek" in shown

@@ -65,7 +65,7 @@ def within(monkeypatch):
 
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
-def test_a_prompt_has_at_most_what_the_model_can_read(inside, tiny, chat):
+def test_a_prompt_has_at_most_what_the_model_can_read(inside, chat):
     (inside.folder / "prompt").write_bytes(b"to be or not to be " * 900_000)
     assert "has more than 16 MiB" in refused(inside(*PROMPT, "--file", "prompt", *chat))
     (inside.folder / "prompt").write_bytes(b"to be or not to be " * 60_000)
@@ -73,7 +73,7 @@ def test_a_prompt_has_at_most_what_the_model_can_read(inside, tiny, chat):
     assert "a prompt of 1,140,000 bytes exceeds the 8,192 positions of demo" in error
 
 
-def test_a_prompt_that_may_fit_is_tokenized(inside):
+def test_a_prompt_that_may_fit_is_tokenized():
     """The same bytes a position, but of the longest tokens."""
     tokenizer = demo_tokenizer()
     longest = max(tokenizer.get_vocab(), key=lambda word: len(word.encode()))
@@ -235,7 +235,7 @@ def test_layers_are_counted_before_anything_is_built(inside, word, changes):
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("word", ["plan", "calibrate"])
-def test_a_config_has_at_most_16_mib(inside, tiny, word, name):
+def test_a_config_has_at_most_16_mib(inside, word, name):
     model = save_tiny(inside.folder / "model")
     (model / name).write_text('{"x": [' + "[]," * (6 << 20) + "[]]}")
     assert f"{name} of model has 18,874,379 bytes" in refused(inside(word, "model"))

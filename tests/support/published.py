@@ -31,7 +31,12 @@ def zoo(inside, monkeypatch, tmp_path):
 
     with huggingface.serve() as hf, modelscope.serve() as ms:
         point_clients(monkeypatch, hf.endpoint)
-        for name, value in (("OFFLINE", False), ("DISABLE_XET", True), ("DISABLE_TELEMETRY", True)):
+        for name, value in (
+            ("OFFLINE", False),
+            ("DISABLE_XET", True),
+            ("DISABLE_TELEMETRY", True),
+            ("CACHE", str(tmp_path / "hub-cache")),
+        ):
             monkeypatch.setattr(huggingface_hub.constants, f"HF_HUB_{name}", value)
         monkeypatch.setattr(
             "huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets")
@@ -193,12 +198,11 @@ EVALUATED = ["--tokens", "1024", "--length", "256", "--tasks", "none"]
 
 
 @pytest.fixture
-def model(zoo, monkeypatch, tmp_path):
+def model(zoo):
     """The demo model on the hub, a recipe for it, and its rotations published from its first
     revision."""
     from rotationzoo.model.source import DEMO
 
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     publish_folder(zoo.hf, "someone/model", DEMO)
     (zoo.folder / "configs").mkdir()
     (zoo.folder / "configs" / "model.yaml").write_text(CONFIG)

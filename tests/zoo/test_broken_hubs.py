@@ -164,10 +164,7 @@ COMMANDS = [
 
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_where_nothing_listens_the_answer_comes_at_once(
-    zoo, pointed, closed, words, monkeypatch, tmp_path
-):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+def test_where_nothing_listens_the_answer_comes_at_once(zoo, pointed, closed, words):
     pointed(closed)
     started = time.monotonic()
     assert "cannot be reached" in refused(zoo.run(*words))
@@ -176,8 +173,7 @@ def test_where_nothing_listens_the_answer_comes_at_once(
 
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_where_nobody_answers_it_says_whom_it_waits_for(zoo, pointed, words, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+def test_where_nobody_answers_it_says_whom_it_waits_for(zoo, pointed, words, monkeypatch):
     for name, seconds in {"ANSWER_SECONDS": 1.0, "NOTICE_SECONDS": 0.2}.items():
         monkeypatch.setattr(f"rotationzoo.network.limits.{name}", seconds)
     with black_hole() as endpoint:

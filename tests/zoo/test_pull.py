@@ -54,10 +54,9 @@ def test_somebody_elses_folder_is_not_replaced(zoo, made):
     assert verify(Artifact.open(zoo.folder / "theirs")).ok
 
 
-def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
+def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path):
     """What the makers publish is imported, bound to its model and exported; our own is exported as
     it is."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     publish_oscar_pair(zoo, tmp_path)
     zoo.hf.create("Qwen/Qwen3-8B")
     zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})

@@ -162,9 +162,8 @@ def renamed(made: Path, folder: Path, **changes) -> Path:
 @pytest.mark.hostile("values")
 @pytest.mark.parametrize("revision", ["head", "f" * 40])
 def test_rotations_of_the_demo_are_not_published_as_another_models(
-    zoo, made, tiny, tmp_path, revision, monkeypatch
+    zoo, made, tiny, tmp_path, revision
 ):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     zoo.hf.create("Qwen/Qwen3-8B")
     head = zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
     revision = head if revision == "head" else revision
