@@ -12,11 +12,7 @@ from support.places import ROOT
 
 from rotationzoo.cli.app import COMMANDS, app
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL, PYTHON = ("sh", "bash"), "python"
 _END = "THE_END_OF_THE_BLOCK"  # of a here-document
 # A backslash at the end of a line continues the command; these words end one and begin another.
