@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.command_line import edited_manifest, put_file, refused
+from support.command_line import edited_manifest, put_file, refused, succeeded
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -47,8 +47,7 @@ def test_calibrate_follows_no_link_beside_its_output(inside, docs, place, to_fil
     link = inside.folder / place
     link.parent.mkdir()
     link.symlink_to(docs.file if to_file else docs.folder)
-    result = inside("calibrate", "demo", "--recipe", "hadamard")
-    assert result.returncode == 0, result.stderr
+    succeeded(inside("calibrate", "demo", "--recipe", "hadamard"))
     assert docs.whole()
     assert verify(Artifact.open(inside.folder / "rotations/demo-hadamard")).ok
 

@@ -7,7 +7,7 @@ import signal
 from importlib import metadata
 
 import pytest
-from support.command_line import only_error, run_apart
+from support.command_line import only_error, run_apart, succeeded
 from typer.models import OptionInfo
 from write_cli_reference import parameters
 
@@ -112,8 +112,7 @@ def test_a_package_that_is_not_installed_knows_its_version(inside, tiny, monkeyp
         return from_name(name)
 
     monkeypatch.setattr(metadata.Distribution, "from_name", find)
-    done = inside("calibrate", tiny, "--recipe", "hadamard", "--output", "out", "--quiet")
-    assert done.returncode == 0, done.stderr
+    succeeded(inside("calibrate", tiny, "--recipe", "hadamard", "--output", "out", "--quiet"))
     versions = json.loads((inside.folder / "out" / "manifest.json").read_text())["versions"]
     assert versions["rotationzoo"] == rotationzoo.__version__
 

@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from support.command_line import SMALL, left_behind, only_error
+from support.command_line import SMALL, left_behind, only_error, succeeded
 from support.hubs import huggingface
 from support.models import DATA, edited_weights, save_tiny
 from support.published import ok, publish_folder
@@ -14,9 +14,7 @@ KEYS = {"artifact", "model", "revision", "recipe", "layers", "tokens", "seconds"
 
 
 def test_the_journey_calibrate_inspect_verify(command, inside, monkeypatch):
-    done = command("calibrate", "demo", "--json", *SMALL)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = ok(command("calibrate", "demo", "--json", *SMALL))
     assert KEYS | {"peak_memory_bytes"} <= result.keys()
     known = {"model": "demo", "recipe": "oscar", "layers": 4, "tokens": 2048}
     assert known.items() <= result.items()
@@ -136,6 +134,5 @@ def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
     with edited_weights(model) as weights:
         for tensor in weights.values():
             tensor.zero_()
-    done = inside("calibrate", model, *SMALL, "--output", "out")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(inside("calibrate", model, *SMALL, "--output", "out"))
     assert "nan" not in done.stdout.lower()

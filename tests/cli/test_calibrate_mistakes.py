@@ -87,13 +87,12 @@ finally:
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_table_is_told_once(tmp_path):
+def test_a_broken_table_is_told_once(command):
     """In a process of its own: `datasets` logs to the stderr that it found when it was imported."""
-    (tmp_path / "broken.parquet").write_text("no table")
-    words = ["-m", "rotationzoo", "calibrate", "demo", "--data", "broken.parquet"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr.startswith("Error: the data set broken.parquet could not be read: ")
-    assert done.stderr.count("Parquet") == 1
+    (command.folder / "broken.parquet").write_text("no table")
+    says = only_error(command("calibrate", "demo", "--data", "broken.parquet", alone=True))
+    assert "Error: the data set broken.parquet could not be read: " in says
+    assert says.count("Parquet") == 1
 
 
 def test_a_dry_run_names_what_is_missing(inside, monkeypatch):

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from support import architectures
-from support.command_line import SMALL, only_error
+from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
 from support.reports import evaluate
 
@@ -181,8 +181,7 @@ def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):
 def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_path, monkeypatch):
     changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=0)
     model = save_tiny(tmp_path / "model", **changes)
-    made = inside("calibrate", model, *SMALL, "-o", "made")
-    assert made.returncode == 0, made.stderr
+    succeeded(inside("calibrate", model, *SMALL, "-o", "made"))
     refused = inside("evaluate", model, "made", "--for", "vllm", *WORDS)
     assert "every layer of" in only_error(refused, 2)
     installed = plugin.CPU_PACKAGE, plugin.TESTED[-1]
@@ -211,8 +210,7 @@ def test_recipes_of_engines():
 
 def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     model, artifact = tiny_of_heads
-    result = inside("evaluate", model, artifact.folder, "--for", "mlx", *WORDS, "--json")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(inside("evaluate", model, artifact.folder, "--for", "mlx", *WORDS, "--json"))
     line = (
         "For mlx: a rotation per KV head, nearest codes, format mlx. Lost: keys that keep "
         "their mean; nearest codes instead of error feedback; the same bits for all layers "
@@ -230,8 +228,7 @@ def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
 
 
 def test_the_next_command_is_for_the_same_engine_and_after_an_export_starts_it(inside, tiny):
-    made = inside("calibrate", tiny, *SMALL, "--for", "vllm-oscar", "-o", "made")
-    assert made.returncode == 0, made.stderr
+    made = succeeded(inside("calibrate", tiny, *SMALL, "--for", "vllm-oscar", "-o", "made"))
     assert "For vllm-oscar: recipe oscar-v1" in made.stderr
     assert made.stderr.endswith(f"Next: rotationzoo evaluate {tiny} made --for vllm-oscar --save\n")
     result = inside("export", "made", "--for", "vllm-oscar", "-o", "out")

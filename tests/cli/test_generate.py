@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.command_line import only_error, without_stages
+from support.command_line import only_error, succeeded, without_stages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import RotatedCache
@@ -43,8 +43,7 @@ def expected(made) -> str:
 
 def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     words = ["generate", "demo", "--rotations", made, *SMALL]
-    shown = command(*words, input=PROMPT + "\n")
-    assert shown.returncode == 0, shown.stderr
+    shown = succeeded(command(*words, input=PROMPT + "\n"))
     assert shown.stdout == expected + "\n"
     summary, following = without_stages(shown.stderr)
     assert SUMMARY.fullmatch(summary)

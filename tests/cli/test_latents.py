@@ -1,10 +1,9 @@
 """A model with latents (MLA) through the commands, and one sentence for what does not fit it."""
 
-import json
-
 import pytest
 from support.command_line import only_error
 from support.models import save_family, save_tiny
+from support.published import ok
 
 from rotationzoo import calibrate
 
@@ -43,9 +42,7 @@ def test_evaluate_measures_latents_at_2_3_and_4_bits(inside, names):
     for format in ("sglang", "sglang-3", "sglang-4"):
         words = [names["latent"], names["of-latent"], *SHORT, "--windows", "16/32"]
         options = ["--tasks", "none", "--format", format, "--json"]
-        result = inside("evaluate", *words, *options)
-        assert result.returncode == 0, result.stderr
-        arms = json.loads(result.stdout)["arms"]
+        arms = ok(inside("evaluate", *words, *options))["arms"]
         assert arms["of-latent+feedback"]["output_error"] < arms["hadamard"]["output_error"]
         heads = arms["of-latent"]["by_layer"][0]["heads"]
         assert [len(figures) for figures in heads.values()] == [1, 1, 1, 1]

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from support.command_line import TITLE, edited_manifest
+from support.command_line import TITLE, edited_manifest, succeeded
 
 from rotationzoo.cli.output import Output, say, show_error, table, visible
 from rotationzoo.errors import RotationZooError
@@ -93,8 +93,7 @@ def test_json_has_no_raw_characters_and_no_nan(capsys):
 def test_what_stdout_cannot_encode_is_escaped(command, made):
     """A name where the locale is ASCII."""
     shutil.copytree(made, command.folder / "ä")
-    done = command("verify", "ä", env={"PYTHONIOENCODING": "ascii"}, alone=True)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(command("verify", "ä", env={"PYTHONIOENCODING": "ascii"}, alone=True))
     assert done.stdout.startswith("\\xe4 is sound")
 
 

@@ -5,9 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.command_line import only_error
+from support.command_line import only_error, succeeded
 from support.models import save_family
 from support.popular import CONFIGS
+from support.published import ok
 
 LONG = "plan", "Qwen3-8B", "--context", "131072"
 
@@ -25,9 +26,7 @@ def qwen3_8b(inside):
 
 
 def test_json(inside, qwen3_8b):
-    result = inside(*LONG, "--gpu", "H100", "--format", "vllm", "--json")
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = ok(inside(*LONG, "--gpu", "H100", "--format", "vllm", "--json"))
     assert report["kv_bytes_per_token"]["bf16"] == 147_456
     assert report["bits_per_element"] == pytest.approx(2.28, abs=5e-3)
     assert report["max_context"].keys() == report["max_requests"].keys()
@@ -47,8 +46,7 @@ def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made,
     planned = inside("plan", "demo", "--format", format, *windows, "--json")
     export = shlex.split(json.loads(planned.stdout)["commands"][-1])
     export[export.index("rotations/demo-oscar")] = str(made)
-    result = inside(*export[1:], "-o", "exported")
-    assert result.returncode == 0, result.stderr
+    succeeded(inside(*export[1:], "-o", "exported"))
 
 
 def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
@@ -123,8 +121,7 @@ def test_a_model_without_readable_config(inside):
 def test_an_unusual_model_is_built_without_noise(inside):
     """A hybrid one, of which transformers warns that fast kernels are missing."""
     save_family("qwen3_5", inside.folder / "hybrid", weights=False)
-    result = inside("plan", "hybrid", "--json")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(inside("plan", "hybrid", "--json"))
     assert "kernel" not in result.stderr
     report = json.loads(result.stdout)
     assert (report["layers"], report["state_bytes_per_request"]) == (1, 14_592)

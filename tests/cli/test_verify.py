@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from support.command_line import only_error
+from support.command_line import only_error, succeeded
 from support.models import edited_weights
 
 from rotationzoo import calibrate
@@ -18,8 +18,7 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(i
         for tensor in weights.values():
             tensor.neg_()
     calibrate("demo", output=inside.folder / "plain", tokens=2048, length=512, device="cpu")
-    shown = inside("verify", "plain", "--model", "demo", "--run")
-    assert shown.returncode == 0, shown.stderr
+    shown = succeeded(inside("verify", "plain", "--model", "demo", "--run"))
     assert shown.stdout.count("made of these weights, or of close relatives") == 1
     assert "not clear" not in shown.stdout
     assert "the weights of demo" in shown.stdout.splitlines()[-1]

@@ -1,6 +1,5 @@
 """The card's words, tried: its Python is run, its numbers are computed again."""
 
-import json
 import re
 import shlex
 from itertools import product
@@ -13,6 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from support.models import save_family, save_tiny
 from support.places import ROOT
+from support.published import ok
 from support.reports import summary
 
 from rotationzoo import Artifact, calibrate
@@ -208,9 +208,8 @@ def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
     Path("recipe.yaml").write_text(recipe)
     program, *words = shlex.split(line)
     assert program == "rotationzoo"
-    again = inside(*words, "-o", "again", "--json")
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["identity"] == Artifact.open("first").identity
+    again = ok(inside(*words, "-o", "again", "--json"))
+    assert again["identity"] == Artifact.open("first").identity
     assert ("--recipe recipe.yaml" in line) == ("recipe.yaml" in options)
 
 

@@ -14,6 +14,12 @@ SMALL = ["--tokens", "2048", "--length", "256"]
 TITLE = "\x1b]0;owned\x07"  # sets the title of a terminal's window
 
 
+def succeeded(result):
+    """The run, which did what it was asked to."""
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def only_error(result, code: int = 1) -> str:
     """The run failed with this code, in one `Error:` line and at most one `Hint:` line; returns
     both."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.command_line import succeeded
 from support.hubs import huggingface, modelscope
 
 ZOO = "someone/zoo"
@@ -133,8 +134,7 @@ def ms_environment(ms, tmp_path) -> dict[str, str]:
 
 
 def ok(result) -> dict:
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(succeeded(result).stdout)
 
 
 def refused(result, code: int = 1) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.command_line import edited_manifest
+from support.command_line import edited_manifest, succeeded
 from support.published import ZOO, ok, publish_oscar_pair, refused
 
 from rotationzoo.artifact.store import Artifact
@@ -77,8 +77,7 @@ def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path):
 
 def test_a_pull_for_an_engine_that_reads_artifacts_says_how_to_start_it(zoo, made):
     ok(zoo.run("push", made, ZOO, "--json"))
-    pulled = zoo.run("pull", "demo", "--repo", ZOO, "--for", "vllm")
-    assert pulled.returncode == 0, pulled.stderr
+    pulled = succeeded(zoo.run("pull", "demo", "--repo", ZOO, "--for", "vllm"))
     command = shlex.split(pulled.stdout)
     assert command[:4] == ["rotationzoo", "serve", "demo", "--rotations"]
     assert verify(Artifact.open(zoo.folder / command[4])).ok

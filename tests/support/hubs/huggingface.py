@@ -163,11 +163,6 @@ class HuggingFaceHub(Hub):
         repository.commits[repository.refs[pull.ref]].author = author
         return pull.ref
 
-    def pull(self, repository: Repository, number: str) -> PullRequest:
-        if not 0 < int(number) <= len(repository.pulls):
-            raise Refusal(404, f"No such discussion: {number}")
-        return repository.pulls[int(number) - 1]
-
     @route("GET", "/api/{repository}/discussions")
     def list_discussions(self, call: Call, repository: Repository) -> Answer:
         status, rows = call.option("status", "all"), []
@@ -182,7 +177,7 @@ class HuggingFaceHub(Hub):
     def merge(self, call: Call, repository: Repository, number: str) -> Answer:
         """Bring what the pull request changes to the branch as it is by now, without looking for
         conflicts."""
-        pull = self.pull(repository, number)
+        pull = repository.pulls[int(number) - 1]
         head = self.resolve(repository, self.branch)
         before = repository.commits[pull.base].files
         after = repository.commits[repository.refs[pull.ref]].files
