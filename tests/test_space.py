@@ -32,13 +32,10 @@ for scores in (UNASKED["exact"], *UNASKED["windows"][0]["arms"].values()):
     scores["all_tasks"] = None
 
 
-def describe(content: bytes) -> dict:
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def entry(folder: str, content: tuple) -> dict:
-    _, evaluation, sha256 = content
-    files = {"rotations.safetensors": {"size": 3, "sha256": sha256}, "evaluation.json": evaluation}
+def entry(folder: str, sha256: str, evaluation: bytes) -> dict:
+    """What the index says of rotations with this sha256."""
+    listed = {"size": len(evaluation), "sha256": hashlib.sha256(evaluation).hexdigest()}
+    files = {"rotations.safetensors": {"size": 3, "sha256": sha256}, "evaluation.json": listed}
     return {
         "model": MODEL, "recipe": f"oscar-{folder}", "files": files,
         "copies": [{"hub": "huggingface", "repo": ZOO, "path": folder}],
@@ -52,18 +49,15 @@ def space(tmp_path_factory):
     with running_space(tmp_path_factory.mktemp("space") / "log") as running:
         publish_model(running.hub, MODEL)
         running.hub.create(ZOO)
-        older = json.dumps(UNASKED).encode()
-        files = {}
-        for sha256, content, listed in (
-            (LISTED, json.dumps(EVALUATION).encode(), None),
-            (OLDER, older, None),
-            (CHANGED, older, b"another file"),
-        ):
-            files[sha256[0]] = content, describe(listed or content), sha256
-        entries = [entry(*place) for place in files.items()]
-        data = {f"{name}/evaluation.json": content for name, (content, *_) in files.items()}
-        data["zoo_index.json"] = json.dumps({"schema": 1, "entries": entries}).encode()
-        running.hub.commit(ZOO, data)
+        newer, older = (json.dumps(each).encode() for each in (EVALUATION, UNASKED))
+        entries = [
+            entry("a", LISTED, newer), entry("b", OLDER, older),
+            entry("c", CHANGED, b"another file"),
+        ]  # fmt: skip
+        files = {"zoo_index.json": json.dumps({"schema": 1, "entries": entries}).encode()}
+        for folder, evaluation in (("a", newer), ("b", older), ("c", older)):
+            files[f"{folder}/evaluation.json"] = evaluation
+        running.hub.commit(ZOO, files)
         yield running
 
 
