@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import typing
 from importlib import metadata
 
 import pytest
@@ -12,8 +13,13 @@ from typer.models import OptionInfo
 from write_cli_reference import parameters
 
 import rotationzoo
+from rotationzoo.cli import options as choices
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
+from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.engines.registry import ENGINES, EngineName, PullEngineName
+from rotationzoo.recipe import PRESETS
+from rotationzoo.zoo.hubs.registry import HUBS, HubName
 
 # ---- help and usage
 
@@ -63,6 +69,21 @@ def test_help_fits_60_lines_and_shows_every_option_in_groups(inside, monkeypatch
     assert groups == [
         each for each in (*order, "For experts (--for picks most):") if each in groups
     ]
+
+
+def test_every_engine_hub_and_format_can_be_chosen():
+    needs_nothing_else = {name for name, entry in ENGINES.items() if not entry.needs_base}
+    assert set(typing.get_args(EngineName)) == set(ENGINES)
+    assert set(typing.get_args(PullEngineName)) == needs_nothing_else
+    assert set(typing.get_args(HubName)) == set(HUBS)
+    assert set(typing.get_args(choices.HubOrBoth)) == {*HUBS, "both"}
+    assert set(typing.get_args(choices.HubOrAny)) == {*HUBS, "any"}
+    assert set(typing.get_args(choices.Format)) == set(SIMULATED)
+
+
+def test_help_names_every_recipe(inside):
+    shown = inside("calibrate", "--help").stdout
+    assert not [name for name in PRESETS if name not in shown]
 
 
 def test_the_version_and_short_help(inside):
