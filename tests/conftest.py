@@ -156,10 +156,9 @@ def command(tmp_path, request, program_without_hubs):
             [*start, *map(str, words)],
             cwd=work,
             env={**variables, **(env or {})},
-            capture_output=True,
             text=True,
             timeout=300,
-            **options,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         )
 
     run.folder, run.environment, run.program = work, variables, program_without_hubs

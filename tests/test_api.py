@@ -1,20 +1,18 @@
 """The public API: seven names, of which none is imported before it is asked for."""
 
-import subprocess
-import sys
-
 import pytest
+from support.command_line import run_apart
 
 import rotationzoo
 from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import PRESETS
 from rotationzoo.zoo import by_name, index
 from rotationzoo.zoo.download import Pulled
 from rotationzoo.zoo.lookup import LoadedIndex
 
-SLOW = (
+SLOW = {
     "torch",
     "transformers",
     "datasets",
@@ -22,18 +20,7 @@ SLOW = (
     "huggingface_hub",
     "safetensors",
     "numpy",
-)
-
-
-def imported_by(program: str) -> set[str]:
-    """Those of the slow libraries that a program imports, in a process of its own."""
-    report = f"import sys; {program}; print(*(name for name in {SLOW} if name in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", report], capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.splitlines()[-1].split())
-
-
+}
 HELP = "from rotationzoo.cli.app import app; app(['--help'], standalone_mode=False)"
 
 
@@ -49,11 +36,13 @@ HELP = "from rotationzoo.cli.app import app; app(['--help'], standalone_mode=Fal
     ids=["import", "dir", "formats", "engines", "--help"],
 )
 def test_no_slow_library_is_imported_before_it_is_needed(program):
-    assert imported_by(program) == set()
+    _, imported = run_apart(program)
+    assert not imported & SLOW
 
 
 def test_the_first_name_imports_what_it_needs():
-    assert "torch" in imported_by("from rotationzoo import Rotations")
+    _, imported = run_apart("from rotationzoo import Rotations")
+    assert "torch" in imported
 
 
 def test_the_public_names():
@@ -66,32 +55,22 @@ def test_the_public_names():
         rotationzoo.calibrated  # noqa: B018
 
 
-def test_calibrate_returns_the_artifact(tmp_path):
-    artifact = calibrate("demo", output=str(tmp_path / "out"), tokens=1024, length=256)
+def test_calibrate_takes_settings_tells_its_progress_and_returns_the_artifact(tmp_path):
+    recipe, stages = PRESETS["oscar"].model_copy(update={"name": "mine"}), []
+    settings = dict(recipe=recipe, tokens=1024, length=256, seed=3, batch=2)
+    output = str(tmp_path / "out")
+    artifact = calibrate(
+        "demo", output=output, progress=lambda stage, *_: stages.append(stage), **settings
+    )
     assert isinstance(artifact, Artifact)
     assert isinstance(artifact.rotations, Rotations)
-    assert artifact.manifest.calibration.tokens == 1024
-    opened = Artifact.open(str(tmp_path / "out"))
-    assert opened.content == artifact.content
-    assert opened.folder == tmp_path / "out"
-
-
-def test_calibrate_takes_a_recipe_and_tells_its_progress(tmp_path):
-    recipe = PRESETS["oscar"].model_copy(
-        update={"name": "mine", "data": Data(tokens=1024, length=256)}
-    )
-    stages = []
-    artifact = calibrate(
-        "demo",
-        output=tmp_path / "out",
-        recipe=recipe,
-        seed=3,
-        batch=2,
-        progress=lambda stage, done, total: stages.append(stage),
-    )
     assert (artifact.recipe.name, artifact.recipe.data.seed) == ("mine", 3)
+    assert artifact.manifest.calibration.tokens == 1024
     assert artifact.content["run"]["batch"] == 2
     assert "calibrating" in stages
+    opened = Artifact.open(output)
+    assert opened.content == artifact.content
+    assert opened.folder == tmp_path / "out"
 
 
 def test_what_cannot_be_honoured_is_refused(tmp_path):

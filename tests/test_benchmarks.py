@@ -21,6 +21,7 @@ from decode_arms import exact_error, first_request, packed_variants
 from decode_caches import LAYOUTS, Shape, Storage, exact_caches, packed_caches
 from scale_models import make_model
 from support import architectures
+from support.models import write_jsonl
 from transformers import AutoModelForCausalLM, Cache
 from transformers.cache_utils import QuantizedLayer
 from transformers_caches import ThroughCache, TransformersCache
@@ -196,8 +197,7 @@ def test_gains_are_paired_by_prompt_and_nats_count_what_the_exact_model_answers(
         line("oscar+fb", "1110", [-1.0, -1.0, -1.0, -1.0]),
         line("oscar", "1000", [-2.0, -2.0, -4.0, -9.0]),
     ]
-    path = tmp_path / "part-0.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    path = write_jsonl(tmp_path / "part-0.jsonl", lines)
     ((place, arms),) = ablation_tables.read_lines([path]).items()
     assert place == ("deep", "2048")
     gain = ablation_tables.measure_gain(arms, "oscar+fb", "oscar")
@@ -209,8 +209,7 @@ def test_gains_are_paired_by_prompt_and_nats_count_what_the_exact_model_answers(
 
 
 def test_a_model_that_answers_nothing_is_left_out(tmp_path):
-    path = tmp_path / "part-0.jsonl"
-    path.write_text(json.dumps(line("exact", "0000", [-9.0] * 4)) + "\n")
+    path = write_jsonl(tmp_path / "part-0.jsonl", [line("exact", "0000", [-9.0] * 4)])
     assert ablation_tables.read_lines([path]) == {}
 
 

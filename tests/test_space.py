@@ -12,7 +12,7 @@ import pytest
 from support.browser import scrolls_sideways, serious_findings
 from support.places import ROOT
 from support.published import ok
-from support.reports import OF_ARTIFACT, Made, make_evaluation
+from support.reports import OF_ARTIFACT, make_evaluation
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
 
 from rotationzoo.network import tokens
@@ -25,20 +25,17 @@ pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
 MODEL = "someone/Model-8B"
 LISTED, OLDER, CHANGED = "a" * 64, "b" * 64, "c" * 64  # the sha256 of what the zoo lists
 EVALUATION, UNASKED = (
-    json.loads(json.dumps(make_evaluation(Made())).replace(OF_ARTIFACT, identity))
+    json.loads(json.dumps(make_evaluation()).replace(OF_ARTIFACT, identity))
     for identity in (LISTED, OLDER)
 )
 for scores in (UNASKED["exact"], *UNASKED["windows"][0]["arms"].values()):
     scores["all_tasks"] = None
 
 
-def describe(content: bytes) -> dict:
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def entry(folder: str, content: tuple) -> dict:
-    _, evaluation, sha256 = content
-    files = {"rotations.safetensors": {"size": 3, "sha256": sha256}, "evaluation.json": evaluation}
+def entry(folder: str, sha256: str, evaluation: bytes) -> dict:
+    """What the index says of rotations with this sha256."""
+    listed = {"size": len(evaluation), "sha256": hashlib.sha256(evaluation).hexdigest()}
+    files = {"rotations.safetensors": {"size": 3, "sha256": sha256}, "evaluation.json": listed}
     return {
         "model": MODEL, "recipe": f"oscar-{folder}", "files": files,
         "copies": [{"hub": "huggingface", "repo": ZOO, "path": folder}],
@@ -52,18 +49,15 @@ def space(tmp_path_factory):
     with running_space(tmp_path_factory.mktemp("space") / "log") as running:
         publish_model(running.hub, MODEL)
         running.hub.create(ZOO)
-        older = json.dumps(UNASKED).encode()
-        files = {}
-        for sha256, content, listed in (
-            (LISTED, json.dumps(EVALUATION).encode(), None),
-            (OLDER, older, None),
-            (CHANGED, older, b"another file"),
-        ):
-            files[sha256[0]] = content, describe(listed or content), sha256
-        entries = [entry(*place) for place in files.items()]
-        data = {f"{name}/evaluation.json": content for name, (content, *_) in files.items()}
-        data["zoo_index.json"] = json.dumps({"schema": 1, "entries": entries}).encode()
-        running.hub.commit(ZOO, data)
+        newer, older = (json.dumps(each).encode() for each in (EVALUATION, UNASKED))
+        entries = [
+            entry("a", LISTED, newer), entry("b", OLDER, older),
+            entry("c", CHANGED, b"another file"),
+        ]  # fmt: skip
+        files = {"zoo_index.json": json.dumps({"schema": 1, "entries": entries}).encode()}
+        for folder, evaluation in (("a", newer), ("b", older), ("c", older)):
+            files[f"{folder}/evaluation.json"] = evaluation
+        running.hub.commit(ZOO, files)
         yield running
 
 
@@ -88,7 +82,7 @@ def test_the_pages_in_a_browser(space, browser, width, scheme):
     assert not scrolls_sideways(page)
 
 
-def test_a_plan_is_that_of_the_command(space, browser, inside, monkeypatch):
+def test_a_plan_is_that_of_the_command(space, browser, inside):
     page = browser.open_page(f"{space.address}/plan?model={MODEL}&gpu=L40S&context=32768")
     # The command reads the same config from a folder.
     folder = inside.folder / "model"

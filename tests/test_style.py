@@ -76,10 +76,13 @@ MODULES = {
 }
 
 
+TREES = {path: ast.parse(path.read_text("utf-8")) for path in MODULES.values()}
+
+
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -122,30 +125,15 @@ def test_the_mathematics_knows_no_files_and_no_models(room):
 
 def test_what_people_read_passes_through_one_module():
     """`output.visible` is what keeps escape characters off a terminal; only `output` prints."""
-    for path in MODULES.values():
-        calls = [
-            node.func
-            for node in ast.walk(ast.parse(path.read_text("utf-8")))
-            if isinstance(node, ast.Call)
-        ]
-        names = {call.id for call in calls if isinstance(call, ast.Name)}
-        methods = {
-            f"{ast.unparse(call.value)}.{call.attr}"
-            for call in calls
-            if isinstance(call, ast.Attribute)
-        }
-        prints = (names & {"print", "Console"}) | (
-            methods & {"typer.echo", "sys.stdout.write", "sys.stderr.write"}
-        )
-        assert path == PACKAGE / "cli" / "output.py" or not prints, (
-            f"{path}: use output.say, or Output.note"
-        )
+    printing = {"print", "Console", "typer.echo", "sys.stdout.write", "sys.stderr.write"}
+    for path, tree in TREES.items():
+        if path != PACKAGE / "cli" / "output.py":
+            calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            assert not printing & set(map(ast.unparse, calls)), f"{path}: use output.say"
 
 
 def test_modules_stay_short():
-    lengths = {
-        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()
-    }
+    lengths = {name: len(path.read_text("utf-8").splitlines()) for name, path in MODULES.items()}
     assert not {name: length for name, length in lengths.items() if length > LONGEST}
 
 
@@ -166,8 +154,8 @@ def is_dense(node: ast.expr) -> bool:
 
 def test_a_statement_has_one_comprehension_or_one_conditional_expression():
     crowded = []
-    for path in MODULES.values():
-        for statement in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for path, tree in TREES.items():
+        for statement in ast.walk(tree):
             if isinstance(statement, ast.stmt):
                 dense = sum(map(is_dense, own_expressions(statement)))
                 if dense > 1:
@@ -190,8 +178,8 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 def test_names_say_what_they_hold():
     vague = [
         f"{path.relative_to(ROOT)}:{line} binds {name}"
-        for path in MODULES.values()
-        for name, line in bound_names(ast.parse(path.read_text("utf-8")))
+        for path, tree in TREES.items()
+        for name, line in bound_names(tree)
         if name in VAGUE
     ]
     assert not vague, "\n".join(sorted(vague))

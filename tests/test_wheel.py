@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,12 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+def split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """The files of the package, below its folder, and the others."""
+    inside = {name for name in names if name.startswith("rotationzoo/")}
+    return {name.removeprefix("rotationzoo/") for name in inside}, set(names) - inside
+
+
 def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
@@ -80,13 +87,9 @@ def built(tmp_path_factory):
 
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert built.wheel.name == f"{NAME}-py3-none-any.whl"
-    names = contents(built.wheel).keys()
-    inside = {
-        name.removeprefix("rotationzoo/") for name in names if name.startswith("rotationzoo/")
-    }
+    inside, others = split_names(contents(built.wheel))
     assert inside == built.package
     assert inside >= NEEDED
-    others = {name for name in names if not name.startswith("rotationzoo/")}
     assert others == {f"{NAME}.dist-info/{name}" for name in ADDED}
 
 
@@ -94,15 +97,9 @@ def test_the_source_distribution_makes_the_same_wheel_and_has_no_tests(built):
     assert built.sdist.name == f"{NAME}.tar.gz"
     with tarfile.open(built.sdist) as archive:
         members = [member.name for member in archive.getmembers() if not member.isdir()]
-    names = {name.removeprefix(f"{NAME}/") for name in members}
-    inside = {
-        name.removeprefix("rotationzoo/") for name in names if name.startswith("rotationzoo/")
-    }
+    inside, others = split_names([name.removeprefix(f"{NAME}/") for name in members])
     assert inside == built.package
-    others = {
-        name for name in names if not name.startswith(("rotationzoo/", "rotationzoo.egg-info/"))
-    }
-    assert others == TOP_LEVEL
+    assert {name for name in others if not name.startswith("rotationzoo.egg-info/")} == TOP_LEVEL
     assert contents(built.wheel) == contents(built.direct)
 
 

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from support.command_line import (
     READERS,
@@ -15,6 +16,7 @@ from support.command_line import (
     put_file,
     refused,
 )
+from support.jobs import interrupt_after
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
@@ -26,10 +28,7 @@ from rotationzoo.errors import RotationZooError
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "name",
-    ["manifest.json", "zoo_index.json"],
-)
+@pytest.mark.parametrize("name", ["manifest.json", "zoo_index.json"])
 def test_json_of_a_terabyte_is_not_read(inside, folder, name):
     """Sparse: it takes no room on the disk, and would take all of the memory."""
     with (folder / name).open("wb") as file:
@@ -39,10 +38,7 @@ def test_json_of_a_terabyte_is_not_read(inside, folder, name):
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "name",
-    ["rotations", "statistics"],
-)
+@pytest.mark.parametrize("name", ["rotations", "statistics"])
 def test_tensors_of_a_terabyte_are_neither_hashed_nor_read(inside, folder, name):
     path = folder / f"{name}.safetensors"
     with path.open("r+b") as file:
@@ -88,11 +84,7 @@ HEADERS = {
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "data",
-    HEADERS.values(),
-    ids=HEADERS,
-)
+@pytest.mark.parametrize("data", HEADERS.values(), ids=HEADERS)
 def test_a_header_that_asks_for_more_than_the_file_has(inside, folder, data):
     """safetensors holds shape times type against the size of the file; what it lets through is held
     against the geometry."""
@@ -134,11 +126,7 @@ CHANGES = {
 
 
 @pytest.mark.hostile("values")
-@pytest.mark.parametrize(
-    ("change", "says"),
-    CHANGES.values(),
-    ids=CHANGES,
-)
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
 def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says):
     tensors = load_file(folder / "rotations.safetensors")
     change(tensors)
@@ -178,34 +166,24 @@ def test_statistics_that_the_manifest_does_not_list_are_nobodys(folder):
 # ---- checkpoints
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(change, id=name, marks=pytest.mark.hostile("malformed"))
-        for name, change in {
-            "no metadata": lambda tensors, told: told.clear(),
-            "deep": lambda tensors, told: told.update(done="[" * 50_000),
-            "a word for a number": lambda tensors, told: told.update(done='"2"'),
-            "less than nothing": lambda tensors, told: told.update(done="-5"),
-            "an identity of lists": lambda tensors, told: told.update(identity="[]"),
-            "another name": lambda tensors, told: tensors.update({"a.b.c.d": torch.ones(1)}),
-            "one less": lambda tensors, told: tensors.popitem(),
-            "another shape": lambda tensors, told: tensors.update(
-                {"0.query.second": torch.ones(1)}
-            ),
-        }.items()
-    ],
-)
-def test_a_checkpoint_that_is_damaged(small, tmp_path, change):
-    def stop(stage, done, total):
-        if stage == "calibrating" and 0 < total // 2 <= done:
-            raise KeyboardInterrupt
+DAMAGES = {
+    "no metadata": lambda tensors, told: told.clear(),
+    "deep": lambda tensors, told: told.update(done="[" * 50_000),
+    "a word for a number": lambda tensors, told: told.update(done='"2"'),
+    "less than nothing": lambda tensors, told: told.update(done="-5"),
+    "an identity of lists": lambda tensors, told: told.update(identity="[]"),
+    "another name": lambda tensors, told: tensors.update({"a.b.c.d": torch.ones(1)}),
+    "one less": lambda tensors, told: tensors.popitem(),
+    "another shape": lambda tensors, told: tensors.update({"0.query.second": torch.ones(1)}),
+}
 
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("change", DAMAGES.values(), ids=DAMAGES)
+def test_a_checkpoint_that_is_damaged(small, tmp_path, change):
     job = Job(str(small.parent / "tiny"), SMALL_RECIPE, tmp_path / "out", batch=1, device="cpu")
     with pytest.raises(KeyboardInterrupt):
-        calibrate(job, stop)
-    from safetensors import safe_open
-
+        calibrate(job, interrupt_after(2))
     with safe_open(job.checkpoint, "pt") as file:
         told = dict(file.metadata())
     tensors = load_file(job.checkpoint)

@@ -29,11 +29,7 @@ TEXTS = {
 
 
 @pytest.mark.hostile("malformed")
-@pytest.mark.parametrize(
-    "text",
-    TEXTS.values(),
-    ids=TEXTS,
-)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_text_that_is_no_json_of_ours(inside, folder, text):
     (folder / "manifest.json").write_bytes(text)
     assert all(" is damaged: " in says for says in all_refuse(inside, folder))
@@ -99,15 +95,11 @@ def put(content: dict, path: str, value) -> None:
         at[".".join(names)] = value
 
 
+@pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        pytest.param(
-            path,
-            value,
-            marks=pytest.mark.hostile("malformed"),
-            id=f"{path}-{'gone' if value is GONE else value}",
-        )
+        pytest.param(path, value, id=f"{path}-{'gone' if value is GONE else value}")
         for path, values in WRONG.items()
         for value in values
     ],

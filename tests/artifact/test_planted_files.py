@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.command_line import edited_manifest, put_file, refused
+from support.command_line import edited_manifest, put_file, refused, succeeded
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -47,8 +47,7 @@ def test_calibrate_follows_no_link_beside_its_output(inside, docs, place, to_fil
     link = inside.folder / place
     link.parent.mkdir()
     link.symlink_to(docs.file if to_file else docs.folder)
-    result = inside("calibrate", "demo", "--recipe", "hadamard")
-    assert result.returncode == 0, result.stderr
+    succeeded(inside("calibrate", "demo", "--recipe", "hadamard"))
     assert docs.whole()
     assert verify(Artifact.open(inside.folder / "rotations/demo-hadamard")).ok
 
@@ -87,13 +86,7 @@ def test_a_link_that_the_user_names_is_followed(inside, tmp_path):
 @pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     "name",
-    [
-        ".README.md.partial",
-        ".probe.partial",
-        ".manifest.json.partial",
-        "README.md",
-        "answers.png",
-    ],
+    [".README.md.partial", ".probe.partial", ".manifest.json.partial", "README.md", "answers.png"],
 )
 def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     (folder / name).unlink(missing_ok=True)
@@ -109,12 +102,7 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
 @pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     "name",
-    [
-        "out/k_rotation_oscar2_center.pt",
-        ".out.partial",
-        ".out.old",
-        "out/.oscar_0.pending.json",
-    ],
+    ["out/k_rotation_oscar2_center.pt", ".out.partial", ".out.old", "out/.oscar_0.pending.json"],
 )
 def test_an_export_writes_through_no_link(inside, folder, docs, name):
     words = ("export", folder, "--to", "sglang", "-o", "out")
@@ -136,8 +124,7 @@ def test_an_index_is_written_through_no_link(tmp_path, docs):
 
 @pytest.mark.hostile("link")
 @pytest.mark.parametrize(
-    "name",
-    ["rotations.safetensors", "statistics.safetensors", "manifest.json"],
+    "name", ["rotations.safetensors", "statistics.safetensors", "manifest.json"]
 )
 def test_what_is_a_link_is_neither_verified_nor_published(inside, folder, tmp_path, name):
     """Even to the very bytes: what it leads to may be other ones a moment later."""

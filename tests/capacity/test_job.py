@@ -112,8 +112,7 @@ def test_latents_have_every_cache(measure):
 
 
 @pytest.mark.parametrize(
-    ("positions", "context"),
-    [(4096, 4096), (131_072, 131_072), (163_840, 131_072), (0, 131_072)],
+    ("positions", "context"), [(4096, 4096), (131_072, 131_072), (163_840, 131_072), (0, 131_072)]
 )
 def test_tokens_of_a_request_by_default(measure, positions, context):
     capacity = measure("Qwen3-8B", "H100", None, max_position_embeddings=positions)

@@ -64,10 +64,8 @@ def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
         return "; ".join(verify(Artifact.open(artifact.folder)).problems)
 
     assert problems(tensors) == ""
-    swapped = {
-        name.replace(".key.", ".X.").replace(".value.", ".key.").replace(".X.", ".value."): tensor
-        for name, tensor in tensors.items()
-    }
+    swapped = dict(tensors)
+    swap(swapped)
     assert "key rotation not the one that random makes: layers 0, 1" in problems(swapped)
     clipped = tensors | {"layers.1.key.clip": -3 * torch.ones_like(tensors["layers.1.key.clip"])}
     assert "key clip ratio not that of the recipe: layer 1" in problems(clipped)

@@ -1,5 +1,6 @@
 """An artifact to look at, and a terminal to look at it on."""
 
+import signal
 import sys
 from io import StringIO
 from pathlib import Path
@@ -28,3 +29,12 @@ def terminal(monkeypatch):
         return screen
 
     return open_terminal
+
+
+@pytest.fixture
+def interruptible():
+    """A suite that runs in the background of a shell ignores Ctrl-C; the test that takes this does
+    not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

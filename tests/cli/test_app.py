@@ -4,18 +4,22 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import typing
 from importlib import metadata
 
 import pytest
-from support.command_line import only_error
+from support.command_line import only_error, run_apart, succeeded
 from typer.models import OptionInfo
 from write_cli_reference import parameters
 
 import rotationzoo
+from rotationzoo.cli import options as choices
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
+from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.engines.registry import ENGINES, EngineName, PullEngineName
+from rotationzoo.recipe import PRESETS
+from rotationzoo.zoo.hubs.registry import HUBS, HubName
 
 # ---- help and usage
 
@@ -23,7 +27,6 @@ from rotationzoo.cli.output import visible
 def test_commands_that_read_an_artifact_do_not_wait_for_transformers(made, tmp_path):
     """It takes half of their time to import, and only models need it."""
     program = f"""
-import sys
 from rotationzoo.cli.app import main
 for words in (
     "inspect {made}", "verify {made}", "export {made} --to sglang --output out",
@@ -33,12 +36,9 @@ for words in (
         main(words.split())
     except SystemExit as done:
         assert not done.code, words
-print(sorted({{"transformers", "accelerate", "datasets", "scipy"}} & set(sys.modules)))
 """
-    words = [sys.executable, "-c", program]
-    shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-1] == "[]"
+    _, imported = run_apart(program, cwd=tmp_path)
+    assert not imported & {"transformers", "accelerate", "datasets", "scipy"}
 
 
 def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
@@ -71,24 +71,24 @@ def test_help_fits_60_lines_and_shows_every_option_in_groups(inside, monkeypatch
     ]
 
 
+def test_every_engine_hub_and_format_can_be_chosen():
+    needs_nothing_else = {name for name, entry in ENGINES.items() if not entry.needs_base}
+    assert set(typing.get_args(EngineName)) == set(ENGINES)
+    assert set(typing.get_args(PullEngineName)) == needs_nothing_else
+    assert set(typing.get_args(HubName)) == set(HUBS)
+    assert set(typing.get_args(choices.HubOrBoth)) == {*HUBS, "both"}
+    assert set(typing.get_args(choices.HubOrAny)) == {*HUBS, "any"}
+    assert set(typing.get_args(choices.Format)) == set(SIMULATED)
+
+
+def test_help_names_every_recipe(inside):
+    shown = inside("calibrate", "--help").stdout
+    assert not [name for name in PRESETS if name not in shown]
+
+
 def test_the_version_and_short_help(inside):
     assert inside("--version").stdout.strip().count(".") == 2
     assert "Usage" in inside("calibrate", "-h").stdout
-
-
-def test_wrong_usage_exits_with_2(inside):
-    assert inside("calibrate", "demo", "--batch", "0").returncode == 2
-    assert inside("calibrate", "demo", "--dtype", "int4").returncode == 2
-    wrong = {
-        "--packing tight": "packing = 'tight'",
-        "--tokens 0": "'--tokens': it must be greater than or equal to 1",
-        "--output .": "no folder that can be replaced",
-        "--max-memory cpu=1GiB": "--device-map auto",
-        "--device-map auto --max-memory cpu": "has no amount",
-        "--device-map foo": "there is no device map 'foo'",
-    }
-    for options, says in wrong.items():
-        assert says in only_error(inside("calibrate", "demo", *options.split()), 2)
 
 
 # ---- what ends a command from outside
@@ -96,14 +96,7 @@ def test_wrong_usage_exits_with_2(inside):
 
 def test_a_full_standard_output_is_one_sentence(command, made):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "rotationzoo", "inspect", made],
-            cwd=command.folder,
-            env=command.environment,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        done = command("inspect", made, stdout=full, alone=True)
     assert done.returncode == 1
     assert done.stderr.startswith("Error: No space left on device\nHint: ")
     assert "Traceback" not in done.stderr
@@ -113,31 +106,20 @@ def test_a_reader_that_has_read_enough_is_no_error(command):
     """As `rotationzoo list | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
-        [*command.program, "list", "--index", "bundled"],
-        cwd=command.folder,
-        env=command.environment,
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    done = command("list", "--index", "bundled", stdout=writing)
     os.close(writing)
     assert done.returncode == 1
     assert done.stderr == "Read the index that came with rotationzoo\n"
 
 
-def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch):
+@pytest.mark.parametrize("words", ["inspect x", "evaluate demo x", "verify x --model demo"])
+def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interruptible, words):
     def interrupt(*_):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for words in ("inspect x", "evaluate demo x", "verify x --model demo"):
-            says = only_error(inside(*words.split()), 130)
-            assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
-    finally:
-        signal.signal(signal.SIGINT, before)
+    says = only_error(inside(*words.split()), 130)
+    assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
 
 
 def test_a_package_that_is_not_installed_knows_its_version(inside, tiny, monkeypatch):
@@ -151,8 +133,7 @@ def test_a_package_that_is_not_installed_knows_its_version(inside, tiny, monkeyp
         return from_name(name)
 
     monkeypatch.setattr(metadata.Distribution, "from_name", find)
-    done = inside("calibrate", tiny, "--recipe", "hadamard", "--output", "out", "--quiet")
-    assert done.returncode == 0, done.stderr
+    succeeded(inside("calibrate", tiny, "--recipe", "hadamard", "--output", "out", "--quiet"))
     versions = json.loads((inside.folder / "out" / "manifest.json").read_text())["versions"]
     assert versions["rotationzoo"] == rotationzoo.__version__
 
@@ -225,12 +206,18 @@ def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, err
         ("inspect nowhere", 1, "nowhere is no artifact"),
         ("calibrate ./nowhere", 1, "there is no folder ./nowhere"),
         ("calibrate", 2, "Missing argument 'model'"),
+        ("calibrate demo --device x", 2, "'--device': 'x' is not one of 'auto', 'cpu', 'cuda'"),
         (
-            "calibrate demo --device x",
+            "calibrate demo --tokens 0",
             2,
-            "Invalid value for '--device': 'x' is not one of 'auto', 'cpu', 'cuda'",
+            "Invalid value for '--tokens': it must be greater than or equal to 1",
         ),
+        ("calibrate demo --dtype int4", 2, "Invalid value for '--dtype': 'int4' is not one of"),
         ("calibrate demo --packing tight", 2, "packing = 'tight'"),
+        ("calibrate demo --output .", 2, "no folder that can be replaced"),
+        ("calibrate demo --max-memory cpu=1GiB", 2, "--max-memory needs a device map"),
+        ("calibrate demo --device-map auto --max-memory cpu", 2, "has no amount"),
+        ("calibrate demo --device-map foo", 2, "there is no device map 'foo'"),
         ("nonsense", 2, "No such command 'nonsense'"),
     ],
 )
@@ -242,7 +229,7 @@ def test_json_that_fails_is_an_object_with_the_error(inside, words, code, says):
     assert says in content["error"]
     first = result.stderr.splitlines()[0]
     assert first == f"Error: {content['error']}", "people read it where they always do"
-    assert inside(*words.split()).stdout == ""
+    assert only_error(inside(*words.split()), code) == result.stderr
 
 
 def test_one_of_several_processes_is_refused(inside, monkeypatch):

@@ -5,18 +5,16 @@ import os
 import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
-from support.command_line import SMALL, left_behind, only_error
+from support.command_line import SMALL, left_behind, only_error, succeeded
 from support.hubs import huggingface
-from support.models import DATA, save_tiny
+from support.models import DATA, edited_weights, save_tiny
+from support.published import ok, publish_folder
 
 KEYS = {"artifact", "model", "revision", "recipe", "layers", "tokens", "seconds"}
 
 
 def test_the_journey_calibrate_inspect_verify(command, inside, monkeypatch):
-    done = command("calibrate", "demo", "--json", *SMALL)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = ok(command("calibrate", "demo", "--json", *SMALL))
     assert KEYS | {"peak_memory_bytes"} <= result.keys()
     known = {"model": "demo", "recipe": "oscar", "layers": 4, "tokens": 2048}
     assert known.items() <= result.items()
@@ -85,23 +83,19 @@ def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
 
 
 def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
-    with huggingface.serve_folders({"someone/tiny": tiny}) as hub:
-        endpoint, requests = hub.endpoint, hub.requests
-        online = {"HF_ENDPOINT": endpoint}
-        done = command("calibrate", "someone/tiny", "--json", *SMALL, env=online)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["revision"] == hub.head("someone/tiny")
-        asked = [request for request in requests if "safetensors" in request]
+    with huggingface.serve() as hub:
+        publish_folder(hub, "someone/tiny", tiny)
+        online = {"HF_ENDPOINT": hub.endpoint}
+        done = ok(command("calibrate", "someone/tiny", "--json", *SMALL, env=online))
+        assert done["revision"] == hub.head("someone/tiny")
+        asked = [request for request in hub.requests if "safetensors" in request]
         assert asked, "the weights came from the hub"
     words = ["calibrate", "someone/tiny", *SMALL, "--output", "again", "--json"]
-    offline = command(*words, env={"HF_HUB_OFFLINE": "1"})
-    assert offline.returncode == 0, offline.stderr
+    ok(command(*words, env={"HF_HUB_OFFLINE": "1"}))
 
 
-def test_what_the_hub_does_not_have(zoo, tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    zoo.hf.create("someone/tiny")
-    zoo.hf.commit("someone/tiny", {path.name: path.read_bytes() for path in tiny.iterdir()})
+def test_what_the_hub_does_not_have(zoo, tiny):
+    publish_folder(zoo.hf, "someone/tiny", tiny)
     unknown = zoo.run("calibrate", "someone/tiny", "--revision", "v9")
     assert "no revision v9" in only_error(unknown)
     missing = zoo.run("calibrate", "someone/tinny")
@@ -137,9 +131,8 @@ def test_names_that_look_like_markup(inside, tiny):
 
 def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
     model = save_tiny(tmp_path / "zeros")
-    weights = load_file(model / "model.safetensors")
-    zeros = {name: tensor * 0 for name, tensor in weights.items()}
-    save_file(zeros, model / "model.safetensors", metadata={"format": "pt"})
-    done = inside("calibrate", model, *SMALL, "--output", "out")
-    assert done.returncode == 0, done.stderr
+    with edited_weights(model) as weights:
+        for tensor in weights.values():
+            tensor.zero_()
+    done = succeeded(inside("calibrate", model, *SMALL, "--output", "out"))
     assert "nan" not in done.stdout.lower()

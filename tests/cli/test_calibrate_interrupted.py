@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from support.command_line import left_behind, without_stages
+from support.command_line import left_behind, succeeded, without_stages
 
 
 def start_calibration(command, *words) -> subprocess.Popen:
@@ -45,8 +45,7 @@ def test_stopped_half_way_and_run_again(command, inside, how):
         ["out.checkpoint.safetensors"],
         ["out.checkpoint.safetensors", "out.checkpoint.safetensors.partial"],
     )
-    resumed = inside("calibrate", "demo", *words)
-    assert resumed.returncode == 0, resumed.stderr
+    succeeded(inside("calibrate", "demo", *words))
     assert not [name for name in left_behind(command) if "checkpoint" in name]
     assert inside("calibrate", "demo", *words[:-1], "whole").returncode == 0
     for name in ("rotations.safetensors", "statistics.safetensors"):

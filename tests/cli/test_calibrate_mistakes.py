@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import transformers
 from support import architectures
 from support.command_line import SMALL, left_behind, only_error
 from support.models import save_tiny
@@ -19,6 +20,7 @@ from rotationzoo.recipe import PRESETS
     ("words", "says"),
     [
         ("empty", "empty is no model: the folder has no config.json"),
+        ("models/Qwen", "nor a folder (did you mean 'models/Qwen3'?)"),
         (
             "demo --length 16384",
             "rows of 16384 tokens are longer than the 8192 positions of the model",
@@ -36,6 +38,7 @@ from rotationzoo.recipe import PRESETS
 )
 def test_mistakes_get_one_sentence(inside, words, says):
     (inside.folder / "empty").mkdir()
+    (inside.folder / "models/Qwen3").mkdir(parents=True)
     (inside.folder / "occupied").mkdir()
     (inside.folder / "occupied" / "file").write_text("mine")
     (inside.folder / "groups.yaml").write_text("group_size: 48\n")
@@ -84,19 +87,12 @@ finally:
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_table_is_told_once(tmp_path):
+def test_a_broken_table_is_told_once(command):
     """In a process of its own: `datasets` logs to the stderr that it found when it was imported."""
-    (tmp_path / "broken.parquet").write_text("no table")
-    words = ["-m", "rotationzoo", "calibrate", "demo", "--data", "broken.parquet"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr.startswith("Error: the data set broken.parquet could not be read: ")
-    assert done.stderr.count("Parquet") == 1
-
-
-def test_a_mistyped_folder(inside):
-    (inside.folder / "models/Qwen3").mkdir(parents=True)
-    says = only_error(inside("calibrate", "models/Qwen"))
-    assert "nor a folder (did you mean 'models/Qwen3'?)" in says
+    (command.folder / "broken.parquet").write_text("no table")
+    says = only_error(command("calibrate", "demo", "--data", "broken.parquet", alone=True))
+    assert "Error: the data set broken.parquet could not be read: " in says
+    assert says.count("Parquet") == 1
 
 
 def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
@@ -133,16 +129,14 @@ def test_without_a_network(command):
 
 
 def test_models_that_cannot_be_calibrated(inside):
-    import transformers
-
     models = inside.folder.parent
-    masked = dict(max_position_embeddings=4096, architectures=["BertForMaskedLM"])
+    long = dict(max_position_embeddings=4096)
     configs = {
-        "is an encoder": transformers.BertConfig(**masked),
+        "is an encoder": transformers.BertConfig(**long, architectures=["BertForMaskedLM"]),
         "is an encoder-decoder": transformers.T5Config(),
         "is not a causal language model": transformers.ViTConfig(),
-        "compressed latent": architectures.config("deepseek_v4", max_position_embeddings=4096),
-        "code of its own": architectures.config("falcon", max_position_embeddings=4096),
+        "compressed latent": architectures.config("deepseek_v4", **long),
+        "code of its own": architectures.config("falcon", **long),
     }
     for number, (says, config) in enumerate(configs.items()):
         config.save_pretrained(models / str(number))

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from support import architectures
-from support.command_line import SMALL, only_error
+from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
 from support.reports import evaluate
 
@@ -20,7 +20,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import job as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, Data, with_budget
+from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.options import build_settings
 from rotationzoo.runtime.vllm import plugin
@@ -36,10 +36,9 @@ def tiny_of_heads(tmp_path_factory):
     """A tiny model with two KV heads, and an artifact of it with every part that engines lose."""
     folder = tmp_path_factory.mktemp("heads")
     model = save_tiny(folder / "model", num_key_value_heads=2)
-    data = Data(tokens=1024, length=256)
-    recipe = with_budget(PRESETS["oscar"], bits=3.5)
-    recipe = recipe.model_copy(update={"data": data, "sink": 8, "recent": 16})
-    artifact = calibrate(str(model), output=folder / "made", recipe=recipe, device="cpu")
+    recipe = PRESETS["oscar"].model_copy(update={"sink": 8, "recent": 16})
+    options = dict(bits=3.5, tokens=1024, length=256, device="cpu")
+    artifact = calibrate(str(model), output=folder / "made", recipe=recipe, **options)
     assert artifact.rotations.per_head
     assert artifact.rotations.has_feedback
     assert artifact.recipe.centered == ("key",)
@@ -113,10 +112,9 @@ def windowed(tmp_path_factory):
     """A model with a sliding window in all layers but the last, and an artifact with a budget."""
     folder = tmp_path_factory.mktemp("windows")
     model = str(save_family("gemma3", folder / "model", head_dim=64))
-    data = Data(tokens=64, length=32)
-    recipe = with_budget(PRESETS["oscar"], bits=3.5)
-    recipe = recipe.model_copy(update={"data": data, "sink": 2, "recent": 4})
-    return model, calibrate(model, output=folder / "made", recipe=recipe, device="cpu")
+    recipe = PRESETS["oscar"].model_copy(update={"sink": 2, "recent": 4})
+    options = dict(bits=3.5, tokens=64, length=32, device="cpu")
+    return model, calibrate(model, output=folder / "made", recipe=recipe, **options)
 
 
 def test_layers_that_the_engine_keeps_exact_are_exact(windowed):
@@ -160,8 +158,6 @@ def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowe
     for side in SIDES:
         stored = for_vllm.arm.page_layout(3, side, 64, for_vllm.layout.format)
         assert stored == served.arm.page_layout(3, side, 64, served.layout.format)
-    with pytest.raises(UsageError, match="all others have the same bits"):
-        build_settings(artifact, _loaded(model), {"engine": "vllm", "bits": 3.25})
     assert build_settings(artifact, _loaded(model), {}).arm.rotations.has_budget
     written = generate(model, "a b", rotations=artifact, engine="vllm", max_new_tokens=1)
     assert written["format"] == "vllm"
@@ -190,10 +186,14 @@ def test_without_a_budget_no_other_one_can_be_asked_for(tiny_of_heads):
 
 def test_beside_windows_no_other_budget_can_be_asked_for(windowed):
     model, artifact = windowed
-    with pytest.raises(UsageError, match="all others have the same bits"):
-        evaluate(evaluation_job(model, artifact, engine="vllm", bits=3.25, **SHORT))
-    with pytest.raises(UsageError, match="all others have the same bits"):
-        make_settings(Options(artifact=str(artifact.folder), bits=3.25), find(model))
+    asked = {"engine": "vllm", "bits": 3.25}
+    for refused in (
+        lambda: evaluate(evaluation_job(model, artifact, **asked, **SHORT)),
+        lambda: make_settings(Options(artifact=str(artifact.folder), bits=3.25), find(model)),
+        lambda: build_settings(artifact, _loaded(model), asked),
+    ):
+        with pytest.raises(UsageError, match="all others have the same bits"):
+            refused()
 
 
 def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):
@@ -205,8 +205,7 @@ def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):
 def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_path, monkeypatch):
     changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=0)
     model = save_tiny(tmp_path / "model", **changes)
-    made = inside("calibrate", model, *SMALL, "-o", "made")
-    assert made.returncode == 0, made.stderr
+    succeeded(inside("calibrate", model, *SMALL, "-o", "made"))
     refused = inside("evaluate", model, "made", "--for", "vllm", *WORDS)
     assert "every layer of" in only_error(refused, 2)
     installed = plugin.CPU_PACKAGE, plugin.TESTED[-1]
@@ -235,8 +234,7 @@ def test_recipes_of_engines():
 
 def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     model, artifact = tiny_of_heads
-    result = inside("evaluate", model, artifact.folder, "--for", "mlx", *WORDS, "--json")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(inside("evaluate", model, artifact.folder, "--for", "mlx", *WORDS, "--json"))
     line = (
         "For mlx: a rotation per KV head, nearest codes, format mlx. Lost: keys that keep "
         "their mean; nearest codes instead of error feedback; the same bits for all layers "
@@ -254,8 +252,7 @@ def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
 
 
 def test_the_next_command_is_for_the_same_engine_and_after_an_export_starts_it(inside, tiny):
-    made = inside("calibrate", tiny, *SMALL, "--for", "vllm-oscar", "-o", "made")
-    assert made.returncode == 0, made.stderr
+    made = succeeded(inside("calibrate", tiny, *SMALL, "--for", "vllm-oscar", "-o", "made"))
     assert "For vllm-oscar: recipe oscar-v1" in made.stderr
     assert made.stderr.endswith(f"Next: rotationzoo evaluate {tiny} made --for vllm-oscar --save\n")
     result = inside("export", "made", "--for", "vllm-oscar", "-o", "out")

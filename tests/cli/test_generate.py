@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.command_line import only_error, without_stages
+from support.command_line import only_error, succeeded, without_stages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import RotatedCache
@@ -43,8 +43,7 @@ def expected(made) -> str:
 
 def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     words = ["generate", "demo", "--rotations", made, *SMALL]
-    shown = command(*words, input=PROMPT + "\n")
-    assert shown.returncode == 0, shown.stderr
+    shown = succeeded(command(*words, input=PROMPT + "\n"))
     assert shown.stdout == expected + "\n"
     summary, following = without_stages(shown.stderr)
     assert SUMMARY.fullmatch(summary)
@@ -191,7 +190,7 @@ def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):
 
 
 @pytest.fixture
-def ctrl_c(monkeypatch):
+def ctrl_c(monkeypatch, interruptible):
     """Ctrl-C after ten pieces of text."""
     pieces = []
 
@@ -202,10 +201,7 @@ def ctrl_c(monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("rotationzoo.cli.text_screen.write_text", press)
-    # A suite that runs in the background of a shell ignores Ctrl-C.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield pieces
-    signal.signal(signal.SIGINT, before)
+    return pieces
 
 
 def test_ctrl_c_keeps_the_text_and_tells_what_it_took(inside, made, expected, ctrl_c):

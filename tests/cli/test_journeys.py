@@ -1,12 +1,12 @@
 """What the command line shows who comes for the first time: the journeys, and after each command
 the next one."""
 
-import json
 import shlex
 import subprocess
 
 import pytest
 from support.command_line import SMALL, run_apart, without_stages
+from support.published import ok
 
 from rotationzoo.cli.app import COMMANDS, journey_lines
 
@@ -21,7 +21,7 @@ def last_line(result) -> str:
 
 
 def test_without_a_command_the_journeys_are_shown_without_importing_torch():
-    lines, imported = run_apart()
+    lines, imported = run_apart("from rotationzoo.cli.app import main; main([])")
     assert not imported & {"torch", "transformers", "numpy"}
     assert lines == journey_lines()
     assert len(lines) == 13
@@ -85,14 +85,7 @@ def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
 
 
 def test_the_next_command_is_the_last_line_where_both_streams_are_one(command, made):
-    done = subprocess.run(
-        [*command.program, "inspect", made],
-        cwd=command.folder,
-        env=command.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    done = command("inspect", made, stderr=subprocess.STDOUT)
     assert done.stdout.splitlines()[-1].startswith("Next: rotationzoo ")
 
 
@@ -101,9 +94,7 @@ def test_the_next_command_is_the_last_line_where_both_streams_are_one(command, m
 
 @pytest.mark.slow
 def test_the_demo_tells_the_story(command):
-    result = command("demo", "--json")
-    assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
+    told = ok(command("demo", "--json"))
     answered = {words: figures["answered"] for words, figures in told["caches"].items()}
     for ours in ("these rotations, in most engines", "these rotations, in RotatedCache or serve"):
         assert answered[ours] > answered["no rotation"]

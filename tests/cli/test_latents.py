@@ -1,10 +1,11 @@
 """A model with latents (MLA) through the commands, and one sentence for what does not fit it."""
 
-import json
-
 import pytest
 from support.command_line import only_error
 from support.models import save_family, save_tiny
+from support.published import ok
+
+from rotationzoo import calibrate
 
 SHORT = ["--tokens", "1024", "--length", "512"]
 
@@ -12,17 +13,12 @@ SHORT = ["--tokens", "1024", "--length", "512"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two models, one with latents, and an artifact of each."""
-    from rotationzoo.calibration.job import calibrate
-    from rotationzoo.calibration.plan import Job
-    from rotationzoo.recipe import load, override
-
     folder = tmp_path_factory.mktemp("latents")
     save_family("deepseek_v3", folder / "latent", kv_lora_rank=32)
     save_tiny(folder / "heads")
-    recipe = override(load("oscar"), tokens=1024, length=512)
+    options = dict(tokens=1024, length=512, device="cpu")
     for name in ("latent", "heads"):
-        output = folder / f"of-{name}"
-        calibrate(Job(model=str(folder / name), recipe=recipe, output=output, device="cpu"))
+        calibrate(str(folder / name), output=folder / f"of-{name}", **options)
     return folder
 
 
@@ -46,9 +42,7 @@ def test_evaluate_measures_latents_at_2_3_and_4_bits(inside, names):
     for format in ("sglang", "sglang-3", "sglang-4"):
         words = [names["latent"], names["of-latent"], *SHORT, "--windows", "16/32"]
         options = ["--tasks", "none", "--format", format, "--json"]
-        result = inside("evaluate", *words, *options)
-        assert result.returncode == 0, result.stderr
-        arms = json.loads(result.stdout)["arms"]
+        arms = ok(inside("evaluate", *words, *options))["arms"]
         assert arms["of-latent+feedback"]["output_error"] < arms["hadamard"]["output_error"]
         heads = arms["of-latent"]["by_layer"][0]["heads"]
         assert [len(figures) for figures in heads.values()] == [1, 1, 1, 1]

@@ -2,28 +2,31 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
-from support.command_line import only_error
+from support.command_line import only_error, succeeded
 from support.models import save_family
 from support.popular import CONFIGS
+from support.published import ok
 
 LONG = "plan", "Qwen3-8B", "--context", "131072"
+
+
+def put_config(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    return folder
 
 
 @pytest.fixture
 def qwen3_8b(inside):
     """The config of Qwen3-8B in a folder of that name."""
-    folder = inside.folder / "Qwen3-8B"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
-    return folder
+    return put_config(inside.folder / "Qwen3-8B", json.dumps(CONFIGS["Qwen3-8B"]))
 
 
 def test_json(inside, qwen3_8b):
-    result = inside(*LONG, "--gpu", "H100", "--format", "vllm", "--json")
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = ok(inside(*LONG, "--gpu", "H100", "--format", "vllm", "--json"))
     assert report["kv_bytes_per_token"]["bf16"] == 147_456
     assert report["bits_per_element"] == pytest.approx(2.28, abs=5e-3)
     assert report["max_context"].keys() == report["max_requests"].keys()
@@ -43,8 +46,7 @@ def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made,
     planned = inside("plan", "demo", "--format", format, *windows, "--json")
     export = shlex.split(json.loads(planned.stdout)["commands"][-1])
     export[export.index("rotations/demo-oscar")] = str(made)
-    result = inside(*export[1:], "-o", "exported")
-    assert result.returncode == 0, result.stderr
+    succeeded(inside(*export[1:], "-o", "exported"))
 
 
 def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
@@ -112,16 +114,14 @@ def test_mistakes(inside, words, code, says):
 
 
 def test_a_model_without_readable_config(inside):
-    (inside.folder / "x").mkdir()
-    (inside.folder / "x" / "config.json").write_text('{"model_type": "qwen3"')
+    put_config(inside.folder / "x", '{"model_type": "qwen3"')
     assert "no readable config.json" in only_error(inside("plan", "x"))
 
 
 def test_an_unusual_model_is_built_without_noise(inside):
     """A hybrid one, of which transformers warns that fast kernels are missing."""
     save_family("qwen3_5", inside.folder / "hybrid", weights=False)
-    result = inside("plan", "hybrid", "--json")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(inside("plan", "hybrid", "--json"))
     assert "kernel" not in result.stderr
     report = json.loads(result.stdout)
     assert (report["layers"], report["state_bytes_per_request"]) == (1, 14_592)
@@ -134,9 +134,7 @@ def test_a_model_that_nobody_can_calibrate_is_refused(inside):
 
 
 def test_latents_are_planned_for_our_own_cache(inside):
-    (inside.folder / "deepseek").mkdir()
-    content = json.dumps(CONFIGS["DeepSeek-V3"])
-    (inside.folder / "deepseek" / "config.json").write_text(content)
+    put_config(inside.folder / "deepseek", json.dumps(CONFIGS["DeepSeek-V3"]))
     shown = inside("plan", "deepseek", "--gpu", "8x H200").stdout
     assert "deepseek: 61 layers with a cache of latents, 67" in shown
     assert "rotationzoo calibrate deepseek" in shown

@@ -6,9 +6,8 @@ import shutil
 import sys
 
 import pytest
-from safetensors.torch import load_file, save_file
-from support.command_line import SMALL
-from support.models import save_tiny
+from support.command_line import SMALL, succeeded
+from support.models import edited_weights, save_tiny
 
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.source import DEMO, find
@@ -24,8 +23,7 @@ def vllm(monkeypatch):
 
 def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, vllm):
     words = ["serve", "demo", "--rotations", made, "--sink", "4", "--dry-run", "--port", "8123"]
-    done = inside(*words)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(inside(*words))
     line = shlex.split(done.stdout)
     assert line[:5] == ["vllm", "serve", str(DEMO), *plugin.EVERY_LAYER]
     assert line[5:8] == ["--max-num-seqs", "64", "--additional-config"]
@@ -73,8 +71,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
 def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm, windows):
     changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=1)
     model = save_tiny(tmp_path / "model", **(changes if windows else {}))
-    made = inside("calibrate", model, *SMALL, "--bits", "3.5", "-o", "made")
-    assert made.returncode == 0, made.stderr
+    succeeded(inside("calibrate", model, *SMALL, "--bits", "3.5", "-o", "made"))
     less = [] if windows else ["--bits", "3"]
     done = inside("serve", model, "--rotations", "made", *less, "--dry-run")
     assert ("The budget of bits is left out" in done.stderr) == windows
@@ -89,9 +86,8 @@ def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm
 
 def test_rotations_of_other_weights_are_served_only_if_asked_for(inside, made, tmp_path, vllm):
     model = shutil.copytree(DEMO, tmp_path / "tuned")
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"] *= 2
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with edited_weights(model) as weights:
+        weights["model.norm.weight"] *= 2
     words = ["serve", model, "--rotations", made, "--dry-run"]
     refused = inside(*words)
     assert refused.returncode == 1

@@ -144,6 +144,42 @@ def test_a_table_that_is_too_wide_becomes_several_with_the_same_names(terminal):
 
 
 def test_a_file_gets_one_table_however_wide(capsys):
+    table("x", ["name", "number"], [["n" * 200, "1"]])
+    assert capsys.readouterr().out.splitlines()[-1] == f"{'n' * 200}       1"
     columns = ["arm", *(f"from {1 << number}" for number in range(20))]
     table("title", columns, [[NAME, *("1.25%" for _ in range(20))]])
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_list_has_no_equal_rows_and_no_empty_columns(inside):
+    """For the index that comes with the package, and for one whose entries have been evaluated."""
+    lines = inside("list", "--index", WHEEL_COPY).stdout.splitlines()[1:]
+    assert "revision" not in lines[0], "nobody has published one"
+    assert "cost" not in lines[0]
+    assert len(set(lines)) == len(lines)
+    assert max(map(len, lines)) <= 80
+    assert lines[-2].startswith("(1) from the folder ")
+    assert sum("(1)" in line for line in lines) == 2
+    content = json.loads(WHEEL_COPY.read_text())
+    measured = {"answered": 61, "questions": 64, "perplexity_increase": 0.0123}
+    for entry in content["entries"]:
+        entry["summary"] = measured
+    (inside.folder / "index.json").write_text(json.dumps(content))
+    lines = inside("list", "--index", "index.json").stdout.splitlines()
+    assert "answers" in lines[1]
+    assert "cost" in lines[1]
+    assert all("95%" in line for line in lines[2:-2])
+    assert all("+1.23%" in line for line in lines[2:-2])
+
+
+def test_no_cell_of_a_table_is_cut(terminal):
+    screen = terminal(80)
+    name = "Qwen3-4B-Thinking-2507-imported" * 2
+    numbers = ["+12.34% ±10.12%", "0.0012 ±0.0001", "0.0800 ±0.0038", "3.03"]
+    columns = ["arm", "perplexity", "attention KL", "block error", "bits"]
+    table("title", columns, [[name, *numbers]])
+    lines = plain(screen.getvalue()).splitlines()
+    assert "…" not in screen.getvalue()
+    assert all(number in lines[2] for number in numbers)
+    assert "".join(line.split("  ")[0].strip() for line in lines[2:]) == name
+    assert max(map(len, lines)) <= 80

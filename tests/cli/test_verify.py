@@ -3,27 +3,22 @@
 import json
 import shutil
 
-from safetensors.torch import load_file, save_file
-from support.command_line import only_error
-from support.models import DATA
+from support.command_line import only_error, succeeded
+from support.models import edited_weights
 
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
-from rotationzoo.recipe import load, override
+from rotationzoo import calibrate
+from rotationzoo.model.source import DEMO
 
 
 def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(inside, tmp_path):
     """Rotations of the model itself from 2,048 tokens; then a model of the same
     shape with other weights."""
-    other = tmp_path / "other"
-    shutil.copytree(DATA / "model", other)
-    weights = load_file(other / "model.safetensors")
-    negated = {name: -tensor for name, tensor in weights.items()}
-    save_file(negated, other / "model.safetensors", metadata={"format": "pt"})
-    small = override(load("oscar"), tokens=2048, length=512)
-    calibrate(Job(model="demo", recipe=small, output=inside.folder / "plain", device="cpu"))
-    shown = inside("verify", "plain", "--model", "demo", "--run")
-    assert shown.returncode == 0, shown.stderr
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    with edited_weights(other) as weights:
+        for tensor in weights.values():
+            tensor.neg_()
+    calibrate("demo", output=inside.folder / "plain", tokens=2048, length=512, device="cpu")
+    shown = succeeded(inside("verify", "plain", "--model", "demo", "--run"))
     assert shown.stdout.count("made of these weights, or of close relatives") == 1
     assert "not clear" not in shown.stdout
     assert "the weights of demo" in shown.stdout.splitlines()[-1]

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from markdown_it import MarkdownIt
 from support.places import ROOT
 
 from rotationzoo.cli.app import COMMANDS, app
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL, PYTHON = ("sh", "bash"), "python"
-_FENCE = re.compile(r"( *)(```+|~~~+) *(.*?) *$")
 _END = "THE_END_OF_THE_BLOCK"  # of a here-document
 # A backslash at the end of a line continues the command; these words end one and begin another.
 _BETWEEN = re.compile(r"(\s+(?:&&|\|\||\||;)\s+)")
@@ -41,18 +37,10 @@ class Block:
 def blocks_of(text: str) -> Iterator[Block]:
     """The fenced blocks of a page. The language is the last word of the fence, so that
     `{code-block} sh` counts, too."""
-    opened: re.Match | None = None
-    lines: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        fence = _FENCE.match(line)
-        if opened is None:
-            opened, lines = fence, []
-        elif fence and fence[2] == opened[2] and not fence[3]:
-            language = (opened[3].split() or [""])[-1]
-            yield Block(language, number - len(lines), lines)
-            opened = None
-        else:
-            lines.append(line.removeprefix(opened[1]))
+    for token in MarkdownIt().parse(text):
+        if token.type == "fence":
+            language = (token.info.split() or [""])[-1]
+            yield Block(language, token.map[0] + 2, token.content.splitlines())
 
 
 def script_of(text: str, not_run: dict[str, str]) -> str:
@@ -65,7 +53,9 @@ def script_of(text: str, not_run: dict[str, str]) -> str:
         rows[first:end] = [""] * len(block.lines)
         if block.language in SHELL:
             rows[first:end] = _without(block.lines, not_run)
-        elif block.language == PYTHON and not block.is_session and not _is_left_out(block, not_run):
+        elif block.language == PYTHON and not block.is_session:
+            if any(_entry(line, not_run) for line in block.lines):
+                continue
             rows[first - 1] = f"python - <<'{_END}'"
             rows[first:end] = block.lines
             rows[end] = _END
@@ -114,15 +104,10 @@ def _entry(part: str, not_run: dict[str, str]) -> str | None:
     return next((entry for entry in not_run if command.startswith(entry)), None)
 
 
-def _is_left_out(block: Block, not_run: dict[str, str]) -> bool:
-    return any(_entry(line, not_run) for line in block.lines)
-
-
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _MAYBE = re.compile(r'\$\{\w+:\+"\$\w+"\}')  # a word that is there only if a variable is
 _SUBSTITUTED = re.compile(r'"?\$\(.*\)"?')
 _DATE = re.compile(r'(?<=--published )"\$\{[^}]+\}"')  # a day that the shell cuts from a name
@@ -162,12 +147,10 @@ def lone_options(text: str) -> Iterator[str]:
 
 
 def _spans(text: str) -> Iterator[str]:
-    in_block = False
-    for line in text.splitlines():
-        if line.lstrip().startswith("```"):
-            in_block = not in_block
-        if not in_block:
-            yield from _SPAN.findall(line)
+    for token in MarkdownIt().parse(text):
+        for child in token.children or []:
+            if child.type == "code_inline":
+                yield child.content
 
 
 def check_options(span: str) -> None:

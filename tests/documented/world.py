@@ -15,8 +15,9 @@ import yaml
 from support import process_server
 from support.engine_readers import convert_model
 from support.hubs import huggingface, modelscope
-from support.models import save_family, save_tiny
+from support.models import save_family, save_tiny, write_jsonl
 from support.places import ROOT
+from support.published import hub_environment, publish_folder
 
 from rotationzoo.text.documents import BUNDLED, HELD_OUT
 
@@ -66,11 +67,8 @@ class World:
     def __init__(self, folder: Path, hf: huggingface.HuggingFaceHub, ms: modelscope.ModelScopeHub):
         self.folder, self.hf, self.ms = folder, hf, ms
         self.bin, self.files = folder / "bin", folder / "files"
-        self.environment = {
-            "HF_ENDPOINT": hf.endpoint, "HF_HOME": str(folder / "hf"), "HF_TOKEN": hf.token,
-            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-            "MODELSCOPE_ENDPOINT": ms.endpoint, "MODELSCOPE_API_TOKEN": ms.token,
-            "MODELSCOPE_HOME": str(folder / "ms"), "MODELSCOPE_CACHE": str(folder / "ms-cache"),
+        self.environment = hub_environment(hf, ms, folder) | {
+            "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1",
             "OMP_NUM_THREADS": "1", "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
 
@@ -88,33 +86,27 @@ class World:
     def serve_models(self) -> None:
         model = save_tiny(self.files / "my-model", **SIZES)
         (model / "chat_template.jinja").write_text(TEMPLATE)
-        files = {path.name: path.read_bytes() for path in model.iterdir()}
         configs = sorted((ROOT / "configs").iterdir())
         configured = [yaml.safe_load(path.read_text("utf-8"))["model"] for path in configs]
         latents = save_family("deepseek_v2", self.folder / "latents")
-        of_latents = {path.name: path.read_bytes() for path in latents.iterdir()}
         for name in dict.fromkeys([*NAMED, *configured, WITH_LATENTS]):
-            self.hf.create(name)
-            self.hf.commit(name, of_latents if name == WITH_LATENTS else files)
+            publish_folder(self.hf, name, latents if name == WITH_LATENTS else model)
 
     def serve_data_sets(self) -> None:
         for name, (subset, splits, lines) in DATA_SETS.items():
             files = [{"split": split, "path": "lines.jsonl"} for split in splits]
             card = yaml.safe_dump({"configs": [{"config_name": subset, "data_files": files}]})
-            content = {"lines.jsonl": _json_lines(lines), "README.md": f"---\n{card}---\n"}
-            self.hf.create(f"datasets/{name}")
-            encoded = {path: text.encode() for path, text in content.items()}
-            self.hf.commit(f"datasets/{name}", encoded)
+            folder = self.folder / name
+            folder.mkdir(parents=True)
+            write_jsonl(folder / "lines.jsonl", lines)
+            (folder / "README.md").write_text(f"---\n{card}---\n")
+            publish_folder(self.hf, f"datasets/{name}", folder)
 
     def write_files(self) -> None:
         """The files of the user that pages name."""
-        texts = {
-            "my-texts.jsonl": _json_lines([{"text": text} for text in TEXTS]),
-            "held-out.jsonl": HELD_OUT.read_text("utf-8"),
-            "long.txt": TEXTS[0][:4000],
-        }
-        for name, text in texts.items():
-            (self.files / name).write_text(text)
+        write_jsonl(self.files / "my-texts.jsonl", [{"text": text} for text in TEXTS])
+        shutil.copy(HELD_OUT, self.files / "held-out.jsonl")
+        (self.files / "long.txt").write_text(TEXTS[0][:4000])
         convert_model(self.files / "my-model", self.files / "Qwen3-8B-Q8_0.gguf")
         (self.files / "requests").mkdir()
         shutil.copy(ROOT / "configs" / "Qwen3-8B.yaml", self.files / "requests")
@@ -136,7 +128,7 @@ class World:
             shutil.copytree(self.folder / "made", folder / "rotations", dirs_exist_ok=True)
         for hub, repositories in self.published.items():
             hub.repositories = copy.deepcopy(repositories)
-        for cache in ("hf/assets", "ms", "ms-cache"):
+        for cache in ("hf/assets", "ms-home", "ms-cache"):
             shutil.rmtree(self.folder / cache, ignore_errors=True)
         return folder
 
@@ -177,7 +169,3 @@ def small_world(folder: Path) -> Iterator[World]:
             yield world
             assert not hf.leaks, "a token reached another host"
             assert not ms.leaks
-
-
-def _json_lines(lines: list[dict]) -> str:
-    return "".join(json.dumps(line) + "\n" for line in lines)

@@ -1,8 +1,8 @@
-"""Which addresses may see a token."""
+"""Which addresses may see a token; zoo/hubs/test_modelscope_session.py has those of storage."""
 
 import pytest
 
-from rotationzoo.network.tokens import is_at, is_at_storage, origin
+from rotationzoo.network.tokens import is_at, origin
 
 
 def test_an_origin_is_scheme_host_and_port():
@@ -25,19 +25,3 @@ def test_an_origin_is_scheme_host_and_port():
 def test_only_the_origins_of_the_endpoints_are_trusted(url, trusted):
     assert is_at(url, ["https://hub.example", "https://mirror.example:8443"]) is trusted
     assert not is_at(url, [])
-
-
-@pytest.mark.parametrize(
-    ("url", "trusted"),
-    [
-        ("https://lfs.hub.example/x", True),
-        ("https://hub.example/x", True),
-        ("https://cdn.hub.example/x", False),
-        ("http://lfs.hub.example/x", False),
-        ("https://lfs.hub.example.evil.example/x", False),
-    ],
-)
-def test_storage_is_a_named_subdomain_over_https(url, trusted):
-    assert is_at_storage(url, "https://www.hub.example", ["lfs."]) is trusted
-    assert not is_at_storage(url, "http://hub.example", ["lfs."])
-    assert not is_at_storage("https://lfs.hub/x", "https://hub", ["lfs."])

@@ -1,6 +1,5 @@
 """The card's words, tried: its Python is run, its numbers are computed again."""
 
-import json
 import re
 import shlex
 from itertools import product
@@ -13,24 +12,24 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from support.models import save_family, save_tiny
 from support.places import ROOT
-from support.reports import summary
+from support.published import ok
+from support.reports import make_artifact, summary
 
+from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Layer
-from rotationzoo.recipe import load, override
+from rotationzoo.recipe import PRESETS, override
 from rotationzoo.report.card import render_card
-from rotationzoo.report.commands import reproduce_command
+from rotationzoo.report.commands import name_in_commands, reproduce_command
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import bits_per_element
 
 
 def made(model, folder, **changes) -> Artifact:
-    recipe = override(load("oscar"), tokens=1024, length=256).model_copy(update=changes)
-    return calibrate(Job(model=str(model), recipe=recipe, output=folder / "out", device="cpu"))
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    options = dict(tokens=1024, length=256, device="cpu")
+    return calibrate(str(model), output=folder / "out", recipe=recipe, **options)
 
 
 def run_snippet() -> tuple[str, dict]:
@@ -211,20 +210,15 @@ def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
     Path("recipe.yaml").write_text(recipe)
     program, *words = shlex.split(line)
     assert program == "rotationzoo"
-    again = inside(*words, "-o", "again", "--json")
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["identity"] == Artifact.open("first").identity
+    again = ok(inside(*words, "-o", "again", "--json"))
+    assert again["identity"] == Artifact.open("first").identity
     assert ("--recipe recipe.yaml" in line) == ("recipe.yaml" in options)
 
 
 def test_the_command_of_a_run_on_gpus_names_how_it_ran(tiny, tmp_path):
     content = made(tiny, tmp_path).content
-    identity = content["identity"] | {
-        "device": "NVIDIA H200",
-        "dtype": "auto",
-        "device_map": "auto",
-        "batch": "16",
-    }
+    identity = content["identity"] | {"dtype": "auto", "device_map": "auto", "batch": "16"}
+    identity["device"] = "NVIDIA H200"
     hub = content["model"] | {"id": "a/b", "revision": "0" * 40}
     run = content["run"] | {"device": "NVIDIA H200"}
     manifest = content | {"identity": identity, "run": run, "model": hub}
@@ -233,3 +227,43 @@ def test_the_command_of_a_run_on_gpus_names_how_it_ran(tiny, tmp_path):
         f"rotationzoo calibrate a/b --revision {'0' * 40} --recipe oscar --tokens 1024 "
         "--length 256 --batch 16 --device-map auto"
     )
+
+
+# ---- the command that makes an artifact again
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    return Artifact.open(make_artifact(tmp_path / "made")).manifest
+
+
+def of_recipe(manifest, recipe):
+    return reproduce_command(manifest.model_copy(update={"recipe": recipe.published()}))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_named(manifest, name):
+    command = of_recipe(manifest, PRESETS[name])
+    assert command == f"rotationzoo calibrate demo --recipe {name}"
+
+
+def test_other_text_is_given_in_flags(manifest):
+    changes = {"source": "my text.jsonl", "tokens": 4096, "packing": "mixed", "seed": 3}
+    recipe = override(PRESETS["oscar"], **changes)
+    words = shlex.split(of_recipe(manifest, recipe))
+    assert words[3:5] == ["--recipe", "oscar"]
+    given = dict(zip(words[5::2], words[6::2], strict=True))
+    expected = {"--tokens": "4096", "--packing": "mixed", "--seed": "3"}
+    assert given == {"--data": "my text.jsonl", **expected}
+
+
+def test_imported_files_have_no_command(manifest):
+    assert reproduce_command(manifest.model_copy(update={"imported": object()})) is None
+
+
+@pytest.mark.hostile("markup")
+def test_a_models_name_runs_nothing_in_a_shell(manifest):
+    model = manifest.model.model_copy(update={"id": "a/b; touch taken", "revision": "abc"})
+    assert name_in_commands(model) == "'a/b; touch taken'"
+    command = reproduce_command(manifest.model_copy(update={"model": model}))
+    assert shlex.split(command)[2] == model.id

@@ -3,6 +3,7 @@
 import json
 import shlex
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,6 +11,7 @@ from support.browser import HEIGHT, scrolls_sideways, serious_findings
 from support.reports import (
     BASELINES,
     OF_ARTIFACT,
+    ONE,
     Made,
     make_artifact,
     make_evaluation,
@@ -40,7 +42,8 @@ _TEXTS = """figure => {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_artifact(tmp_path_factory.mktemp("report") / "made", Made())
+    made = Made(layers=range(4))
+    return make_artifact(tmp_path_factory.mktemp("report") / "made", made, make_evaluation(made))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,11 @@ def test_the_table_of_memory_says_what_the_verdict_says(folder):
     (memory,) = [section for section in report.folded if section.anchor == "memory"]
     assert memory.tables[0].rows[-1][1:] == ["67.1 MB", "10.6 MB", "6.3 times"]
     assert any("10.6 MB in place of 67.1 MB: 6.3 times" in words for words in report.verdict.words)
+
+
+def report_of(folder: Path, evaluation: dict, made: Made = ONE):
+    """The report of an artifact with this evaluation."""
+    return make_report(Artifact.open(make_artifact(folder, made, evaluation)))
 
 
 def points_of(report) -> list[dict]:
@@ -90,8 +98,7 @@ def test_the_first_screen_holds_what_to_do_why_and_how(page, browser, width, sch
 
 @pytest.mark.parametrize("arm", ["made", "W" * 70, "Qwen3-8B-oscar+feedback", "\u6f22\u5b57" * 30])
 def test_texts_keep_inside_the_figure_and_apart_in_every_font(tmp_path, browser, arm):
-    folder = make_artifact(tmp_path / "made", Made(layers=[0], arm=arm), evaluated=False)
-    evaluation = make_evaluation(Made(layers=[0], arm=arm))
+    evaluation = make_evaluation(Made(arm=arm))
     arms = evaluation["windows"][0]["arms"]
     for number, bits in enumerate((2.53, 3.1, 4.3, 8, 16), 1):
         name = f"{arm} in {bits} bits"
@@ -99,9 +106,8 @@ def test_texts_keep_inside_the_figure_and_apart_in_every_font(tmp_path, browser,
         arms[name]["tasks"] = {
             "needles": make_task(arms[arm]["all_tasks"] | {"answered": 66 + number})
         }
-    store_evaluation(folder, evaluation)
     path = tmp_path / "page.html"
-    path.write_text(make_report(Artifact.open(folder)).html())
+    path.write_text(report_of(tmp_path / "made", evaluation).html())
     for width in (390, 1440):
         opened = browser.open_page(path, width)
         for font in FONTS:
@@ -172,16 +178,14 @@ def test_the_chart_has_every_arm_at_its_bytes_and_its_share(folder):
 
 
 def test_the_decision_is_on_the_arm_that_is_highlighted(tmp_path):
-    made = Made(layers=[0])
-    folder = make_artifact(tmp_path / "made", made, evaluated=False)
-    evaluation = make_evaluation(made)
+    evaluation = make_evaluation()
     window = evaluation["windows"][0]
     window["arms"]["made+feedback"] = {
         **window["arms"]["made"], "name": "made+feedback", "rounding": "feedback",
     }  # fmt: skip
     window["verdict"]["decisions"][0]["arm"] = "made+feedback"
-    store_evaluation(folder, evaluation)
-    accents = {row["name"]: row["accent"] for row in points_of(make_report(Artifact.open(folder)))}
+    points = points_of(report_of(tmp_path / "made", evaluation))
+    accents = {row["name"]: row["accent"] for row in points}
     assert [name for name, accent in accents.items() if accent] == ["made"]
 
 
@@ -199,13 +203,10 @@ def test_the_decision_is_on_the_arm_that_is_highlighted(tmp_path):
 def test_the_commands_follow_the_decision_and_are_ones_that_are_taken(
     tmp_path, action, more, lead, commands
 ):
-    made = Made(layers=[0])
-    folder = make_artifact(tmp_path / "made", made, evaluated=False)
-    evaluation = make_evaluation(made)
+    evaluation = make_evaluation()
     decision = evaluation["windows"][0]["verdict"]["decisions"][0]
     decision |= {"action": action, "more_questions": more}
-    store_evaluation(folder, evaluation)
-    report = make_report(Artifact.open(folder))
+    report = report_of(tmp_path / "made", evaluation)
     assert report.verdict.lead == lead
     group = typer.main.get_command(app)
     lines = [shlex.split(line)[1:] for line in report.verdict.commands]
@@ -217,9 +218,9 @@ def test_the_commands_follow_the_decision_and_are_ones_that_are_taken(
 
 @pytest.mark.hostile("markup")
 def test_names_of_models_and_arms_are_shown_as_they_are(tmp_path, browser):
-    made = Made(layers=[0], heads=1, model=HOSTILE, arm=HOSTILE)
+    made = Made(heads=1, model=HOSTILE, arm=HOSTILE)
     path = tmp_path / "page.html"
-    path.write_text(make_report(Artifact.open(make_artifact(tmp_path / "made", made))).html())
+    path.write_text(report_of(tmp_path / "made", make_evaluation(made), made).html())
     opened = browser.open_page(path)
     assert opened.locator("h1").inner_text().endswith(HOSTILE)
     assert opened.locator("img").count() == 0
@@ -228,7 +229,7 @@ def test_names_of_models_and_arms_are_shown_as_they_are(tmp_path, browser):
 
 
 def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
-    folder = make_artifact(tmp_path / "made", Made(layers=[0]), evaluated=False)
+    folder = make_artifact(tmp_path / "made")
     result = inside("report", folder, "-o", tmp_path / "page.html")
     assert result.returncode == 0
     assert f"{folder} --save" in result.stderr.partition("rotationzoo evaluate")[2]
@@ -242,7 +243,7 @@ def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
 
 
 def test_a_page_replaces_a_page_and_nothing_else(tmp_path, inside):
-    folder = make_artifact(tmp_path / "made", Made(layers=[0]), evaluated=False)
+    folder = make_artifact(tmp_path / "made")
     for _ in range(2):
         assert inside("report", folder).returncode == 0
     for content in (b"<!doctype html>mine", bytes(1 << 25)):
@@ -256,7 +257,8 @@ def test_a_page_replaces_a_page_and_nothing_else(tmp_path, inside):
 def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
     tmp_path, inside, monkeypatch
 ):
-    folder = make_artifact(tmp_path / "made", Made(layers=[0], model="someone/large"))
+    made = Made(model="someone/large")
+    folder = make_artifact(tmp_path / "made", made, make_evaluation(made))
     page, drawn = tmp_path / "page.html", []
     draw = figures.draw_inline
     monkeypatch.setattr(figures, "draw_inline", lambda *chart: drawn.append(chart) or draw(*chart))
@@ -273,9 +275,7 @@ def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
 
 
 def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path):
-    made = Made(layers=[0])
-    folder = make_artifact(tmp_path / "made", made, evaluated=False)
-    evaluation = make_evaluation(made)
+    evaluation = make_evaluation()
     evaluation["exact"]["all_tasks"] = None
     window = evaluation["windows"][0]
     for arm in window["arms"].values():
@@ -283,19 +283,17 @@ def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path):
     words = ["The exact model can do none of the tasks.", "It is not shown better.", "Ask less."]
     decision = window["verdict"]["decisions"][0]
     decision |= {"action": "nothing", "kept": None, "interval": None, "words": words}
-    store_evaluation(folder, evaluation)
-    verdict = make_report(Artifact.open(folder)).verdict
-    assert (verdict.lead, verdict.words[0], verdict.figure) == (
-        "Undecided. Ask less.",
-        words[0],
-        None,
-    )
+    verdict = report_of(tmp_path / "made", evaluation).verdict
+    assert (verdict.lead, verdict.words[0]) == ("Undecided. Ask less.", words[0])
+    assert verdict.figure is None
 
 
 def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_path):
-    artifact = Artifact.open(make_artifact(tmp_path / "a", Made(layers=[0])))
-    alike = Artifact.open(make_artifact(tmp_path / "b", Made(layers=[0], arm="b")))
-    apart = Artifact.open(make_artifact(tmp_path / "c", Made(layers=[0], fingerprint="9" * 64)))
+    three = {"a": ONE, "b": Made(arm="b"), "c": Made(fingerprint="9" * 64)}
+    artifact, alike, apart = (
+        Artifact.open(make_artifact(tmp_path / name, made, make_evaluation(made)))
+        for name, made in three.items()
+    )
     report = make_report(artifact, [alike, apart])
     labels = {row["name"] for row in points_of(report)}
     assert labels == {"exact model", *LABELS, "b"}
@@ -303,8 +301,7 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
 
 
 def test_evaluations_differ_in_whatever_changes_their_figures():
-    made = Made(layers=[0])
-    first = Measured.model_validate(make_evaluation(made))
+    first = Measured.model_validate(make_evaluation())
     for keys, value, words in (
         (["rope_scaling"], "yarn:4", "RoPE scaling"),
         (["sides"], ["value"], "quantized part"),
@@ -313,7 +310,7 @@ def test_evaluations_differ_in_whatever_changes_their_figures():
         (["exact", "perplexity"], 3.51, "perplexity of the exact model"),
         (["exact", "perplexity"], 3.5001, ""),
     ):
-        other = place = make_evaluation(made)
+        other = place = make_evaluation()
         for key in keys[:-1]:
             place = place[key]
         place[keys[-1]] = value
@@ -322,7 +319,6 @@ def test_evaluations_differ_in_whatever_changes_their_figures():
 
 def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
     made = Made(layers=[0, 5], arm="mine")
-    folder = make_artifact(tmp_path / "made", made, evaluated=False)
     evaluation = make_evaluation(made) | {
         "sides": ["value"], "layers": [5], "notes": ["an engine needs the folded model"],
         "prefill_chunk": 512, "prefill_layout": "server",
@@ -335,8 +331,7 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
     ):
         window["arms"][name] = {**window["arms"]["mine"], "name": name, **changes}
     evaluation["windows"].append({**window, "recent": 128})
-    store_evaluation(folder, evaluation)
-    report = make_report(Artifact.open(folder))
+    report = report_of(tmp_path / "made", evaluation, made)
     measured = report.folded[0]
     said = " ".join([*report.verdict.words, *measured.listed])
     for words in ("Only values were in 2 bits", "Not all layers were in 2 bits: 0 stayed exact",
@@ -354,7 +349,7 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
 
 
 def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
-    evaluation = make_evaluation(Made(layers=[0]))
+    evaluation = make_evaluation()
     made = evaluation["windows"][0]["arms"]["made"]
     made["by_length"] = made["by_length"][1:]
     arms = Measured.model_validate(evaluation).window.arms
@@ -365,7 +360,7 @@ def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
 
 
 def test_no_two_arms_have_one_label():
-    evaluation = Measured.model_validate(make_evaluation(Made(layers=[0])))
+    evaluation = Measured.model_validate(make_evaluation())
     mine = evaluation.window.arms["made"]
     names = "made", "made", "uncalibrated, Hadamard", "exact model"
     compared = [mine.model_copy(update={"name": name}) for name in names]
@@ -376,12 +371,10 @@ def test_no_two_arms_have_one_label():
 
 @pytest.mark.hostile("malformed")
 def test_a_damaged_evaluation_is_refused_in_one_sentence(tmp_path, inside):
-    made = Made(layers=[0])
-    folder = make_artifact(tmp_path / "made", made, evaluated=False)
-    evaluation = make_evaluation(made)
+    folder, evaluation = make_artifact(tmp_path / "made"), make_evaluation()
     evaluation["windows"][0]["arms"][BASELINES[0]]["perplexity"] = "<b>"
-    of_others = json.dumps(make_evaluation(made)).replace(OF_ARTIFACT, "0" * 64)
-    half = make_evaluation(made)
+    of_others = json.dumps(make_evaluation()).replace(OF_ARTIFACT, "0" * 64)
+    half = make_evaluation()
     half["windows"][0]["verdict"]["decisions"][0]["interval"] = [0.5]
     for content in (evaluation, half, json.loads(of_others)):
         store_evaluation(folder, content)

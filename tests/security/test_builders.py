@@ -41,14 +41,6 @@ def test_the_folder_of_a_row_is_taken(built, tmp_path):
     assert (tmp_path / "out" / "demo" / "rotations.safetensors").is_file()
 
 
-def plant_code(built: Path) -> None:
-    (built / "rotations-demo" / "evil.py").write_text("import os\n")
-
-
-def plant_folder(built: Path) -> None:
-    shutil.copytree(built / "rotations-demo", built / "rotations-evil")
-
-
 def write_into_another_row(built: Path) -> None:
     shutil.copytree(built / "rotations-demo", built / f"rotations-{OTHER['name']}")
 
@@ -60,8 +52,14 @@ def write_it_with_its_name(built: Path) -> None:
 
 
 FAULTS = {
-    "one file more": (plant_code, "evil.py is not in the manifest"),
-    "a folder of no row": (plant_folder, "is of no model that was due"),
+    "one file more": (
+        lambda built: (built / "rotations-demo" / "evil.py").write_text("import os\n"),
+        "evil.py is not in the manifest",
+    ),
+    "a folder of no row": (
+        lambda built: shutil.copytree(built / "rotations-demo", built / "rotations-evil"),
+        "is of no model that was due",
+    ),
     "the folder of another row": (write_into_another_row, "and not for ffff"),
     "that with its model": (write_it_with_its_name, "made for revision 0000"),
     "another revision": (

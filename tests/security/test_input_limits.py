@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_line import refused
-from support.models import demo_tokenizer, save_tiny
+from support.models import demo_tokenizer, save_tiny, write_jsonl
 
 from rotationzoo import generate
 from rotationzoo.cli import prompt_text
@@ -65,7 +65,7 @@ def within(monkeypatch):
 
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
-def test_a_prompt_has_at_most_what_the_model_can_read(inside, tiny, chat):
+def test_a_prompt_has_at_most_what_the_model_can_read(inside, chat):
     (inside.folder / "prompt").write_bytes(b"to be or not to be " * 900_000)
     assert "has more than 16 MiB" in refused(inside(*PROMPT, "--file", "prompt", *chat))
     (inside.folder / "prompt").write_bytes(b"to be or not to be " * 60_000)
@@ -73,7 +73,7 @@ def test_a_prompt_has_at_most_what_the_model_can_read(inside, tiny, chat):
     assert "a prompt of 1,140,000 bytes exceeds the 8,192 positions of demo" in error
 
 
-def test_a_prompt_that_may_fit_is_tokenized(inside):
+def test_a_prompt_that_may_fit_is_tokenized():
     """The same bytes a position, but of the longest tokens."""
     tokenizer = demo_tokenizer()
     longest = max(tokenizer.get_vocab(), key=lambda word: len(word.encode()))
@@ -115,7 +115,7 @@ def test_a_chat_template_has_limits(inside, template):
     words = ("generate", model, "--chat", "--prompt", "hello", "--rotations", "none")
     assert "the tokenizer's chat template was given up" in refused(inside(*words))
     chat = {"messages": [{"role": "user", "content": "hello"}]}
-    (inside.folder / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    write_jsonl(inside.folder / "chats.jsonl", [chat])
     words = ("calibrate", model, "--data", "chats.jsonl", "--output", "out")
     assert "the tokenizer's chat template was given up" in refused(inside(*words))
 
@@ -242,7 +242,7 @@ def test_layers_that_a_pattern_counts(inside):
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("word", ["plan", "calibrate"])
-def test_a_config_has_at_most_16_mib(inside, tiny, word, name):
+def test_a_config_has_at_most_16_mib(inside, word, name):
     model = save_tiny(inside.folder / "model")
     (model / name).write_text('{"x": [' + "[]," * (6 << 20) + "[]]}")
     assert f"{name} of model has 18,874,379 bytes" in refused(inside(word, "model"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from support.command_line import put_file, refused
+from support.command_line import put_file, refused, succeeded
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.linalg.compositions import (
@@ -77,8 +77,7 @@ def test_generate_uses_no_artifact_that_somebody_put_there(inside, made):
     error = refused(inside(*words))
     assert "rotations/demo-oscar is nothing that you calibrated or pulled on this machine" in error
     assert "add: --rotations rotations/demo-oscar" in error
-    ran = inside(*words, "--rotations", planted)
-    assert ran.returncode == 0, ran.stderr
+    ran = succeeded(inside(*words, "--rotations", planted))
     # Beside the user's own, nor where its manifest has the hash of the user's own.
     own = Path(shutil.copytree(made, inside.folder / "rotations" / "own"))
     shutil.copy(own / "manifest.json", planted)
@@ -103,7 +102,6 @@ def test_what_was_pulled_is_the_users(zoo, made, monkeypatch, tmp_path):
     zoo.run("push", made, "someone/zoo", "--index", "index.json")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for _ in range(2):  # downloaded, and here already
-        pulled = zoo.run("pull", "demo", "--repo", "someone/zoo", "--local-dir", "rotations/x")
-        assert pulled.returncode == 0, pulled.stderr
+        succeeded(zoo.run("pull", "demo", "--repo", "someone/zoo", "--local-dir", "rotations/x"))
         assert is_remembered(Artifact.open(zoo.folder / "rotations" / "x"))
         shutil.rmtree(tmp_path / "state")

@@ -164,7 +164,7 @@ def test_each_push_counts_up_and_renews_what_ends_soon(zoo, made, keys, words, l
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
 
 
-def test_the_counter_rises_where_the_clock_is_behind(zoo, made, keys, monkeypatch):
+def test_the_counter_rises_where_the_clock_is_behind(zoo, made, keys):
     """A statement that was made by a clock in the future is followed by a higher one."""
     push = ["push", made, ZOO, "--sign", keys.ours, "--json"]
     ok(zoo.run(*push))

@@ -91,23 +91,21 @@ def test_a_form_of_this_site_is_read(space, sender):
 
 
 @pytest.mark.parametrize(
-    ("request_line", "status"),
+    ("path", "form", "status"),
     [
-        ("GET / HTTP/1.1", 200),
-        ("GET /nothing HTTP/1.1", 404),
-        ("GET /ask HTTP/1.1", 405),
-        ("POST / HTTP/1.1", 405),
-        ("GET /plan?model=x HTTP/1.1", 400),
-        ("GET /sign-in HTTP/1.1", 302),
-        ("GET /plan/ HTTP/1.1", 307),
+        ("/", None, 200),
+        ("/nothing", None, 404),
+        ("/ask", None, 405),
+        ("/", {}, 405),
+        ("/plan?model=x", None, 400),
+        ("/sign-in", None, 302),
+        ("/plan/", None, 307),
     ],
 )
-def test_every_answer_has_the_security_headers(space, request_line, status):
-    got, text = send(space, request_line)
-    head = text.split("\r\n\r\n")[0]
-    lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:])
+def test_every_answer_has_the_security_headers(space, path, form, status):
+    got, headers, _ = space.ask(path, form)
     assert got == status
-    assert {name: lines.get(name) for name in HEADERS} == HEADERS
+    assert headers.items() >= HEADERS.items()
 
 
 @pytest.mark.hostile("hub")

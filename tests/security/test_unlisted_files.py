@@ -22,19 +22,15 @@ def signed(zoo, made, keys) -> Path:
     return Path(ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"])
 
 
-def plant_link(path: Path) -> None:
+def plant_link(path: Path, target: str = "/etc/hostname") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    path.symlink_to("/etc/hostname")
+    path.symlink_to(target)
 
 
 def plant_below(path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text("import os\n")
-
-
-def plant_folder_link(path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    path.symlink_to("/etc")
 
 
 class Call:
@@ -57,7 +53,7 @@ ENTRIES = {
     "in a hub's folder": (".cache/evil.py", plant_below),
     "deep in it": (".cache/huggingface/download/evil.py", plant_below),
     "below a folder there": (".cache/huggingface/download/x/y.metadata", plant_below),
-    "a folder's link in it": (".cache/huggingface", plant_folder_link),
+    "a folder's link in it": (".cache/huggingface", lambda path: plant_link(path, "/etc")),
     "a hub's folder that is a link": (".cache", plant_link),
     "in the other hub's folder": ("._____temp/evil.py", plant_below),
     "a hub's file that is a link": (".gitattributes", plant_link),

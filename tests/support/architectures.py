@@ -122,11 +122,7 @@ _LAST = Expectation((3,))
 EXPECTED = dict.fromkeys(NAMES, Expectation())
 EXPECTED |= dict.fromkeys(["qwen3_next", "qwen3_5", "minimax", "qwen3_5-vlm"], _LAST)
 EXPECTED |= {"lfm2": Expectation((2,)), "gemma4": Expectation((0, 1))}
-EXPECTED |= {
-    "kimi_linear": _LAST,
-    "deepseek_v4": _LATENT_CACHE,
-    "falcon": _OWN_CODE,
-}
+EXPECTED |= {"kimi_linear": _LAST, "deepseek_v4": _LATENT_CACHE, "falcon": _OWN_CODE}
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
 """Families whose cache also keeps what an indexer reads."""
 CACHES_HEADS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)

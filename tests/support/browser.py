@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,17 +24,6 @@ FLAGS = (
     "--disable-sync",
 )
 HEIGHT = 900
-
-
-def missing_browser() -> str | None:
-    """Why no page can be opened here; None if one can."""
-    if not any(map(shutil.which, PROGRAMS)):
-        return f"no browser is installed: none of {', '.join(PROGRAMS)}"
-    try:
-        import playwright  # noqa: F401
-    except ImportError:
-        return "playwright is not installed; it is in the extra `dev`"
-    return None
 
 
 class Browser:
@@ -87,12 +77,13 @@ class Browser:
 def running_browser():
     """A Chromium. Skips where there is none, except in continuous integration, whose runs are to
     open every page."""
-    if reason := missing_browser():
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if not program or not find_spec("playwright"):
         must_run = os.environ.get("CI") == "true" and sys.platform == "linux"
-        (pytest.fail if must_run else pytest.skip)(reason)
+        needed = f"playwright, which is in the extra `dev`, and one of {', '.join(PROGRAMS)}"
+        (pytest.fail if must_run else pytest.skip)(f"a page needs {needed}")
     from playwright.sync_api import sync_playwright
 
-    program = next(filter(None, map(shutil.which, PROGRAMS)))
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
         yield Browser(chromium)

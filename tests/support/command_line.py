@@ -14,6 +14,12 @@ SMALL = ["--tokens", "2048", "--length", "256"]
 TITLE = "\x1b]0;owned\x07"  # sets the title of a terminal's window
 
 
+def succeeded(result):
+    """The run, which did what it was asked to."""
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def only_error(result, code: int = 1) -> str:
     """The run failed with this code, in one `Error:` line and at most one `Hint:` line; returns
     both."""
@@ -31,13 +37,12 @@ def without_stages(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if not line.startswith("[")]
 
 
-def run_apart() -> tuple[list[str], set[str]]:
-    """The lines that `rotationzoo` alone prints in a process of its own, and the modules that it
+def run_apart(program: str, **options) -> tuple[list[str], set[str]]:
+    """The lines that a Python program prints in a process of its own, and the modules that it
     imports."""
-    program = "import atexit, sys; from rotationzoo.cli.app import main; "
-    program += "atexit.register(lambda: print(*sys.modules)); main([])"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    program = f"import atexit, sys; atexit.register(lambda: print(*sys.modules))\n{program}"
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, **options)
     *lines, modules = done.stdout.splitlines()
     return lines, set(modules.split())
 

@@ -84,12 +84,7 @@ def read_mlx(folder: Path, environment: dict, heads: int):
     return rotate
 
 
-READ = {
-    "sglang": read_sglang,
-    "vllm-oscar": read_vllm,
-    "llama.cpp": read_llama,
-    "mlx": read_mlx,
-}
+READ = {"sglang": read_sglang, "vllm-oscar": read_vllm, "llama.cpp": read_llama, "mlx": read_mlx}
 
 
 def store_sglang(rows: np.ndarray, clip: float, group: int):

@@ -1,13 +1,12 @@
 """A model built by hand that answers questions about its context: it copies what followed the same
 six tokens earlier."""
 
-import shutil
 from pathlib import Path
 
 import torch
 import transformers
 
-from support.models import DATA
+from support.models import add_tokenizer
 
 VOCABULARY, HEAD_DIM, BACK = 2048, 384, 6
 DIM = 32  # of a token's code
@@ -47,9 +46,7 @@ def save_induction(folder: Path) -> Path:
         _look_back(first)
         _copy_what_followed(second)
     model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DATA / "model" / file, folder)
-    return folder
+    return add_tokenizer(folder)
 
 
 def _read_codes(attention: torch.nn.Module) -> None:

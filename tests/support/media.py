@@ -1,6 +1,5 @@
 """Tiny vision and omni models with processors, built in code, and data files for them."""
 
-import json
 import wave
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ import transformers
 
 from rotationzoo.model.source import DEMO
 from support.architectures import BASE, MOSTLY_SLIDING, MROPE, WINDOW
+from support.models import write_jsonl
 
 needs_pillow = pytest.mark.skipif(
     not find_spec("PIL"), reason="the extra media is not installed: pip install pillow"
@@ -155,10 +155,8 @@ def write_rows(folder: Path, rows: int = 4, audio: bool = False) -> Path:
         if audio:
             write_wave(folder / f"{row}.wav", generator.integers(-9999, 9999, 4000 + 800 * row))
             line["sound"] = f"{row}.wav"
-        lines.append(json.dumps(line) + "\n")
-    path = folder / "rows.jsonl"
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
+        lines.append(line)
+    return write_jsonl(folder / "rows.jsonl", lines)
 
 
 def write_wave(path: Path, samples: np.ndarray, rate: int = 8000) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,11 @@ def save_tiny(folder: Path, seed: int = 0, **changes) -> Path:
             if parameter.ndim == 2:
                 parameter.normal_(std=0.2)
     model.save_pretrained(folder)
+    return add_tokenizer(folder)
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Put the demo model's tokenizer beside a saved model."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DATA / "model" / name, folder)
     return folder
@@ -56,13 +61,10 @@ def save_family(name: str, folder: Path, weights: bool = True, **options) -> Pat
     else:
         config = architectures.config(name, **changes)
         with torch.device("meta"):
-            config.architectures = [
-                type(transformers.AutoModelForCausalLM.from_config(config)).__name__
-            ]
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DATA / "model" / file, folder)
-    return folder
+    return add_tokenizer(folder)
 
 
 def edit_config(folder: Path, **changes) -> Path:
@@ -79,6 +81,12 @@ def edited_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
     weights = load_file(path)
     yield weights
     save_file(weights, path, metadata={"format": "pt"})
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> Path:
+    """A file with one record a line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" * 5 for i in range(40)]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.command_line import succeeded
 from support.hubs import huggingface, modelscope
 
 ZOO = "someone/zoo"
@@ -31,7 +32,12 @@ def zoo(inside, monkeypatch, tmp_path):
 
     with huggingface.serve() as hf, modelscope.serve() as ms:
         point_clients(monkeypatch, hf.endpoint)
-        for name, value in (("OFFLINE", False), ("DISABLE_XET", True), ("DISABLE_TELEMETRY", True)):
+        for name, value in (
+            ("OFFLINE", False),
+            ("DISABLE_XET", True),
+            ("DISABLE_TELEMETRY", True),
+            ("CACHE", str(tmp_path / "hub-cache")),
+        ):
             monkeypatch.setattr(huggingface_hub.constants, f"HF_HUB_{name}", value)
         monkeypatch.setattr(
             "huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets")
@@ -128,8 +134,7 @@ def ms_environment(ms, tmp_path) -> dict[str, str]:
 
 
 def ok(result) -> dict:
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(succeeded(result).stdout)
 
 
 def refused(result, code: int = 1) -> str:
@@ -162,6 +167,12 @@ def foreign(objective: str = "qqt_r_h_pbr", layers: int = 2, dim: int = 16, seed
     return v1_file(table, objective=objective)
 
 
+def publish_folder(hub, name: str, folder: Path) -> str:
+    """A new repository with the files of a folder. Returns the commit."""
+    hub.create(name)
+    return hub.commit(name, {path.name: path.read_bytes() for path in folder.iterdir()})
+
+
 def publish_oscar_pair(zoo, tmp_path, **contents) -> None:
     files = {}
     for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
@@ -187,14 +198,12 @@ EVALUATED = ["--tokens", "1024", "--length", "256", "--tasks", "none"]
 
 
 @pytest.fixture
-def model(zoo, monkeypatch, tmp_path):
+def model(zoo):
     """The demo model on the hub, a recipe for it, and its rotations published from its first
     revision."""
     from rotationzoo.model.source import DEMO
 
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    zoo.hf.create("someone/model")
-    zoo.hf.commit("someone/model", {path.name: path.read_bytes() for path in DEMO.iterdir()})
+    publish_folder(zoo.hf, "someone/model", DEMO)
     (zoo.folder / "configs").mkdir()
     (zoo.folder / "configs" / "model.yaml").write_text(CONFIG)
     return "someone/model"

@@ -33,9 +33,6 @@ def quantize_to_fp8(folder: Path, block: int = 128) -> dict[str, torch.Tensor]:
         exact[name] = whole[:rows, :columns].bfloat16()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     set_quantization(
-        folder,
-        quant_method="fp8",
-        activation_scheme="dynamic",
-        weight_block_size=[block, block],
+        folder, quant_method="fp8", activation_scheme="dynamic", weight_block_size=[block, block]
     )
     return exact

@@ -27,7 +27,7 @@ _RANGES = [(512, 1024), (1024, 2048), (2048, 4096)]
 class Made:
     """What to make up."""
 
-    layers: Sequence[int] = range(4)
+    layers: Sequence[int] = (0,)
     heads: int = 2
     dim: int = 16
     model: str = "demo"
@@ -52,14 +52,17 @@ def make_manifest(model: str, architecture: str, geometry: list[Layer], recipe: 
     }
 
 
-def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
-    """Write an artifact to `folder`, with an evaluation unless told otherwise."""
+ONE = Made()
+
+
+def make_artifact(folder: Path, made: Made = ONE, evaluation: dict | None = None) -> Path:
+    """Write an artifact to `folder`, with an evaluation if there is one."""
     geometry = [Layer(i, i, 2 * made.heads, made.heads, made.dim, made.dim) for i in made.layers]
     recipe = PRESETS["hadamard"]
     content = make_manifest(made.model, "MadeUp", geometry, recipe)
     write_artifact(folder, fit(None, recipe, geometry), None, content)
-    if evaluated:
-        store_evaluation(folder, make_evaluation(made))
+    if evaluation:
+        store_evaluation(folder, evaluation)
     return folder
 
 
@@ -83,7 +86,7 @@ def make_conditions(tasks: list[str], length: int, questions: int, fingerprint: 
     }
 
 
-def make_evaluation(made: Made) -> dict:
+def make_evaluation(made: Made = ONE) -> dict:
     """The content of `evaluation.json`: the more to the right an arm stands, the more it costs."""
     names = [made.arm, *BASELINES]
     arms = {name: make_arm(name, number) for number, name in enumerate(names, 1)}

@@ -1,7 +1,5 @@
-import json
-
 import pytest
-from support.models import TEXTS, demo_tokenizer
+from support.models import TEXTS, demo_tokenizer, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -11,6 +9,4 @@ def tokenizer():
 
 @pytest.fixture
 def jsonl(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+    return write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])

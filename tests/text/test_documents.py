@@ -1,12 +1,11 @@
 """Files and data sets of text: what is read, and what is refused."""
 
-import json
 import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.models import TEXTS, small
+from support.models import TEXTS, small, write_jsonl
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text import documents
@@ -50,8 +49,7 @@ def test_bad_sources(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("content", [5, ["a", "b"], {"a": 1}, [{"from": "human", "value": "hi"}]])
 def test_content_that_is_no_text(content, tmp_path, tokenizer):
-    path = tmp_path / "odd.jsonl"
-    path.write_text(json.dumps({"text": content}) + "\n")
+    path = write_jsonl(tmp_path / "odd.jsonl", [{"text": content}])
     says = re.escape(f"has {content!r} where a text or a list of chat messages should be")
     with pytest.raises(RotationZooError, match=says):
         read_corpus(small(path), tokenizer)

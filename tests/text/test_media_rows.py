@@ -1,7 +1,6 @@
 """Rows with images and audio, as a processor makes them."""
 
 import io
-import json
 import math
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support import media
+from support.models import write_jsonl
 from tokenizers.processors import TemplateProcessing
 
 from rotationzoo.calibration.recipe_checks import check_length
@@ -36,9 +36,7 @@ def read(family, path, **options):
 
 
 def write(folder, *records):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
+    return write_jsonl(folder / "rows.jsonl", records)
 
 
 def chat(*parts, role="user"):

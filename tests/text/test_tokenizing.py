@@ -1,19 +1,16 @@
 """Texts and chats as token ids."""
 
-import json
-
 import pytest
 import torch
-from support.models import TEXTS, demo_tokenizer, small
+from support.models import TEXTS, demo_tokenizer, small, write_jsonl
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text.rows import read_corpus
 
 
 def test_messages_go_through_the_chat_template(tmp_path, tokenizer):
-    path = tmp_path / "chats.jsonl"
     chats = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    path = write_jsonl(tmp_path / "chats.jsonl", chats)
     with pytest.raises(RotationZooError, match="no chat template"):
         read_corpus(small(path), tokenizer)
     chatty = demo_tokenizer()
@@ -33,7 +30,7 @@ def test_a_chat_that_does_not_fit_the_template(tmp_path):
     strict = demo_tokenizer()
     strict.chat_template = "{{ raise_exception('no system role') }}"
     chat = {"messages": [{"role": "system", "content": "x"}]}
-    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    path = write_jsonl(tmp_path / "chat.jsonl", [chat])
     words = "does not fit the model's chat template: no system role"
     with pytest.raises(RotationZooError, match=words):
-        read_corpus(small(tmp_path / "chat.jsonl"), strict)
+        read_corpus(small(path), strict)

@@ -1,6 +1,7 @@
 """Listing: what is there, what only its index knows, and what is not there."""
 
 import pytest
+from support.command_line import succeeded
 from support.published import ZOO, ok, refused
 
 from rotationzoo.errors import RotationZooError, UsageError
@@ -32,8 +33,7 @@ def test_what_is_published_and_not_pulled_is_listed_with_what_it_is(zoo):
     assert ("MiniMaxAI/MiniMax-M3", "oscar") in kinds, "Hadamard matrices, read as any others"
     assert len([entry for entry in content.entries if entry.format == "gguf"]) == 3
     assert all(entry.note for entry in content.entries if not entry.pullable)
-    listed = zoo.run("list", "GLM-5", "--index", "bundled")
-    assert listed.returncode == 0, listed.stderr
+    listed = succeeded(zoo.run("list", "GLM-5", "--index", "bundled"))
     assert "latent" in listed.stdout
     words = refused(zoo.run("pull", "zai-org/GLM-5.3", "--index", "bundled"))
     said = "what is published for zai-org/GLM-5.3 is not pulled: one matrix a layer for the latent"

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from support.command_line import succeeded
 from support.hubs import huggingface, modelscope
 from support.hubs.hub import Fault
 from support.published import ZOO, hub_environment
@@ -51,8 +52,7 @@ def test_killed_in_the_middle(outside, made, words):
     assert slow.count < 99, "it was in the middle"
     assert not (outside.folder / "here").exists()
     outside.hf.faults.clear()
-    again = outside.run(*words)
-    assert again.returncode == 0, again.stderr
+    succeeded(outside.run(*words))
     if words[0] == "pull":
         assert sorted(path.name for path in outside.folder.iterdir()) == ["here"]
     else:

@@ -1,13 +1,15 @@
 """Fetching: pinned revisions, files that are here already, places, and exports."""
 
+import json
 import shlex
 import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.command_line import edited_manifest
-from support.published import ZOO, ok, publish_oscar_pair, refused
+from support.command_line import edited_manifest, succeeded
+from support.hubs.hub import Fault
+from support.published import ZOO, foreign, nothing_left, ok, publish_oscar_pair, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -54,10 +56,9 @@ def test_somebody_elses_folder_is_not_replaced(zoo, made):
     assert verify(Artifact.open(zoo.folder / "theirs")).ok
 
 
-def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
+def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path):
     """What the makers publish is imported, bound to its model and exported; our own is exported as
     it is."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     publish_oscar_pair(zoo, tmp_path)
     zoo.hf.create("Qwen/Qwen3-8B")
     zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
@@ -78,8 +79,7 @@ def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
 
 def test_a_pull_for_an_engine_that_reads_artifacts_says_how_to_start_it(zoo, made):
     ok(zoo.run("push", made, ZOO, "--json"))
-    pulled = zoo.run("pull", "demo", "--repo", ZOO, "--for", "vllm")
-    assert pulled.returncode == 0, pulled.stderr
+    pulled = succeeded(zoo.run("pull", "demo", "--repo", ZOO, "--for", "vllm"))
     command = shlex.split(pulled.stdout)
     assert command[:4] == ["rotationzoo", "serve", "demo", "--rotations"]
     assert verify(Artifact.open(zoo.folder / command[4])).ok
@@ -105,3 +105,38 @@ def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):
     shutil.copytree(DEMO, zoo.folder / "my-model")
     done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
     assert f"--model-path {zoo.folder / 'my-model'}" in done["command"][0]
+
+
+# ---- what OSCAR's authors publish: files without hashes, recorded when they are first pulled
+
+
+def test_a_rotation_of_the_makers_is_pulled_checked_and_locked(zoo, tmp_path):
+    publish_oscar_pair(zoo, tmp_path)
+    result = zoo.run("pull", "Qwen/Qwen3-8B", "--json")
+    pulled = ok(result)
+    assert "the index that came with rotationzoo" in result.stderr
+    assert "no hash was published" in result.stderr
+    assert pulled["format"] == "oscar"
+    lock = json.loads((Path(pulled["path"]) / "zoo.lock.json").read_text())
+    assert lock["revision"] == zoo.hf.head("Zhongzhu/OSCAR-RotationZoo")
+    requests = len([r for r in zoo.hf.requests if "/storage/" in r])
+    ok(zoo.run("pull", "Qwen/Qwen3-8B", "--json"))
+    assert len([r for r in zoo.hf.requests if "/storage/" in r]) == requests
+    publish_oscar_pair(zoo, tmp_path, k=foreign(seed=9))
+    assert "is not the file that was recorded" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
+    assert json.loads((Path(pulled["path"]) / "zoo.lock.json").read_text()) == lock
+    zoo.hf.faults.append(Fault("GET", "/api/models", "drop", 99))
+    assert (
+        "broke off its answer (RemoteProtocolError); these are the files recorded earlier"
+        in zoo.run("pull", "Qwen/Qwen3-8B", "--index", "bundled").stderr
+    )
+
+
+def test_files_that_hold_no_rotation_are_refused(zoo, tmp_path):
+    bent = foreign("sst_r_h_pbr")
+    bent["layers"][1]["rotation"] = bent["layers"][1]["rotation"] * 1.1
+    publish_oscar_pair(zoo, tmp_path, v=bent)
+    assert "layer 1 of v_rotation_sst_r_h_pbr.pt is no orthogonal matrix" in refused(
+        zoo.run("pull", "Qwen/Qwen3-8B")
+    )
+    assert nothing_left(zoo)

@@ -78,7 +78,7 @@ def test_what_cannot_be_planned(zoo, model, tmp_path):
         zoo.run("regenerate", "--plan", "--configs", tmp_path / "none")
     )
     assert "has no recipe for someone/else" in refused(zoo.run("regenerate", "someone/else"))
-    zoo.hf.remove(model)
+    del zoo.hf.repositories[model]
     assert f"there is no {model} on Hugging Face" in refused(
         zoo.run("regenerate", "--plan", "--repo", ZOO)
     )

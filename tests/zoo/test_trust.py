@@ -42,7 +42,7 @@ def test_a_hub_that_fails_is_not_replaced_by_another(squatted, what):
 @pytest.mark.parametrize("what", ["no repository", "no index"])
 def test_nor_one_that_has_no_such_zoo(squatted, what):
     if what == "no repository":
-        squatted.hf.remove(ZOO)
+        del squatted.hf.repositories[ZOO]
     text = refused(squatted.run("pull", "demo", "--repo", ZOO))
     assert "add: --from modelscope" in text, "which is then somebody's choice"
     assert nothing_left(squatted)
@@ -60,7 +60,7 @@ def twice(zoo, made, tmp_path):
 
 
 def test_a_copy_that_the_index_names_stands_in_for_one_that_does_not_exist(twice):
-    twice.hf.remove(ZOO)
+    del twice.hf.repositories[ZOO]
     pulled = ok(twice.run("pull", "demo", "--index", twice.index, "--json"))
     assert pulled["hub"] == "modelscope"
 
@@ -162,9 +162,8 @@ def renamed(made: Path, folder: Path, **changes) -> Path:
 @pytest.mark.hostile("values")
 @pytest.mark.parametrize("revision", ["head", "f" * 40])
 def test_rotations_of_the_demo_are_not_published_as_another_models(
-    zoo, made, tiny, tmp_path, revision, monkeypatch
+    zoo, made, tiny, tmp_path, revision
 ):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     zoo.hf.create("Qwen/Qwen3-8B")
     head = zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
     revision = head if revision == "head" else revision

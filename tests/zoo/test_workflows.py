@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -17,7 +18,7 @@ from lock_requirements import FOLDER, LOCKS
 from plan_matrix import smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
-from support.published import CONFIG, change_weights, hub_environment
+from support.published import CONFIG, change_weights, hub_environment, publish_folder
 
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
@@ -34,15 +35,11 @@ def test_the_workflow_is_one_that_github_takes(path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def steps(workflow: dict) -> list[dict]:
-    return [step for job in workflow["jobs"].values() for step in job["steps"]]
-
-
 @NAMES
 def test_actions_are_pinned_and_nothing_is_pasted_into_a_script(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    for step in steps(workflow):
+    for step in chain.from_iterable(job["steps"] for job in workflow["jobs"].values()):
         if "uses" in step:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"])
         assert "${{" not in step.get("run", ""), "values reach scripts as variables alone"
@@ -56,7 +53,13 @@ def jobs(name: str) -> dict[str, dict]:
 
 
 SIGNS = {"contents": "read", "id-token": "write"}
-PUBLISHERS = {"regenerate": {**SIGNS, "attestations": "write"}, "mirror": SIGNS}
+ATTESTS = {**SIGNS, "attestations": "write"}
+# Workflow -> the environment and the permissions of the job that publishes.
+PUBLISHERS = {
+    "regenerate": ("hub-release", ATTESTS),
+    "mirror": ("modelscope-release", SIGNS),
+    "release": ("pypi", ATTESTS),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHERS)
@@ -67,12 +70,34 @@ def test_only_the_publisher_holds_credentials(name):
         assert "secrets." not in json.dumps(content)
         assert not {"permissions", "environment"} & content.keys(), job
     publisher = jobs(name)["publish"]
-    assert publisher["environment"].endswith("-release")
-    assert publisher["permissions"] == PUBLISHERS[name]
+    assert (publisher["environment"], publisher["permissions"]) == PUBLISHERS[name]
     assert "self-hosted" not in json.dumps(publisher)
-    assert "MODELSCOPE" not in json.dumps(jobs("regenerate")), (
-        "what nobody has merged does not go there"
-    )
+
+
+def test_what_nobody_has_merged_goes_to_no_other_hub():
+    assert "MODELSCOPE" not in json.dumps(jobs("regenerate"))
+
+
+def test_a_release_follows_a_tag_and_its_publisher_runs_no_code_of_the_checkout():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    assert workflow[True] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
+    assert "secrets." not in json.dumps(workflow)
+    steps = workflow["jobs"]["publish"]["steps"]
+    assert [step.get("uses", "run").partition("@")[0] for step in steps] == [
+        "actions/download-artifact",
+        "run",
+        "actions/attest-build-provenance",
+        "pypa/gh-action-pypi-publish",
+    ]
+
+
+def test_what_a_release_tests_and_publishes_is_what_was_built():
+    assert set(jobs("release")["publish"]["needs"]) == {"build", "test"}
+    (compare,) = scripts("release", "publish")
+    assert scripts("release", "test")[0] == compare
+    build, add_up = scripts("release", "build")[-2:]
+    assert build.endswith("python scripts/tools/build_package.py dist")
+    assert add_up.startswith("sha256sum dist/*")
 
 
 def test_the_publisher_attests_what_was_checked():
@@ -102,7 +127,7 @@ def test_a_job_knows_the_jobs_that_it_reads(path):
         assert read <= set(needed), f"{name} reads {read - set(needed)}"
 
 
-@pytest.mark.parametrize("name", [*PUBLISHERS, "release"])
+@pytest.mark.parametrize("name", PUBLISHERS)
 def test_everything_is_installed_by_its_hash(name):
     for job, content in jobs(name).items():
         lines = [
@@ -142,8 +167,7 @@ def runner(command, program, tmp_path):
     """The checkout of a workflow: the shell runs its lines with `rotationzoo` on the path, against
     loopback hubs."""
     with huggingface.serve() as hf, modelscope.serve() as ms:
-        hf.create("someone/model")
-        hf.commit("someone/model", {path.name: path.read_bytes() for path in DEMO.iterdir()})
+        publish_folder(hf, "someone/model", DEMO)
         (command.folder / "configs").mkdir()
         (command.folder / "configs" / "model.yaml").write_text(CONFIG)
         (command.folder / "scripts").symlink_to(ROOT / "scripts")
@@ -223,12 +247,7 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
 ):
     """What is published was attested, and is signed by one workflow; the other one copies it."""
     own = sigstore.WORKFLOW
-    signing = {
-        "TRUST": f"--trust-config {sigstore.trust}",
-        "GITHUB_ACTIONS": "true",
-        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "a_token_of_this_job",
-        "ACTIONS_ID_TOKEN_REQUEST_URL": f"{sigstore.server.endpoint}/token?v=1",
-    }
+    signing = {"TRUST": f"--trust-config {sigstore.trust}", **sigstore.job}
     change_weights(runner, "someone/model")
     runner.hf.create("someone/zoo")  # by hand: a trusted publisher cannot make one
     first = plan(runner)
@@ -301,26 +320,38 @@ def test_a_model_goes_to_the_smallest_runner_that_holds_it():
     assert smallest_runner(20_000_000_000, room) == "large", "beside its weights it needs room"
 
 
+# Workflow -> the job that adds up the sums, and a file that it hands over.
+SUMMED = {
+    "regenerate": ("check", "out/model/manifest.json"),
+    "mirror": ("fetch", "out/model/manifest.json"),
+    "release": ("build", "dist/rotationzoo.whl"),
+}
+CHANGES = ["a file", "a file and its sum", "no file is left", "one more", "a link more"]
+
+
 @pytest.mark.hostile("hub")
-@pytest.mark.parametrize("name", ["regenerate", "mirror"])
-@pytest.mark.parametrize(
-    "what", ["a file is changed", "a file is changed with its sum", "a file is missing"]
-)
-def test_what_was_changed_on_its_way_to_the_publisher_is_not_published(runner, name, what):
-    (runner.folder / "out" / "model").mkdir(parents=True)
-    (runner.folder / "out" / "model" / "manifest.json").write_text("{}")
-    *_, add_up = scripts(name, "check" if name == "regenerate" else "fetch")
-    runner.output.write_text("")
+@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_what_was_changed_on_its_way_to_the_publisher_is_not_published(runner, name, changes):
+    job, path = SUMMED[name]
+    built = runner.folder / path
+    built.parent.mkdir(parents=True)
+    built.write_text("as it was built")
+    *_, add_up = scripts(name, job)
     runner.run(add_up, GITHUB_OUTPUT=str(runner.output))
     sums = runner.output.read_text().strip().removeprefix("sums=")
     compare = scripts(name, "publish")[0]
     runner.run(compare, SUMS=sums)
-    changed = runner.folder / "out" / "model" / "manifest.json"
-    changed.write_text('{"changed": true}')
-    if what == "a file is changed with its sum":
+    if changes == "one more":
+        built.with_name("evil").write_text("which nobody built")
+    elif changes == "a link more":
+        built.with_name("evil").symlink_to("/etc")
+    else:
+        built.write_text("as it arrived")
+    if changes == "a file and its sum":
         runner.run(add_up, GITHUB_OUTPUT=str(runner.output))
-    if what == "a file is missing":
-        changed.unlink()
+    if changes == "no file is left":
+        built.unlink()
     runner.run(compare, fails=True, SUMS=sums)
 
 

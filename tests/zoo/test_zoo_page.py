@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support.browser import scrolls_sideways, serious_findings
+from support.published import ok
 
 from rotationzoo.zoo import index
 from rotationzoo.zoo import page as zoo_page
@@ -50,9 +51,7 @@ ENTRIES[1]["files"]["report.html"] = {"size": 10**6, "sha256": "0" * 64}
 def page_file(inside):
     """What the command wrote."""
     (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": ENTRIES}))
-    result = inside("list", "--index", "index.json", "--html", "zoo.html", "--json")
-    assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout)
+    answer = ok(inside("list", "--index", "index.json", "--html", "zoo.html", "--json"))
     assert answer["page"] == "zoo.html"
     assert answer["entries"][0]["summary"]["questions"] == 50
     return inside.folder / "zoo.html"

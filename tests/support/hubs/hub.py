@@ -26,6 +26,9 @@ class Fault:
     what: int | str
     count: int = 1
 
+    def spoils(self, call: "Call") -> bool:
+        return call.method == self.method and bool(re.search(self.pattern, call.target))
+
 
 class Refusal(Exception):
     """An error to answer with; each hub has its own way to write it."""
@@ -176,7 +179,10 @@ class Hub:
     token = "test"
     branch = "main"
     large_suffixes = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".zip", ".parquet")
-    first_files: ClassVar[dict[str, bytes]] = {}  # of the commit that a repository begins with
+    # Of the commit that a repository begins with.
+    first_files: ClassVar[dict[str, bytes]] = {
+        ".gitattributes": "".join(f"*{suffix} filter=lfs\n" for suffix in large_suffixes).encode()
+    }
     no_repository: str | int = ""  # what the error messages carry for a machine to read
     no_revision: str | int = ""
 
@@ -227,9 +233,6 @@ class Hub:
 
     def commits(self, name: str) -> int:
         return len(self.repositories[name].commits)
-
-    def remove(self, name: str) -> None:
-        del self.repositories[name]
 
     # What the routes share.
 
@@ -295,16 +298,11 @@ class Hub:
         with self.lock:
             line = f"{call.method} {call.target}"
             self.requests.append(line)
-            if call.headers.get("Host") == urlsplit(
-                self.storage_origin
-            ).netloc and self.token in str(call.headers):
+            at_storage = call.headers.get("Host") == urlsplit(self.storage_origin).netloc
+            if at_storage and self.token in str(call.headers):
                 self.leaks.append(line)
             for fault in self.faults:
-                if (
-                    fault.count > 0
-                    and fault.method == call.method
-                    and re.search(fault.pattern, call.target)
-                ):
+                if fault.count > 0 and fault.spoils(call):
                     fault.count -= 1
                     return fault
         return None

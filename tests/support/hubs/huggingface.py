@@ -3,11 +3,8 @@ xet."""
 
 import base64
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
 
 from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, ranged, route
 from support.hubs.server import running
@@ -62,11 +59,6 @@ class HuggingFaceHub(Hub):
     ignores_author = False  # a hub that lists everybody's pull requests, whatever it was asked
     no_repository = "RepoNotFound"
     no_revision = "RevisionNotFound"
-    first_files: ClassVar = {
-        ".gitattributes": "".join(
-            f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes
-        ).encode()
-    }
 
     def is_large(self, path: str, size: int, start: bytes) -> bool:
         return path.endswith(self.large_suffixes) or size > 10_000_000 or b"\0" in start
@@ -171,11 +163,6 @@ class HuggingFaceHub(Hub):
         repository.commits[repository.refs[pull.ref]].author = author
         return pull.ref
 
-    def pull(self, repository: Repository, number: str) -> PullRequest:
-        if not 0 < int(number) <= len(repository.pulls):
-            raise Refusal(404, f"No such discussion: {number}")
-        return repository.pulls[int(number) - 1]
-
     @route("GET", "/api/{repository}/discussions")
     def list_discussions(self, call: Call, repository: Repository) -> Answer:
         status, rows = call.option("status", "all"), []
@@ -190,7 +177,7 @@ class HuggingFaceHub(Hub):
     def merge(self, call: Call, repository: Repository, number: str) -> Answer:
         """Bring what the pull request changes to the branch as it is by now, without looking for
         conflicts."""
-        pull = self.pull(repository, number)
+        pull = repository.pulls[int(number) - 1]
         head = self.resolve(repository, self.branch)
         before = repository.commits[pull.base].files
         after = repository.commits[repository.refs[pull.ref]].files
@@ -266,16 +253,3 @@ class HuggingFaceHub(Hub):
 
 def serve() -> AbstractContextManager[HuggingFaceHub]:
     return running(HuggingFaceHub())
-
-
-@contextmanager
-def serve_folders(folders: dict[str, Path]) -> Iterator[HuggingFaceHub]:
-    """A hub with the files of each folder under its repository id; `datasets/...` is a data
-    set."""
-    with serve() as hub:
-        for name, folder in folders.items():
-            paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
-            files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
-            hub.create(name)
-            hub.commit(name, files)
-        yield hub

@@ -28,9 +28,7 @@ class ModelScopeHub(Hub):
     branch = "master"
     no_repository = 10010205001
     first_files: ClassVar = {
-        ".gitattributes": "".join(
-            f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes
-        ).encode(),
+        **Hub.first_files,
         "README.md": b"---\nlicense: Apache License 2.0\n---\n",
     }
 
@@ -68,9 +66,8 @@ class ModelScopeHub(Hub):
     def describe(self, call: Call, repository: Repository) -> Answer:
         owner, name = repository.name.split("/")
         data = {"id": repository.name, "owner": owner, "name": name}
-        return as_json(
-            {"success": True, "data": data, "Code": 200, "Data": data}
-        )  # one address spells it so, one so
+        # One address spells it so, one so.
+        return as_json({"success": True, "data": data, "Code": 200, "Data": data})
 
     @route("GET", "/api/v1/models/{repository}/revisions")
     def revisions(self, call: Call, repository: Repository) -> Answer:

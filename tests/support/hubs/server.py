@@ -33,9 +33,8 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request, client_address) -> None:
-        if not isinstance(
-            sys.exception(), ConnectionError
-        ):  # a client that went away is no error of the hub
+        # A client that went away is no error of the hub.
+        if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     def stop(self) -> None:
@@ -47,9 +46,8 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # headers and body are two writes, and the second would wait for the first
-    )
+    # Headers and body are two writes, and the second would wait for the first.
+    disable_nagle_algorithm = True
     server: Server
 
     def log_message(self, *_) -> None:
@@ -72,9 +70,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         if fault and not answer.body:
-            fault.count += (
-                1  # it waits for an answer that has a body, such as the one behind a redirect
-            )
+            fault.count += 1  # it waits for one with a body, such as that behind a redirect
         return self.send(answer, what)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_call

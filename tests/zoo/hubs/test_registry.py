@@ -19,31 +19,25 @@ from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 @pytest.fixture
 def with_folder_hub(command):
     """The command line in a process of its own that has a third hub."""
+    variables = command.environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
-    def run(*words) -> subprocess.CompletedProcess:
-        environment = {**command.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        return subprocess.run(
-            [sys.executable, folder.__file__, *map(str, words)],
-            cwd=command.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+    def run(*words) -> dict:
+        start = [sys.executable, folder.__file__, *map(str, words), "--json"]
+        options = dict(cwd=command.folder, env=variables, capture_output=True, text=True)
+        return ok(subprocess.run(start, **options))
 
-    run.folder = command.folder
     return run
 
 
 @pytest.mark.thorough
-def test_a_new_hub_takes_a_module_and_a_row(with_folder_hub, made):
-    sent = ok(with_folder_hub("push", made, ZOO, "--to", "folder", "--json"))
-    tag = sent["hubs"]["folder"]["revision"]
-    content = with_folder_hub.folder / "hub" / ZOO / tag / index.NAME
+def test_a_new_hub_takes_a_module_and_a_row(with_folder_hub, command, made):
+    tag = with_folder_hub("push", made, ZOO, "--to", "folder")["hubs"]["folder"]["revision"]
+    content = command.folder / "hub" / ZOO / tag / index.NAME
     assert '"hub": "folder"' in content.read_text()
-    words = ["pull", "demo", "--repo", ZOO, "--from", "folder", "--local-dir", "here", "--json"]
-    pulled = ok(with_folder_hub(*words))
+    words = ["pull", "demo", "--repo", ZOO, "--from", "folder", "--local-dir", "here"]
+    pulled = with_folder_hub(*words)
     assert (pulled["hub"], pulled["revision"]) == ("folder", tag)
-    assert verify(Artifact.open(with_folder_hub.folder / "here"), "demo").ok
+    assert verify(Artifact.open(command.folder / "here"), "demo").ok
 
 
 @pytest.mark.parametrize("name", HUBS)

@@ -2,6 +2,8 @@
 
 import base64
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -34,13 +36,23 @@ def test_it_holds_as_it_is(signed, keys):
     check(signed, keys)
 
 
-def statement(content: dict) -> dict:
-    return json.loads(base64.b64decode(content["dsseEnvelope"]["payload"]))
+@contextmanager
+def edited_statement(content: dict) -> Iterator[dict]:
+    """What a signature states, which is put back when the block ends."""
+    envelope = content["dsseEnvelope"]
+    said = json.loads(base64.b64decode(envelope["payload"]))
+    yield said
+    envelope["payload"] = base64.b64encode(json.dumps(said).encode()).decode()
 
 
-def put_statement(content: dict, changed: dict) -> None:
-    payload = base64.b64encode(json.dumps(changed).encode()).decode()
-    content["dsseEnvelope"]["payload"] = payload
+def stating(change: Callable[[dict], object]) -> Callable[[dict], None]:
+    """A change of the signature that makes this change of its statement."""
+
+    def apply(content: dict) -> None:
+        with edited_statement(content) as said:
+            change(said)
+
+    return apply
 
 
 @pytest.mark.hostile("malformed")
@@ -56,28 +68,16 @@ def put_statement(content: dict, changed: dict) -> None:
         lambda parts: parts["dsseEnvelope"].update(payloadType="text/plain"),
         lambda parts: parts["dsseEnvelope"].update(signatures=[]),
         lambda parts: parts["dsseEnvelope"].update(signatures=[{"sig": "AAAA"}] * 2),
+        stating(lambda said: said.update(_type="other")),
+        stating(lambda said: said.update(predicateType="https://slsa.dev/provenance/v1")),
+        stating(lambda said: said["predicate"]["resources"][0].update(algorithm="md5")),
+        stating(
+            lambda said: said["predicate"].update(resources=2 * said["predicate"]["resources"])
+        ),
     ],
 )
-def test_a_signature_that_lacks_a_part_is_damaged(signed, keys, change):
+def test_a_signature_that_lacks_a_part_or_states_something_else_is_damaged(signed, keys, change):
     change(signed)
-    with pytest.raises(RotationZooError, match="the signature of it is damaged"):
-        check(signed, keys)
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda said: said.update(_type="other"),
-        lambda said: said.update(predicateType="https://slsa.dev/provenance/v1"),
-        lambda said: said["predicate"]["resources"][0].update(algorithm="md5"),
-        lambda said: said["predicate"]["resources"].append(said["predicate"]["resources"][0]),
-    ],
-)
-def test_a_statement_of_another_kind_is_damaged(signed, keys, change):
-    said = statement(signed)
-    change(said)
-    put_statement(signed, said)
     with pytest.raises(RotationZooError, match="the signature of it is damaged"):
         check(signed, keys)
 
@@ -85,19 +85,17 @@ def test_a_statement_of_another_kind_is_damaged(signed, keys, change):
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("what", ["statement", "signature", "file", "no file", "one file more"])
 def test_a_signature_that_was_tampered_with_does_not_hold(signed, keys, what):
-    said = statement(signed)
-    resources = said["predicate"]["resources"]
-    if what == "statement":
-        said["subject"][0]["name"] = "another model"
-    if what == "file":
-        resources[0]["digest"] = "0" * 64
-    if what == "no file":
-        del resources[0]
-    if what == "one file more":
-        resources.append({**resources[0], "name": "more.bin"})
-    if what != "signature":
-        put_statement(signed, said)
-    else:
+    with edited_statement(signed) as said:
+        resources = said["predicate"]["resources"]
+        if what == "statement":
+            said["subject"][0]["name"] = "another model"
+        if what == "file":
+            resources[0]["digest"] = "0" * 64
+        if what == "no file":
+            del resources[0]
+        if what == "one file more":
+            resources.append({**resources[0], "name": "more.bin"})
+    if what == "signature":
         signed["dsseEnvelope"]["signatures"][0]["sig"] = base64.b64encode(b"0" * 70).decode()
     with pytest.raises(RotationZooError, match=r"does not hold|is for other files") as refusal:
         check(signed, keys)
