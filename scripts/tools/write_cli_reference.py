@@ -119,6 +119,8 @@ class Parameter:
             sentences.append(f"One of {choices}.")
         if self.info.min is not None:
             sentences.append(f"At least {self.info.min}.")
+        if self.info.max is not None:
+            sentences.append(f"At most {self.info.max}.")
         return sentences
 
     @property
