@@ -86,6 +86,7 @@ def test_a_model_made_on_the_device_computes_what_transformers_own_does(shape):
     assert 0.9 < logits.float().std() < 1.1
 
 
+@pytest.mark.thorough
 def test_one_command_measures_and_says_what_it_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scale_models, "SHAPES", {"dense": DENSE, "experts": EXPERTS})
     monkeypatch.setattr(scale_evaluate, "_WARMING", 384)

@@ -87,6 +87,7 @@ finally:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_broken_table_is_told_once(command):
     """In a process of its own: `datasets` logs to the stderr that it found when it was imported."""
     (command.folder / "broken.parquet").write_text("no table")
