@@ -79,13 +79,15 @@ def spend_bits(rotations: Rotations, recipe: Recipe) -> Rotations:
 def average_fine_channels(rotations: Rotations) -> int:
     """The `Format.fine_channels` with which rows of equal bits take the bytes of these rotations'
     budget, rounded up to a multiple of 8. No row has more than its channels."""
-    bits, rows = 0, 0
-    for _, _, rotation in rotations.each():
-        heads = len(rotation.clip)
-        bits += heads * int(rotation.fine_channels or 0)
-        rows += heads
-    shortest = min(rotation.dim for _, _, rotation in rotations.each())
-    return min(-(-bits // (8 * rows)), shortest // 8) * 8
+    each = [rotation for _, _, rotation in rotations.each()]
+    rows = sum(len(rotation.clip) for rotation in each)
+    shortest = min(rotation.dim for rotation in each)
+    return min(-(-_third_bits(each) // (8 * rows)), shortest // 8) * 8
+
+
+def _third_bits(rotations: Sequence[Rotation]) -> int:
+    """The third bits of a token in all KV heads."""
+    return sum(len(rotation.clip) * int(rotation.fine_channels or 0) for rotation in rotations)
 
 
 def _place(rotation: Rotation) -> Place:
@@ -150,8 +152,8 @@ def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[Problem]:
         mine = [each for each in rotations.each() if each[1] in sides]
         places = [_place(rotation) for _, _, rotation in mine]
         room = _extra_bits(places, bits, recipe) * sum(place.elements for place in places)
-        spent = sum(len(rotation.clip) * int(rotation.fine_channels or 0) for *_, rotation in mine)
-        if spent > room + 1:  # the room is rounded, and bits are spent by the dozen
+        spent = _third_bits([rotation for *_, rotation in mine])
+        if spent > room + 1:  # the room is rounded, and bits are spent in steps of more than one
             yield f"more fine channels than {bits:g} bits buy", mine[0][0]
 
 
