@@ -12,6 +12,7 @@ from rotationzoo.linalg.compositions import (
     compose,
     data_free,
     eigenbasis,
+    invert,
     needs_statistics,
     orthogonality_error,
     permutation,
@@ -19,6 +20,7 @@ from rotationzoo.linalg.compositions import (
     strongest,
     strongest_first,
 )
+from rotationzoo.linalg.error_feedback import DAMPING, factorize, whitening
 from rotationzoo.linalg.hadamard import bit_reversal, hadamard
 
 DIMS = [64, 80, 96, 112, 128, 192, 256, 512]
@@ -64,6 +66,37 @@ def test_an_eigenbasis_is_made_by_one_thread(monkeypatch):
         assert (threads, torch.get_num_threads()) == ([1], 3)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dim", [160, 192, 256, 512])
+def test_what_is_whitened_comes_back(dim, threads):
+    """After an eigenbasis, MKL's LU factorization of a batch failed from 160 channels on."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        made = whitening(moment(dim))
+        inverse = invert(made)
+        # The other LAPACK calls that follow: of a factor, of a random rotation and of a latent's.
+        factor = factorize(made)
+        left, _, right = torch.linalg.svd(made[0].double())
+        others = data_free(dim, "random", 0), left @ right
+    finally:
+        torch.set_num_threads(before)
+    # Measured: 2e-13 for the inverse, 4e-15 for the others.
+    assert (made.double() @ inverse - torch.eye(dim)).abs().max() < 1e-10
+    assert max(map(orthogonality_error, others)) < 1e-12
+    unit = factor.double().triu(1) + torch.eye(dim, dtype=torch.float64)
+    weights = torch.diag_embed(factor.double().diagonal(dim1=-2, dim2=-1))
+    metric = made.double() / made.double().diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    metric += DAMPING * torch.eye(dim, dtype=torch.float64)
+    assert (unit @ weights @ unit.mT - metric).abs().max() < 1e-5
+
+
+def test_a_matrix_without_an_inverse_is_refused():
+    singular = torch.ones(2, 8, 8, dtype=torch.float64) + 1e-12 * torch.eye(8)
+    with pytest.raises(RotationZooError, match="has no inverse"):
+        invert(singular)
 
 
 def test_the_strongest_directions_are_those_of_the_largest_eigenvalues():
