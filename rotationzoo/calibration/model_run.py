@@ -77,7 +77,7 @@ def run_model(
 
         progress("checking the capture", 0, 0)
         recipe, notes, logits = _check_capture(model, ids, job.recipe, geometry)
-        if not (text.media or getattr(model, loading.HEADLESS)):
+        if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += doubt_loss(guessed.item(), logits.shape[-1])
         checkpoint.resume_limit()

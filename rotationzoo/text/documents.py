@@ -70,12 +70,11 @@ class Tally:
         if not self.bad:
             return None
         first = min(self.bad)
-        words = (
-            f"{len(self.bad):,} of {counted(self.rows, 'row')} left out, the first in line {first}"
-        )
+        share = f"{len(self.bad):,} of {counted(self.rows, 'row')}"
         if 100 * len(self.bad) > self.rows:
-            raise RotationZooError(f"{self.bad[first]} ({words})", self.bad[first].hint)
-        return words
+            words = f"{self.bad[first]} ({share} cannot be used, the first in line {first})"
+            raise RotationZooError(words, self.bad[first].hint)
+        return f"{share} left out, the first in line {first}"
 
 
 def read_documents(data: Data, tally: Tally) -> Iterator[Sample]:
