@@ -22,6 +22,7 @@ from rotationzoo.model.capture import attend_as_is, check_transparent
 from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import place_weights
+from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
@@ -75,7 +76,10 @@ def run_model(
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        recipe, notes = _check_capture(model, ids, job.recipe, geometry)
+        recipe, notes, logits = _check_capture(model, ids, job.recipe, geometry)
+        if not (text.media or getattr(model, loading.HEADLESS, False)):
+            guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+            notes += doubt_loss(guessed.item(), logits.shape[-1])
         checkpoint.resume_limit()
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
@@ -98,13 +102,13 @@ def _first_tokens(model: PreTrainedModel, text: Corpus | None) -> torch.Tensor:
 
 def _check_capture(
     model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
-) -> tuple[Recipe, list[str]]:
+) -> tuple[Recipe, list[str], torch.Tensor]:
     """Check that capturing does not change the model's logits, and settle whether keys can be
     centered.
 
-    Returns the recipe to follow, and notes for the user.
+    Returns the recipe to follow, notes for the user, and the logits.
     """
     shift = ShiftCheck()
     with torch.no_grad():
-        check_transparent(model, ids, shift if recipe.center_keys else attend_as_is)
-    return settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers}))
+        logits = check_transparent(model, ids, shift if recipe.center_keys else attend_as_is)
+    return *settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers})), logits

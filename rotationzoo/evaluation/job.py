@@ -1,6 +1,7 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,6 +57,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta, has_latents
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
+from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import check_positions, position_count, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
@@ -217,6 +219,8 @@ def evaluate(
         answers = answer_tasks(asking, plan, trial, is_settled, deciding)
         notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
         notes += rope_notes(artifacts, scaling)
+        perplexity = measured.exact.measure_exact().perplexity
+        notes += doubt_loss(math.log(perplexity), config.get_text_config(decoder=True).vocab_size)
         probes: dict[Path, list[Probe]] = {}
         # A server runs the model as its config says.
         if job.record and scaling is None:

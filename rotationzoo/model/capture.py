@@ -258,9 +258,9 @@ if TYPE_CHECKING:
 
 def check_transparent(
     model: "PreTrainedModel", ids: torch.Tensor, function: Intercept = attend_as_is
-) -> None:
-    """Raise `UnsupportedModel` unless the logits of `ids` `[B, T]` are the same with and without
-    capture.
+) -> torch.Tensor:
+    """The logits `[B, T, vocabulary]` of `ids` `[B, T]`. Raises `UnsupportedModel` unless they are
+    the same with and without capture.
 
     `function` may look at what is captured, and must not change the output. Another pass would
     fetch all weights that are offloaded again. On a GPU, where kernels may not be deterministic,
@@ -275,7 +275,7 @@ def check_transparent(
     with intercept(model, function):
         captured = logits()
     if torch.allclose(plain, captured, rtol=0, atol=0, equal_nan=True):
-        return
+        return plain
     change = (plain - captured).abs().max().item()
     noise = (plain - logits()).abs().max().item()
     if not change <= noise:
@@ -285,3 +285,4 @@ def check_transparent(
             hint="report the model and the transformers version as an issue; its statistics would "
             "not be trustworthy",
         )
+    return plain

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 READS_MEDIA = "reads_media"
+HEADLESS = "headless"
+"""The mark of a model whose logits mean nothing."""
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
@@ -185,7 +187,9 @@ def load(
         raise
     missing = sorted(loading_info["missing_keys"])
     if not predicts:
-        missing = [name for name in missing if "lm_head" not in name]
+        needed = [name for name in missing if "lm_head" not in name]
+        setattr(model, HEADLESS, missing != needed)
+        missing = needed
     if missing:  # transformers only warns, and fills them with random numbers
         raise ModelUnavailable(
             f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT

@@ -2,6 +2,7 @@
 exist at a time, and the tokens that it finds most probable, one after another."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,6 +81,17 @@ def divergence_of(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     are."""
     p, q = (logits.float().log_softmax(-1) for logits in (exact, other))
     return (p.exp() * (p - q)).sum(-1)
+
+
+def doubt_loss(loss: float, vocabulary: int) -> list[str]:
+    """A warning where a model, at a loss in nats, predicts text worse than a uniform guess."""
+    guess = math.log(vocabulary)
+    if not loss > guess:
+        return []
+    return [
+        f"the model predicts this text worse than chance, with {loss:.1f} nats a token instead of "
+        f"{guess:.1f}: its weights, its start tokens or the text may be wrong"
+    ]
 
 
 def continue_greedily(

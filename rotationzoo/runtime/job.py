@@ -38,6 +38,7 @@ from rotationzoo.runtime.generation import MAX_NEW_TOKENS, Generation
 from rotationzoo.runtime.options import CacheOptions, as_engine, build_settings, served_bits
 from rotationzoo.runtime.prompt import LEAD, Prompt, encode_prompt, put_text_before, write_example
 from rotationzoo.runtime.text_stream import TextStream, Write
+from rotationzoo.text.rows import start_note
 
 
 def _ignore(note: str) -> None:
@@ -189,6 +190,8 @@ def _encode(
     note: Write,
 ) -> Prompt:
     if job.prompt is not None:
+        if not job.chat and (said := start_note(tokenizer)):
+            note(said)
         ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
         prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
         exact = windows["sink"] + windows["recent"] - prompt.max_new_tokens

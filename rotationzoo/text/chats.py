@@ -1,11 +1,15 @@
 """Chats in the form of a tokenizer's template, which comes with the model and may
 loop and multiply text: it runs in a process of its own, with limits of time and memory."""
 
+import copy
+import json
 import multiprocessing
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,75 @@ _MEMORY = 1 << 30  # bytes more than the process has when it starts
 _ADDED = 1 << 20  # characters that a template may add to the messages
 # A fork has the tokenizer at once. Elsewhere it is not safe after torch was imported.
 _METHOD = "fork" if sys.platform == "linux" else "spawn"
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "call"}
+Message = dict[str, Any]
+
+
+def read_message(given: Any) -> Message:
+    """A message in OpenAI's form, which templates read, from that form or ShareGPT's. Raises
+    `ValueError` for what is in neither."""
+    fields = given if isinstance(given, dict) else {}
+    # In a table, each message has the keys of all.
+    message = {key: value for key, value in fields.items() if value not in (None, [])}
+    if "from" in message:
+        role = _SHAREGPT.get(str(message["from"]), message.pop("from"))
+        message |= {"role": role, "content": message.pop("value", None)}
+    if message.get("role") == "call":
+        message |= {"role": "assistant", "tool_calls": message.pop("content")}
+    if "tool_calls" in message:
+        message["tool_calls"] = read_functions(message["tool_calls"])
+    if "tool_calls" in message or message.get("role") == "tool":
+        message.setdefault("content", "")
+    if isinstance(message.get("role"), str) and isinstance(message.get("content"), str | list):
+        return message
+    raise ValueError(given)
+
+
+def read_functions(given: Any) -> list[dict[str, Any]]:
+    """Tools, or calls of them, in OpenAI's form, from a list of these or of functions alone, or
+    from their JSON. Raises `ValueError` for what is in neither."""
+    tools, read = from_json(given) or [], []
+    for tool in map(from_json, tools if isinstance(tools, list) else [tools]):
+        function = tool.get("function", tool) if isinstance(tool, dict) else {}
+        if not isinstance(function.get("name"), str):
+            raise ValueError(given)
+        if "arguments" in function:  # a table, as servers hand it to templates
+            function = function | {"arguments": from_json(function["arguments"] or "{}")}
+        rest = tool if "function" in tool else {}
+        read.append({"type": "function", **rest, "function": function})
+    return read
+
+
+def from_json(value: Any) -> Any:
+    """What a text of JSON says, or the value itself where it is no such text."""
+    with suppress(ValueError, TypeError, RecursionError):
+        return json.loads(value)
+    return value
+
+
+def is_text(content: str | list[Any]) -> bool:
+    """Whether a message's content is a text, or has parts that are texts alone."""
+    parts = [] if isinstance(content, str) else content
+    return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """A chat in the forms that templates read: as it is, with the parts of texts joined, and then
+    also with arguments as JSON."""
+    yield messages
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        if isinstance(message["content"], list) and is_text(message["content"]):
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+    yield messages
+    for function in _called(messages):
+        function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+    yield messages
+
+
+def _called(messages: list[Message]) -> list[dict[str, Any]]:
+    calls = (message.get("tool_calls", ()) for message in messages)
+    return [call["function"] for call in chain.from_iterable(calls)]
 
 
 class ChatTemplate:
@@ -27,14 +100,36 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
+        self.note: str | None = None
+        """What the template leaves out of chats."""
         self._connection: Connection | None = None
 
-    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The text of a chat. `options` go to `apply_chat_template`.
+    def render(self, messages: list[Message], **options: Any) -> str:
+        """The text of a chat, from the first form that the template takes and does not show as
+        Python's tables. `options` go to `apply_chat_template`.
 
         Raises `ValueError`, with a reason, where the template refuses the chat, and
         `RotationZooError` where it takes more time, memory or text than any template needs.
         """
+        functions = [tool["function"] for tool in options.get("tools") or ()] + _called(messages)
+        tables = [message["content"] for message in messages]
+        tables += [function.get("arguments") for function in functions]
+        shown = [str(table) for table in tables if table and not isinstance(table, str)]
+        texts, refusals = list[str](), []
+        for chat in _forms(messages):
+            try:
+                texts.append(self._ask(chat, options))
+            except ValueError as refusal:
+                refusals.append(refusal)
+            if texts and not any(table in texts[-1] for table in shown):
+                break
+        if not texts:
+            raise refusals[0]
+        if any(function["name"] not in texts[-1] for function in functions):
+            self.note = "the chat template does not write all tools and calls of the chats"
+        return texts[-1]
+
+    def _ask(self, messages: list[Message], options: dict[str, Any]) -> str:
         try:
             connection = self._connection = self._connection or self._start()
             connection.send((messages, options))
@@ -84,7 +179,7 @@ def _answer(
         raise
     except Exception as error:
         return b"-" + first_sentence(error).encode(errors="surrogatepass")
-    given = sum(len(str(message.get("content"))) for message in messages)
+    given = len(str(messages)) + len(str(options))
     return b"" if len(text) > given + _ADDED else b"+" + text.encode(errors="surrogatepass")
 
 

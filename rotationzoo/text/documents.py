@@ -9,12 +9,14 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.recipe import FILES, Data
-from rotationzoo.words import shortened
+from rotationzoo.text.chats import Message, is_text, read_functions, read_message
+from rotationzoo.words import counted, shortened
 
 BUNDLED = Path(__file__).parents[1] / "data" / "demo" / "calibration.jsonl"
 """The source `bundled`, which calibration reads by default."""
@@ -23,49 +25,122 @@ HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 
 _CHARACTERS_A_TOKEN = 40  # shuffles documents among about ten times the text that is used
 _PIECE = 1 << 16  # characters
+_BAD = 100  # rows after which a source need not be read to its end
 
-Document = str | list[dict[str, Any]]
+Document = str | list[Message]
 """A text, or the messages of a chat."""
 Media = dict[str, list[Any]]
 """The images and audio of a document: kind -> bytes or paths, as the source holds them."""
-_Pair = tuple[Document, Media]
 _Record = dict[str, Any]  # column -> value
 
 
-def read_documents(data: Data) -> Iterator[_Pair]:
-    """The documents of `data.source` with their images and audio, in an order that its seed fixes.
-    Raises `RotationZooError` for a source that is missing, empty or not readable, and for a wrong
-    column."""
-    return _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
+class Sample(NamedTuple):
+    """A document, with the number of its row and what that holds beside it."""
+
+    number: int
+    document: Document
+    media: Media
+    tools: list[dict[str, Any]]
+    """The tools that a chat may call, as JSON schemas."""
 
 
-def _documents(data: Data) -> Iterator[_Pair]:
+class BadRow(RotationZooError):
+    """A row that is left out where few are bad."""
+
+
+@dataclass
+class Tally:
+    """How many rows were read, and what is wrong with those left out, by number."""
+
+    rows: int = 0
+    bad: dict[int, BadRow] = field(default_factory=dict)
+
+    @contextmanager
+    def leaving_out(self, number: int) -> Iterator[None]:
+        """Leave a row out if it is found bad inside the block."""
+        try:
+            yield
+        except BadRow as error:
+            self.bad[number] = error
+            if len(self.bad) > _BAD:
+                self.settle()
+
+    def settle(self) -> str | None:
+        """The note on rows that were left out. Raises `RotationZooError` if it is more than 1 %."""
+        if not self.bad:
+            return None
+        first = min(self.bad)
+        share = f"{len(self.bad):,} of {counted(self.rows, 'row')}"
+        if 100 * len(self.bad) > self.rows:
+            words = f"{self.bad[first]} ({share} cannot be used, the first in line {first})"
+            raise RotationZooError(words, self.bad[first].hint)
+        return f"{share} left out, the first in line {first}"
+
+
+def read_documents(data: Data, tally: Tally) -> Iterator[Sample]:
+    """The documents of `data.source` with what belongs to them, in an order that its seed fixes.
+    Bad rows are left to the `tally`. Raises `RotationZooError` for a source that is missing, empty
+    or not readable."""
+    return _shuffled(_samples(data, tally), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
+
+
+def _samples(data: Data, tally: Tally) -> Iterator[Sample]:
     """The documents in the order of the source."""
     empty = True
-    for record in _records(data):
-        wanted = [data.column] if data.column else ["text", "messages"]
-        document = record.get(_column(record, wanted, data))
-        if not document:  # data sets have empty rows
+    for number, record in enumerate(_records(data), 1):
+        if not record:  # a blank line
             continue
-        if not _is_document(document):
-            raise RotationZooError(
-                f"{data.source} has {shortened(repr(document))} where a text or a list of chat "
-                "messages should be",
-                hint="name another column with --column; messages have a role and a content",
-            )
-        empty = False
-        media = {}
-        for kind, column in data.media.items():
-            value = record[_column(record, [column], data)] or []
-            media[kind] = value if isinstance(value, list) else [value]
-        yield document, media
+        tally.rows += 1
+        with tally.leaving_out(number):
+            sample = _read_sample(number, record, data)
+            if sample.document:  # data sets have empty rows
+                empty = False
+                yield sample
     if empty:
+        tally.settle()
         raise RotationZooError(
             f"{data.source} holds no text", hint="give another source with --data, or bundled"
         )
 
 
-def _records(data: Data) -> Iterator[_Record]:
+def _read_sample(number: int, record: _Record | bytes, data: Data) -> Sample:
+    if isinstance(record, bytes):
+        with reading_errors(f"line {number} of {data.source} is not JSON", BadRow):
+            record = json.loads(record)
+        record = record if isinstance(record, dict) else {"text": record}
+    wanted = [data.column] if data.column else ["text", "messages", "conversations"]
+    document, tools = record[_column(record, wanted, data)] or "", []
+    if not isinstance(document, str):
+        try:
+            document = _read_chat(document, record, bool(data.media))
+            tools = read_functions(record.get("tools"))
+        except ValueError as error:
+            raise BadRow(
+                f"{data.source} has {shortened(repr(error.args[0]))} where a text or a list of "
+                "chat messages should be",
+                hint="name another column with --column; messages have a role and a content",
+            ) from error
+    media = {}
+    for kind, column in data.media.items():
+        value = record[_column(record, [column], data)] or []
+        media[kind] = value if isinstance(value, list) else [value]
+    return Sample(number, document, media, tools)
+
+
+def _read_chat(given: Any, record: _Record, has_media: bool) -> list[Message]:
+    if not isinstance(given, list):
+        raise ValueError(given)
+    messages = [read_message(message) for message in given]
+    for message in messages:
+        if not (has_media or is_text(message["content"])):
+            raise ValueError(message["content"])
+    system = record.get("system")  # beside chats of ShareGPT
+    if system and isinstance(system, str) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _records(data: Data) -> Iterator[_Record | bytes]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     suffix = path.suffix.lower()
     # Otherwise a mistyped file would be looked for as a data set on the hub.
@@ -81,23 +156,13 @@ def _records(data: Data) -> Iterator[_Record]:
     return _json_lines(path) if suffix == ".jsonl" else _data_set(data, path)
 
 
-def _is_document(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_message(element) for element in value)
-    return isinstance(value, str)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and {"role", "content"} <= value.keys()
-
-
 def _column(record: _Record, wanted: list[str], data: Data) -> str:
     """The first of the wanted columns that a record has."""
     for column in wanted:
         if column in record:
             return column
     columns = ", ".join(map(str, record)) or "none"
-    raise RotationZooError(
+    raise BadRow(
         f"{data.source} has no column {' or '.join(wanted)}: it has {columns}",
         hint="name the column of the text or of the chat messages with --column (or --images)",
     )
@@ -114,21 +179,10 @@ def _pieces(path: Path) -> Iterator[_Record]:
                 yield {"text": text[start : start + 2 * _PIECE]}
 
 
-def _json_lines(path: Path) -> Iterator[_Record]:
-    """One document per line: a record, or just its text."""
+def _json_lines(path: Path) -> Iterator[bytes]:
+    """One document per line: the JSON of a record, or of just its text."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(f"line {number} of {path}") from error
-            except ValueError as error:
-                raise RotationZooError(
-                    f"line {number} of {path} is not JSON", hint="a line is one document"
-                ) from error
-            yield record if isinstance(record, dict) else {"text": record}
+        yield from map(bytes.strip, file)
 
 
 def _data_set(data: Data, path: Path) -> Iterator[_Record]:
@@ -145,34 +199,29 @@ def _data_set(data: Data, path: Path) -> Iterator[_Record]:
 
 
 @contextmanager
-def reading_errors(what: str) -> Iterator[None]:
-    """Turn any error of a reader, a chat template or a hub client into one sentence that begins
-    with `what`."""
+def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -> Iterator[None]:
+    """Turn any error of a reader, a chat template or a hub client into one sentence of this `kind`
+    that begins with `what`."""
     try:
         yield
     except RotationZooError:
         raise
     except UnicodeDecodeError as error:
-        raise _not_utf8(what) from error
+        hint = "convert it, for example with: iconv -f latin1 -t utf-8"
+        raise kind(f"{what} is no UTF-8 text", hint) from error
     except Exception as error:
-        raise RotationZooError(
+        raise kind(
             f"{what}: {first_sentence(error)}",
             hint="check --data, --subset, --split and --column, and the network; or use a local "
             "file, or bundled",
         ) from error
 
 
-def _not_utf8(what: str) -> RotationZooError:
-    return RotationZooError(
-        f"{what} is no UTF-8 text", hint="convert it, for example with: iconv -f latin1 -t utf-8"
-    )
-
-
-def _shuffled(documents: Iterator[_Pair], seed: int, budget: int) -> Iterator[_Pair]:
+def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[Sample]:
     """The documents in an order that the seed fixes. They are shuffled within blocks of `budget`
     characters: more than will be used, but not so much that a large data set is read to its end."""
     generator = random.Random(seed)
-    block: list[_Pair] = []
+    block: list[Sample] = []
     size = 0
     for document in documents:
         block.append(document)
@@ -185,8 +234,8 @@ def _shuffled(documents: Iterator[_Pair], seed: int, budget: int) -> Iterator[_P
     yield from block
 
 
-def _characters(pair: _Pair) -> int:
-    document, media = pair
+def _characters(sample: Sample) -> int:
+    document, media = sample.document, sample.media
     held = len(str(media)) if media else 0
     if isinstance(document, str):
         return held + len(document)

@@ -12,8 +12,16 @@ from transformers import PretrainedConfig
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
-from rotationzoo.text.documents import Document, Media, read_documents, reading_errors
-from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, shortfall, start_tokens
+from rotationzoo.text.documents import (
+    BadRow,
+    Document,
+    Media,
+    Sample,
+    Tally,
+    read_documents,
+    reading_errors,
+)
+from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, joined, shortfall, start_tokens
 from rotationzoo.words import counted
 
 _Messages = list[dict[str, Any]]
@@ -42,22 +50,24 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     Rows are cut to `data.length`. Documents with images or audio behind that are left out. Raises
     `RotationZooError` where `read_corpus` does, and for images and audio that cannot be read.
     """
-    template = ChatTemplate(processor)
+    template, tally = ChatTemplate(processor), Tally()
     tokens = torch.tensor(media_tokens(config, data, "the model"))
     marks = processor.tokenizer.convert_ids_to_tokens(tokens.tolist())
     rows: list[MediaRow] = []
     left_out = 0
-    for document, media in read_documents(data):
-        with reading_errors(f"a document of {data.source} cannot be prepared for the model"):
-            messages = _place(document, media)
-            _check_places(messages, media, marks, data)
-            row = _cut(_prepare(messages, media, template, data), tokens, data)
-        if row is None:
-            left_out += 1
-        elif row.counts.any():
-            rows.append(row)
+    cannot = f"a document of {data.source} cannot be prepared for the model"
+    for sample in read_documents(data, tally):
+        with tally.leaving_out(sample.number), reading_errors(cannot, BadRow):
+            messages = _place(sample.document, sample.media)
+            _check_places(messages, sample.media, marks, data)
+            row = _cut(_prepare(messages, sample, template, data), tokens, data)
+            if row is None:
+                left_out += 1
+            elif row.counts.any():
+                rows.append(row)
         if sum(len(row.counts) for row in rows) >= data.tokens:
             break
+    bad = tally.settle()
     if not rows:
         raise RotationZooError(
             f"{data.label} has no row whose images and audio fit {data.length} tokens",
@@ -65,7 +75,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
         )
     ids = [row.ids[0] for row in rows]
     longer = f"{counted(left_out, 'document')} with longer images or audio left out"
-    note = "; ".join(filter(None, [shortfall(ids, data), longer if left_out else None])) or None
+    note = joined([shortfall(ids, data), longer if left_out else None, bad, template.note])
     inputs = [value for row in rows for _, value in sorted(row.inputs.items())]
     content = [value.contiguous().flatten().view(torch.uint8) for value in inputs]
     return Corpus(ids, fingerprint([*ids, *content]), note, rows)
@@ -81,7 +91,7 @@ def _place(document: Document, media: Media) -> _Messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         bare = [{"type": part["type"], "text": part.get("text")} for part in parts]
-        messages.append({"role": message["role"], "content": bare})
+        messages.append(message | {"content": bare})
     return messages
 
 
@@ -92,31 +102,31 @@ def _check_places(messages: _Messages, media: Media, marks: list[str], data: Dat
     for kind in ("image", "audio", "video"):
         places, given = sum(part["type"] == kind for part in parts), len(media.get(kind, []))
         if places != given:
-            raise RotationZooError(
+            raise BadRow(
                 f"a chat of {data.source} has {counted(places, 'part')} of type {kind}, and its "
                 f"row has {given} to put there",
                 hint="give one part for each of the column; videos are not read",
             )
     text = "".join(part.get("text") or "" for part in parts)
     if written := [mark for mark in marks if mark and mark in text]:
-        raise RotationZooError(
+        raise BadRow(
             f"a text of {data.source} holds {written[0]}, which stands for media of the model",
             hint="take it out of the text: the chat template puts it where it belongs",
         )
 
 
-def _prepare(messages: _Messages, media: Media, template: ChatTemplate, data: Data) -> Any:
+def _prepare(messages: _Messages, sample: Sample, template: ChatTemplate, data: Data) -> Any:
     """A chat as the processor prepares it for the model, by the names of its inputs."""
     processor: Any = template.tokenizer
     given: dict[str, Any] = {}
-    if images := media.get("image"):
+    if images := sample.media.get("image"):
         from PIL import Image  # the processor could not be loaded without it
 
         given["images"] = [[Image.open(_file(each, data)).convert("RGB") for each in images]]
-    if sounds := media.get("audio"):
+    if sounds := sample.media.get("audio"):
         rate = given["sampling_rate"] = processor.feature_extractor.sampling_rate
         given["audio"] = [_read_audio(sound, rate, data) for sound in sounds]
-    text = template.render(messages, add_generation_prompt=False)
+    text = template.render(messages, tools=sample.tools or None, add_generation_prompt=False)
     start = processor.tokenizer.decode(start_tokens(processor.tokenizer))
     # Some processors add no start tokens to a text, where others would add them twice.
     if start and text.startswith(start):

@@ -5,10 +5,11 @@ tokenized as a model would see it in training or in a request.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from functools import lru_cache
+from itertools import islice, pairwise
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,51 +17,78 @@ from transformers import PreTrainedTokenizerBase
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
-from rotationzoo.text.documents import Document, read_documents, reading_errors
+from rotationzoo.text.documents import BadRow, Sample, Tally, read_documents, reading_errors
 from rotationzoo.words import counted
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the tokenizer puts before every text."""
+    """The tokens before every text: those that the tokenizer puts there or, where it puts none,
+    those with which its chat template begins every chat."""
+    return _own_start(tokenizer) or list(_start_of_chats(tokenizer, str(tokenizer.chat_template)))
+
+
+def start_note(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Whether the start tokens are those of the chat template, in a sentence."""
+    start = start_tokens(tokenizer)
+    if not start or _own_start(tokenizer):
+        return None
+    return f"texts start with {tokenizer.decode(start)}, which only the chat template writes"
+
+
+def _own_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     # With special tokens, a letter comes after the start tokens; without, it comes alone.
     plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     return full[: full.index(plain[0])] if plain and plain[0] in full else []
 
 
-def tokenize(document: Document, template: ChatTemplate, data: Data) -> list[int]:
+@lru_cache(maxsize=4)
+def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int, ...]:
+    """The special tokens that begin a chat, and not its messages. `template` tells tokenizers apart
+    that were changed."""
+    chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+    text, start = "", list[int]()
+    with suppress(RotationZooError):
+        for messages in (chat, chat[1:]):  # some templates refuse a system message
+            with suppress(ValueError):
+                text = text or ChatTemplate(tokenizer).render(messages)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    marks = {bos := tokenizer.bos_token_id, *tokenizer.added_tokens_decoder}
+    for token, following in pairwise(ids):
+        once = ids.count(token) <= 1 + (token == bos)  # Llama 2 begins each question with its own
+        # What stands before a text is its role.
+        if not (once and token in marks and (token == bos or following in marks)):
+            break
+        start.append(token)
+    return tuple(start)
+
+
+def tokenize(sample: Sample, template: ChatTemplate, data: Data) -> list[int]:
     """The ids of one document, without start tokens: rows get those when they are cut.
 
     A text ends with the end token, as in training, unless each row is a single document. A chat
     template closes its own turns. Raises `RotationZooError` for a chat where the tokenizer has no
-    template, and for text that it cannot read.
+    template, and `BadRow` for what the template or the tokenizer refuses.
     """
-    tokenizer = template.tokenizer
-    if isinstance(document, str):
-        text, end = document, _end_tokens(tokenizer, data)
-    else:
-        text, end = _chat_text(document, template, data), []
-    with reading_errors(f"a text of {data.source} cannot be tokenized"):
-        # Rows are cut to length later, so the tokenizer's warning about long texts would mislead.
-        return [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
-
-
-def _end_tokens(tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
-    end = tokenizer.eos_token_id
-    return [end] if data.packing != "document" and isinstance(end, int) else []
-
-
-def _chat_text(messages: list[dict[str, Any]], template: ChatTemplate, data: Data) -> str:
-    """A chat in the form of the template, without the start tokens that many templates begin
-    with."""
-    tokenizer = template.tokenizer
-    if tokenizer.chat_template is None:
+    tokenizer, end = template.tokenizer, []
+    if isinstance(sample.document, str):
+        text = sample.document
+        if data.packing != "document" and isinstance(tokenizer.eos_token_id, int):
+            end = [tokenizer.eos_token_id]
+    elif tokenizer.chat_template is None:
         raise RotationZooError(
             f"{data.source} holds chat messages and the model's tokenizer has no chat template",
             hint="name a column of plain text with --column",
         )
-    with reading_errors(f"a chat of {data.source} does not fit the model's chat template"):
-        text = template.render(messages, add_generation_prompt=False)
-    return text.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))
+    else:
+        cannot = f"a chat of {data.source} does not fit the model's chat template"
+        with reading_errors(cannot, BadRow):
+            text = template.render(
+                sample.document, tools=sample.tools or None, add_generation_prompt=False
+            )
+        text = text.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))
+    with reading_errors(f"a text of {data.source} cannot be tokenized", BadRow):
+        # Rows are cut to length later, so the tokenizer's warning about long texts would mislead.
+        return [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
 
 
 @dataclass(frozen=True)
@@ -106,20 +134,32 @@ class Corpus:
 def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a
     wrong column, or too little text for one row."""
-    template = ChatTemplate(tokenizer)
-    documents = (tokenize(document, template, data) for document, _ in read_documents(data))
+    template, tally = ChatTemplate(tokenizer), Tally()
+    documents = _tokenized(data, template, tally)
     start = start_tokens(tokenizer)
-    not_empty = filter(None, documents)
-    if data.packing == "document":
-        rows = _document_rows(not_empty, data, start)
-    else:
-        rows = _packed_rows(not_empty, data, start)
+    make_rows = _document_rows if data.packing == "document" else _packed_rows
+    rows = make_rows(documents, data, start)
+    left_out = tally.settle()
     if not rows:
         raise RotationZooError(
             f"{data.label} is too short for a row of {data.length} tokens",
             hint="give more text with --data, or shorter rows with --length",
         )
-    return Corpus(rows, fingerprint(rows), shortfall(rows, data))
+    notes = shortfall(rows, data), left_out, template.note, start_note(tokenizer)
+    return Corpus(rows, fingerprint(rows), joined(notes))
+
+
+def _tokenized(data: Data, template: ChatTemplate, tally: Tally) -> Iterator[list[int]]:
+    """The ids of the documents that are not empty."""
+    for sample in read_documents(data, tally):
+        with tally.leaving_out(sample.number):
+            if ids := tokenize(sample, template, data):
+                yield ids
+
+
+def joined(notes: Iterable[str | None]) -> str | None:
+    """The notes that there are, in one text."""
+    return "; ".join(filter(None, notes)) or None
 
 
 def fingerprint(rows: list[torch.Tensor]) -> str:

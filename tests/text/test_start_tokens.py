@@ -1,0 +1,124 @@
+"""The start tokens of rows and prompts, from the tokenizer or, where it adds none, from its chat
+template; and the loss that tells of missing ones."""
+
+import json
+
+import pytest
+from support.jobs import SMALL, job
+from support.models import (
+    demo_tokenizer,
+    edited_weights,
+    save_tiny,
+    small,
+    tokenizer_that_starts_with,
+)
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.recipe import PRESETS
+from rotationzoo.text.rows import read_corpus, start_tokens
+
+TURN = "<turn>{{ m.role }}\n{{ m.content }}\n"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+TEMPLATES = {
+    "Gemma": (NO_SYSTEM + "{{ bos_token }}", TURN, ["<bos>"]),
+    "DeepSeek": ("{{ bos_token }}", "{{ m.role }} {{ m.content }}", ["<bos>"]),
+    "Llama 2": ("", "{{ bos_token if m.role == 'user' }}{{ m.content }}", []),
+    "Llama 2 without system": (
+        NO_SYSTEM,
+        "{{ bos_token if m.role == 'user' }}{{ m.content }}",
+        ["<bos>"],
+    ),
+    "GLM": ("[mask]<sop>", TURN, ["[mask]", "<sop>"]),
+    "ChatML": ("", TURN, []),
+    "a default system prompt": ("<sop>system\nBe kind.\n", TURN, []),
+    "refuses all": ("{{ raise_exception('no') }}", TURN, []),
+}
+
+
+def chatty(before, turn, bos="<bos>"):
+    tokenizer = demo_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": bos})
+    tokenizer.add_tokens(["<turn>", "[mask]", "<sop>"], special_tokens=True)
+    tokenizer.chat_template = f"{before}{{% for m in messages %}}{turn}{{% endfor %}}"
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_start_tokens_are_those_that_the_template_writes_once(name):
+    before, turn, expected = TEMPLATES[name]
+    tokenizer = chatty(before, turn)
+    assert tokenizer.convert_ids_to_tokens(start_tokens(tokenizer)) == expected
+
+
+def test_a_token_of_each_turn_is_no_start_token():
+    """The one that SmolLM2 calls its `bos_token` opens every turn."""
+    assert start_tokens(chatty("", TURN, bos="<turn>")) == []
+
+
+def test_what_the_tokenizer_adds_itself_comes_first(jsonl):
+    own = tokenizer_that_starts_with("<|end|> $A", ("<|end|>", 0))
+    own.chat_template = "!{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert start_tokens(own) == [0]
+    assert read_corpus(small(jsonl), own).note is None
+
+
+def test_rows_start_with_it_and_a_note_says_so(jsonl):
+    tokenizer = chatty("{{ bos_token }}", TURN)
+    corpus = read_corpus(small(jsonl), tokenizer)
+    assert {row[0].item() for row in corpus.rows} == {tokenizer.bos_token_id}
+    assert corpus.note == "texts start with <bos>, which only the chat template writes"
+
+
+@pytest.fixture(scope="module")
+def gemma_like(tmp_path_factory):
+    """A model whose tokenizer adds no start token, and whose template writes one."""
+    folder = save_tiny(tmp_path_factory.mktemp("models") / "like-gemma")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "<|end|>"}))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+SAYS = "exts start with <|end|>, which only the chat template writes"
+
+
+def test_every_command_says_which_it_took(gemma_like, inside):
+    words = "--tokens", "1024", "--length", "512"
+    made = inside("calibrate", gemma_like, *words, "--output", "out")
+    assert SAYS in made.stderr
+    manifest = json.loads((inside.folder / "out" / "manifest.json").read_text())
+    assert SAYS in manifest["calibration"]["note"]
+    options = "--tasks", "none", "--windows", "64/64"
+    judged = inside("evaluate", gemma_like, "out", *words, *options, "--json")
+    assert any(SAYS in note for note in json.loads(judged.stdout)["notes"])
+    prompt = "--prompt", "import os", "--max-new-tokens", "4", "--rotations", "none"
+    assert SAYS in inside("generate", gemma_like, *prompt).stderr
+    assert SAYS not in inside("generate", gemma_like, *prompt, "--chat").stderr
+
+
+def test_a_loss_beyond_chance_is_a_warning(tmp_path, inside):
+    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    says = "predicts this text worse than chance"
+    noted = calibrate(job("demo", tmp_path / "demo", recipe)).manifest.notes
+    assert not any(says in note for note in noted)
+    model = save_tiny(tmp_path / "model")
+    with edited_weights(model) as weights:
+        weights["model.norm.weight"] *= 20
+    artifact = calibrate(job(model, tmp_path / "out", recipe))
+    assert any(says in note for note in artifact.manifest.notes)
+    words = "--tokens", "1024", "--length", "512", "--tasks", "none", "--windows", "64/64"
+    for name, warns in ((model, True), ("demo", False)):
+        judged = inside("evaluate", name, *words, "--json")
+        notes = json.loads(judged.stdout)["notes"]
+        assert any(says in note for note in notes) is warns
+
+
+def test_a_model_without_its_head_has_no_loss(tmp_path):
+    model = save_tiny(tmp_path / "model", tie_word_embeddings=False)
+    with edited_weights(model) as weights:
+        weights["model.norm.weight"] *= 20
+        del weights["lm_head.weight"]
+    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    artifact = calibrate(job(model, tmp_path / "out", recipe))
+    assert not any("worse than chance" in note for note in artifact.manifest.notes)
