@@ -28,7 +28,11 @@ from rotationzoo.model.files import (
     tensor_ends,
     weight_files,
 )
-from rotationzoo.network.huggingface_session import asking_huggingface, status_of
+from rotationzoo.network.huggingface_session import (
+    asking_huggingface,
+    describe_failure,
+    status_of,
+)
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress
 from rotationzoo.storage import strict_yaml
@@ -131,7 +135,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     parents."""
     huggingface_token()  # raises before any request for a token that cannot be sent
     try:
-        with asking_huggingface():
+        with asking_huggingface() as use:
             yield
     except RotationZooError:
         raise
@@ -151,13 +155,8 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
             hint="give a branch, a tag or a commit of the repository",
         ) from error
     except LocalEntryNotFoundError as error:
-        answer = status_of(error.__cause__)
-        what = "cannot be reached" if answer is None else f"answered {answer}"
-        raise ModelUnavailable(
-            f"the hub {what}, and {model} is neither in its cache here nor a folder{_alike(model)}",
-            hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder; "
-            "demo needs no network",
-        ) from error
+        what = describe_failure(error.__cause__, use.answer)
+        raise _not_cached(model, revision or "main", what) from error
     except EntryNotFoundError as error:
         raise ModelUnavailable(
             f"{model} is no transformers model: it has no config.json",
@@ -171,6 +170,23 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         raise ModelUnavailable(
             f"{model} could not be fetched: {first_sentence(error)}", hint=hint
         ) from error
+
+
+def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
+    """The error for files that the hub does not give, which `what` says, and its cache lacks."""
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
+    configs = (cache / "snapshots").glob("[0-9a-f]" * 40 + "/config.json")
+    commits = [config.parent.name for config in configs]
+    message = f"{what}, and {model} is neither in the hub's cache here nor a folder{_alike(model)}"
+    hint = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder; "
+    hint += "demo needs no network"
+    if (cache / "snapshots" / revision).is_dir():
+        message = f"{what}, and not all files of {model} at {revision} are in the hub's cache here"
+    elif commits:
+        there = " and ".join(commits)
+        message = f"{what}, and the hub's cache here has {model} not at {revision}, but at {there}"
+        hint = f"add: --revision {commits[0]}"
+    return ModelUnavailable(message, hint=hint)
 
 
 def _alike(model: str) -> str:

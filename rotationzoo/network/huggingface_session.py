@@ -8,7 +8,7 @@ here therefore puts models and zoo repositories under the same limits.
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
@@ -19,12 +19,14 @@ class BrokenAnswer(Exception):
     """A connection closed before its answer was complete, and the caller repeats failed calls."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Use:
     """One active block that talks to an endpoint."""
 
     endpoint: str
     repeats: bool
+    answer: Any = field(default=None, compare=False)
+    """The last answer, for what is said of one without the headers that the client needs."""
 
 
 class LimitedSessions:
@@ -87,6 +89,9 @@ class LimitedSessions:
             # after which it looks into its cache.
             from huggingface_hub.errors import OfflineModeIsEnabled
 
+            failed = request if isinstance(error, TimeoutError) else error.request
+            if (other := failed.url.netloc.decode()) != host:
+                host = f"{host} redirected to {other}"
             raise OfflineModeIsEnabled(f"{host}: {error}") from error
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
             if self._caller_repeats:
@@ -106,6 +111,8 @@ class LimitedSessions:
             del request.headers["authorization"]
 
     def _limit(self, response: Any) -> None:
+        for use in self.uses:
+            use.answer = response
         request = response.request
         host = request.url.netloc.decode()
         limits.check_encoding(response.headers, host)
@@ -143,7 +150,7 @@ def limit_sessions() -> LimitedSessions:
 
 
 @contextmanager
-def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> Iterator[None]:
+def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> Iterator[Use]:
     """Inside the block, the token goes only to this endpoint, wherever an answer redirects. None is
     the default endpoint.
 
@@ -156,7 +163,7 @@ def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> It
     use = Use(endpoint or huggingface_hub.constants.ENDPOINT, repeats)
     sessions.uses.append(use)
     try:
-        yield
+        yield use
     finally:
         sessions.uses.remove(use)
 
@@ -164,6 +171,27 @@ def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> It
 def status_of(error: BaseException | None) -> int | None:
     """The HTTP status of the answer that an error is about; None where there was no answer."""
     return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def describe_failure(error: BaseException | None, answer: Any) -> str:
+    """What kept the client from a file: an error that sent it to its cache, after this answer."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import FileMetadataError
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    if not isinstance(error, FileMetadataError):  # which is about the headers of the last answer
+        answer = getattr(error, "response", None)
+    if answer is None:
+        return f"the hub cannot be reached ({error})"
+    asked = answer.request.url.netloc.decode() + answer.request.url.path
+    if answer.is_error:
+        return f"{asked} answered {answer.status_code}"
+    lacking = [name for name in ("X-Repo-Commit", "ETag") if name not in answer.headers]
+    what = f"{asked} answered without {' or '.join(lacking) or 'a size'}"
+    # Neither we nor the client follow a redirect to another host, which is not to get a token.
+    other = answer.next_request
+    return f"{what} and redirected to {other.url.netloc.decode()}" if other else what
 
 
 def _answer_seconds(request: Any) -> float:

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
-from rotationzoo.network.huggingface_session import BrokenAnswer, asking_huggingface, status_of
+from rotationzoo.network.huggingface_session import (
+    BrokenAnswer,
+    asking_huggingface,
+    describe_failure,
+    status_of,
+)
 from rotationzoo.network.limits import NETWORK_HINT, save_chunks
 from rotationzoo.network.tokens import huggingface_token, redact
 from rotationzoo.zoo.hubs.protocol import (
@@ -51,7 +56,6 @@ def huggingface_errors(
 
     Inside the block, the token is sent to the endpoint alone.
     """
-    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
@@ -60,14 +64,10 @@ def huggingface_errors(
     except RotationZooError:
         raise
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        if constants.is_offline_mode():
-            raise HubError(
-                "HF_HUB_OFFLINE is set: Hugging Face is not asked", hint="unset HF_HUB_OFFLINE"
-            ) from error
-        sentence = first_sentence(error)
-        reason = sentence.partition(": ")[2] or sentence
+        what = describe_failure(error, None)
         raise HubError(
-            f"{repo} on Hugging Face cannot be reached ({reason})", hint=NETWORK_HINT
+            f"{repo} on Hugging Face is not read: {what}",
+            hint="check HF_HUB_OFFLINE and the network, then run the same command again",
         ) from error
     except Exception as error:  # the client, its transport and the disk raise types of their own
         raise _as_hub_error(error, f"{repo} on Hugging Face", revision, token) from error

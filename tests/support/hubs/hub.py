@@ -18,12 +18,13 @@ class Fault:
     """Spoil the next `count` requests of this method whose path with its query matches the pattern.
 
     `what` is the status of an error, "drop" (no answer), "cut" (half of the body), "flip" (one
-    wrong bit in the body), or "lost" (the request is carried out, but nobody hears of it).
+    wrong bit in the body), "lost" (the request is carried out, but nobody hears of it), or the
+    answer to give instead.
     """
 
     method: str
     pattern: str
-    what: int | str
+    what: "int | str | Answer"
     count: int = 1
 
     def spoils(self, call: "Call") -> bool:

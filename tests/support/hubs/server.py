@@ -65,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(
                 hub.refused(Refusal(what, "A fault that the test asked for", headers=headers))
             )
+        if isinstance(what, Answer):
+            return self.send(what)
         answer = hub.answer(call) if what != "drop" else Answer()
         if what in ("drop", "lost"):
             self.close_connection = True

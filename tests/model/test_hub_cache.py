@@ -1,0 +1,109 @@
+"""Models that neither the hub gives nor its cache has: the error says what was asked, what
+answered, and which revisions are in the cache."""
+
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from support.command_line import only_error
+from support.published import publish_folder
+from support.hubs.hub import Answer, Fault
+from support.published import point_clients
+
+MODEL = "someone/tiny"
+WORDS = ["calibrate", MODEL, "--dry-run"]
+COMMIT, TAG = {"X-Repo-Commit": "a" * 40}, {"ETag": '"b"'}
+ELSEWHERE = Answer(302, headers={"Location": "http://other.example:81/config.json"})
+
+
+@pytest.fixture
+def cached(zoo, tiny) -> Path:
+    """The cache of a model at one commit, for a process that asks no hub."""
+    publish_folder(zoo.hf, MODEL, tiny)
+    assert zoo.run(*WORDS).returncode == 0
+    return Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--someone--tiny"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (Answer(headers=TAG), "answered without X-Repo-Commit, and"),
+        (Answer(headers=COMMIT), "answered without ETag, and"),
+        (Answer(body=b"<html>Sign in"), "answered without X-Repo-Commit or ETag, and"),
+        (ELSEWHERE, "answered without X-Repo-Commit or ETag and redirected to other.example:81"),
+        (403, "answered 403, and"),
+    ],
+)
+@pytest.mark.hostile("hub")
+def test_a_mirror_that_answers_as_no_hub_does(zoo, tiny, answer, says):
+    publish_folder(zoo.hf, MODEL, tiny)
+    zoo.hf.faults.append(Fault("HEAD", "/resolve/", answer, 99))
+    shown = only_error(zoo.run(*WORDS))
+    asked = f"{zoo.hf.endpoint.removeprefix('http://')}/{MODEL}/resolve/main/config.json"
+    assert f"Error: {asked} {says}" in shown
+    assert "cannot be reached" not in shown
+    zoo.hf.faults.clear()
+    assert zoo.run(*WORDS).returncode == 0
+    zoo.hf.faults.append(Fault("HEAD", "/resolve/", answer, 99))
+    assert zoo.run(*WORDS).returncode == 0, "the cache has it"
+
+
+@pytest.mark.hostile("hub")
+def test_it_is_said_who_redirects_to_a_host_that_is_down(zoo):
+    down = Answer(302, headers={"Location": "http://127.0.0.1:9/"})
+    zoo.hf.faults.append(Fault("GET", "/api/", down, 99))
+    host = zoo.hf.endpoint.removeprefix("http://")
+    shown = only_error(zoo.run("list", "--repo", "someone/zoo"))
+    assert f"cannot be reached ({host} redirected to 127.0.0.1:9: " in shown
+
+
+def lose_refs(cache: Path) -> None:
+    shutil.rmtree(cache / "refs")
+
+
+def end_line(cache: Path) -> None:
+    with (cache / "refs" / "main").open("a") as file:
+        file.write("\n")
+
+
+def name_another(cache: Path) -> None:
+    (cache / "refs" / "main").write_text("c" * 40)
+
+
+def change_nothing(_: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "revision"),
+    [
+        (name_another, "main"),
+        (lose_refs, "main"),
+        (end_line, "main"),
+        (change_nothing, "v9"),
+        (change_nothing, "d" * 40),
+        (change_nothing, "a-part"),
+    ],
+)
+@pytest.mark.parametrize("offline", [True, False])
+def test_what_is_cached_is_offered(zoo, cached, monkeypatch, change, revision, offline):
+    change(cached)
+    head = zoo.hf.head(MODEL)
+    revision = revision.replace("a-part", head[:8])
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    point_clients(monkeypatch, "http://127.0.0.1:9")
+    shown = only_error(zoo.run(*WORDS, "--revision", revision))
+    reason = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached (127.0.0.1:9: "
+    assert f"Error: {reason}" in shown
+    assert f"the hub's cache here has {MODEL} not at {revision}, but at {head}\n" in shown
+    assert f"Hint: add: --revision {head}\n" in shown
+    assert zoo.run(*WORDS, "--revision", head).returncode == 0, "the hint helps"
+
+
+def test_a_snapshot_may_lack_files(zoo, cached, monkeypatch):
+    head = zoo.hf.head(MODEL)
+    (cached / "snapshots" / head / "config.json").unlink()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    shown = only_error(zoo.run(*WORDS, "--revision", head))
+    assert f"not all files of {MODEL} at {head} are in the hub's cache here" in shown
