@@ -197,12 +197,14 @@ def _read_text(planned: Plan) -> Corpus | None:
     if not recipe.needs_statistics:
         return None
     fetch(planned.source, weights=False)
+    assert planned.config is not None
     if recipe.data.media:
-        assert planned.config is not None
         return read_media_corpus(
             recipe.data, loading.load_processor(planned.source), planned.config
         )
-    return read_corpus(recipe.data, loading.load_tokenizer(planned.source))
+    text = read_corpus(recipe.data, loading.load_tokenizer(planned.source))
+    loading.check_ids(text.rows, planned.config, planned.source.name)
+    return text
 
 
 def _run(

@@ -90,6 +90,7 @@ def run_model(
                 model, geometry, rotations, text.rows, recipe, progress
             )
             rotations = spend_bits(rotations, recipe)
+        notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 
 

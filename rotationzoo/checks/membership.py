@@ -118,6 +118,7 @@ def _collect_statistics(
     check_loadable(config, source.name, device)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
+    loading.check_ids(text.rows, config, source.name)
     with place_weights(candidate.device_map, candidate.max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = candidate.torch_dtype

@@ -16,7 +16,7 @@ import torch
 from rotationzoo.artifact.tensor_check import DTYPES
 from rotationzoo.artifact.weights import RECORD
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.files import weight_files
+from rotationzoo.model.files import entry_file, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress
 from rotationzoo.storage.files import disk_errors
@@ -149,7 +149,6 @@ def _entry_of(parameter: str, entries: Mapping[str, _Entry]) -> _Entry | None:
     return entries[names[0]] if len(names) == 1 else None
 
 
-_INDEX = "model.safetensors.index.json"
 # Endings of weight files. Only the model's own safetensors files are copied, with the changes; any
 # others would lack them, so they are left out.
 _WEIGHTS = (
@@ -179,7 +178,8 @@ def write_changed_copy(
     `RotationZooError` if there is such a folder by now, or the checkpoint lacks a parameter.
     """
     places = find_places(source, changes)
-    files = [*_files_beside_weights(source.folder), *weight_files(source.folder)]
+    weights = weight_files(source.folder)
+    files = [*_files_beside_weights(source.folder, entry_file(weights)), *weights]
     with disk_errors(output), temporary_sibling(output) as work:
         # Check again under the lock: fetching the weights took time.
         if output.exists():
@@ -202,7 +202,7 @@ def write_changed_copy(
         install(work, output)
 
 
-def _files_beside_weights(folder: Path) -> list[Path]:
+def _files_beside_weights(folder: Path, entry: str) -> list[Path]:
     """The files that are copied unchanged.
 
     Raises `RotationZooError` for a symbolic link that leads out of the folder: copies are
@@ -214,7 +214,9 @@ def _files_beside_weights(folder: Path) -> list[Path]:
     if not blobs.is_symlink():
         allowed.append(os.path.realpath(blobs))
     paths = [
-        path for path in folder.iterdir() if path.name == _INDEX or not path.name.endswith(_WEIGHTS)
+        path
+        for path in folder.iterdir()
+        if (path.name == entry and path.suffix == ".json") or not path.name.endswith(_WEIGHTS)
     ]
     for path in paths:
         target = Path(os.path.realpath(path))

@@ -187,6 +187,7 @@ def evaluate(
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
+    loading.check_ids(text.rows, config, job.model)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     fetch_weights(source, progress)
     check_weights(artifacts, source, job.anyway)
@@ -218,6 +219,7 @@ def evaluate(
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
         answers = answer_tasks(asking, plan, trial, is_settled, deciding)
         notes = [*job.notes, *notes_for_reader(text, source, artifacts, geometry)]
+        notes += loading.notes_of(model)
         notes += rope_notes(artifacts, scaling)
         perplexity = measured.exact.measure_exact().perplexity
         notes += doubt_loss(math.log(perplexity), config.get_text_config(decoder=True).vocab_size)

@@ -4,20 +4,27 @@ import json
 import os
 import re
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.errors import ModelUnavailable, RotationZooError
+from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.storage import files
 
 MOST_LAYERS = 1024
 """No model has nearly as many layers. A file that claims more only wastes time and memory."""
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+_SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
 _JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
+# What transformers loads beside or in place of the weights, where it can.
+_OTHER_WEIGHTS = {
+    "adapter_config.json": "an adapter",
+    "shard-*-model-*-of-*.safetensors": "a distributed checkpoint",
+}
 _NO_MODEL = "do not use it: this is no config of a model"
 
 
@@ -61,14 +68,51 @@ def check_count(layers: int, name: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that `from_pretrained` reads: a single file, or the shards that the
-    index names. The list is empty unless all of them are present. Raises `ModelUnavailable` for an
-    index that names anything but files in the folder."""
-    index = folder / _INDEX
-    names = _shards(index) if index.is_file() else ["model.safetensors"]
-    paths = [folder / name for name in names]
-    complete = all(path.is_file() for path in paths)
-    return paths if complete else []
+    """The safetensors files that are a model's weights: a single file, or the shards that the index
+    names. The list is empty unless all of them are present.
+
+    Fingerprints are of these files, and `loading.load` loads them. Raises `ModelUnavailable` for an
+    index that names anything but files in the folder, and for a folder of which transformers or a
+    server would load something else.
+    """
+    for other, what in _OTHER_WEIGHTS.items():
+        if found := next(folder.glob(other), None):
+            raise ModelUnavailable(
+                f"{folder} holds {what} ({found.name}) beside its weights, and transformers would "
+                "load it, too",
+                hint="merge it, as by peft's merge_and_unload, and save the model to a new folder; "
+                f"or remove {found.name}",
+            )
+    single, shards = folder / _SINGLE, sorted(folder.glob(_SHARDS))
+    if not single.is_file():
+        paths = [folder / name for name in _named_shards(folder / INDEX)]
+        return paths if all(path.is_file() for path in paths) else []
+    # Servers load what the index names, or all files where there is none.
+    if shards and not all_ends(shards).items() <= all_ends([single]).items():
+        raise ModelUnavailable(
+            f"{folder} holds two sets of weights: {_SINGLE}, which transformers loads, and "
+            f"{shards[0].name}, which a server loads",
+            hint="remove the one that is not the model's",
+        )
+    return [single]
+
+
+def entry_file(paths: list[Path]) -> str:
+    """The name by which transformers loads these weight files: that of the one, or the index."""
+    return _SINGLE if [path.name for path in paths] == [_SINGLE] else INDEX
+
+
+def absent_weights(folder: Path) -> tuple[str, str] | None:
+    """The first file that keeps the weights of a folder from being complete, with the reason; None
+    where it holds no part of any."""
+    shards = {path.name for path in folder.glob(_SHARDS)}
+    named = _named_shards(folder / INDEX)
+    absent = [name for name in named if not (folder / name).is_file()]
+    if absent and not shards.difference(named):
+        return absent[0], f"which {INDEX} names"
+    if absent:
+        return f"the {INDEX} of its shards", f"the one there names {absent[0]}, which is not there"
+    return (INDEX, "which names its shards") if shards else None
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,14 +123,22 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def indexed_bytes(folder: Path) -> int | None:
     """The bytes of all weights by the index of their files; None where there is none that says."""
-    metadata = read_json(folder / _INDEX).get("metadata")
+    metadata = read_json(folder / INDEX).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return int(size) if isinstance(size, int | float) and 0 < size < 1 << 60 else None
 
 
-def tensor_ends(path: Path) -> dict[str, bytes]:
-    """Name -> name, type, shape and the first and last 256 bytes of each tensor in a safetensors
-    file. A malformed file may raise any kind of error."""
+def all_ends(paths: Iterable[Path]) -> dict[str, bytes]:
+    """Name -> name, type, shape and the first and last 256 bytes of each tensor in safetensors
+    files. Raises `ModelUnavailable` for a malformed one."""
+    ends: dict[str, bytes] = {}
+    for path in paths:
+        with as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again"):
+            ends |= _tensor_ends(path)
+    return ends
+
+
+def _tensor_ends(path: Path) -> dict[str, bytes]:
     ends = {}
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -105,7 +157,8 @@ def tensor_ends(path: Path) -> dict[str, bytes]:
     return ends
 
 
-def _shards(index: Path) -> list[str]:
+def _named_shards(index: Path) -> list[str]:
+    """The shards that an index names; none where there is no index."""
     weight_map = read_json(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     try:

@@ -2,19 +2,22 @@
 devices."""
 
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from torch.nn import ModuleList
 
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
-from rotationzoo.model.files import check_count, read_json, weight_files
+from rotationzoo.model.files import check_count, entry_file, read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Limits, Placement, is_disk_full, memory_limits
-from rotationzoo.model.quantized import check_blocks, dequantize, quantization_of
+from rotationzoo.model.quantized import check_codes, dequantize, quantization_of, stored_tensors
 from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, config_hash, license_of
 
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 READS_MEDIA = "reads_media"
 HEADLESS = "headless"
 """The mark of a model whose logits mean nothing."""
+_NOTES = "loading_notes"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+# Scales of caches and activations, which only servers apply.
+_OF_CACHES = re.compile(r"[._]([qkv]|input|output|act|activation)_(scale|zero_point)$")
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
@@ -139,12 +146,14 @@ def load(
     * `predicts`: False where only the decoder runs. The language-model head may then be missing, as
       it is in some checkpoints.
     """
+    paths, cannot = weight_files(source.folder), f"{source.name} could not be loaded"
+    config = copy.deepcopy(config)  # it is the caller's
+    config.transformers_weights = entry_file(paths)
     if quantization_of(config):
         dtype = "auto"
-        config = copy.deepcopy(config)  # it is the caller's
         dequantize(config)
-        with as_unavailable(f"{source.name} could not be loaded", hint=_FETCH_HINT):
-            check_blocks(weight_files(source.folder), config, source.name)
+    with as_unavailable(cannot, hint=_FETCH_HINT):
+        check_codes(stored := stored_tensors(paths), config, source.name)
     if device == "cuda":
         # In a script that torchrun started, transformers would take the GPU of the local rank, even
         # where the process sees only one.
@@ -156,7 +165,6 @@ def load(
             "max_memory": placement.max_memory,
             "offload_folder": placement.offload_folder,
         }
-    cannot = f"{source.name} could not be loaded"
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT):
             model, loading_info = _model_class(config, source.name).from_pretrained(
@@ -194,17 +202,76 @@ def load(
         raise ModelUnavailable(
             f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT
         )
+    unused, parts = _find_unused(model, stored, loading_info["unexpected_keys"])
+    if unused:
+        raise ModelUnavailable(
+            f"{cannot}: its weights have {unused[0]}, which its config does not use",
+            hint="fetch config.json and the weights again, both of one model and revision",
+        )
+    if parts:
+        note = f"{' and '.join(parts)} of the checkpoint stand unused: the model here has none"
+        setattr(model, _NOTES, [note])
     evaluated: PreTrainedModel = model.eval()
     return evaluated
+
+
+def notes_of(model: "PreTrainedModel") -> list[str]:
+    """What whoever loaded a model should know of its weights."""
+    notes: list[str] = getattr(model, _NOTES, [])
+    return notes
+
+
+def _find_unused(
+    model: "PreTrainedModel", names: Iterable[str], unexpected: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """The tensors of a checkpoint that a model's own layers and modules do not use, and the parts
+    of which the model has nothing, such as `mtp`.
+
+    `names` are all of the checkpoint's. Of those that are `unexpected`, transformers leaves out
+    what a model's class has it ignore: of these, only whole parts count.
+    """
+    modules, text = dict(model.named_modules()), model.config.get_text_config(decoder=True)
+    lists = [f"{name}." for name, module in modules.items() if isinstance(module, ModuleList)]
+    predictors = range(getattr(text, "num_nextn_predict_layers", None) or 0)
+    extra = [f"{each}{text.num_hidden_layers + i}" for each in lists for i in predictors]
+
+    def part_of(name: str) -> str:
+        steps = accumulate(name.split(".")[:-1], "{}.{}".format)
+        return next((step for step in steps if step not in modules), "")
+
+    def is_used(part: str) -> bool:
+        return not part or (part.startswith(tuple(lists)) and part not in extra)
+
+    tensors = [name for name in sorted(unexpected) if is_used(part_of(name))]
+    parts = {part_of(name) for name in unexpected}
+    ignored = "|".join(f"({each})" for each in model._keys_to_ignore_on_load_unexpected or [])
+    heard = {part_of(name) for name in names if not (ignored and re.search(ignored, name))}
+    parts |= {part_of(name) for name in names}.difference(heard)
+    others = sorted(part for part in parts if not is_used(part))
+    return [name for name in tensors if not _OF_CACHES.search(name)], others
+
+
+def check_ids(rows: Iterable[torch.Tensor], config: "PretrainedConfig", name: str) -> None:
+    """Raise `ModelUnavailable` for token ids that the model's embedding does not have."""
+    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    largest = max(int(row.max()) for row in rows)
+    if size is not None and largest >= size:
+        raise ModelUnavailable(
+            f"the tokenizer of {name} makes token {largest:,}, and its embedding has {size:,} rows",
+            hint="put the model's own tokenizer there, or save the model after "
+            "resize_token_embeddings(len(tokenizer))",
+        )
 
 
 def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises `ModelUnavailable`."""
     from transformers import AutoTokenizer
 
+    files = [name for name in _TOKENIZERS if (source.folder / name).is_file()]
+    absent = "" if files else ": its tokenizer.json is not there"
     missing = ModelUnavailable(
-        f"{source.name} has no readable tokenizer",
-        hint="save the model's tokenizer into the same folder",
+        f"{source.name} has no readable tokenizer{absent}",
+        hint=source.fetch_hint or "save the model's tokenizer into the same folder",
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 # and runs, or, for compressed-tensors, unpacks them in the first forward pass, when accelerate may
 # have put them elsewhere.
 _DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+_PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "I64", "I32"}  # I32: packed codes have own modules
+# Endings of what goes with codes, and of the masks that old models store beside their weights.
+_NO_WEIGHT = re.compile(r"(scales?|scale_inv|scale_weight|zero_point|g_idx|bias|mask)$")
+_UNQUANTIZED = "give the model that it was quantized from"
 _PACKAGE = re.compile(r"pip install (?:-U )?([^`'\"]*[\w.\]])")
 
 
@@ -42,19 +46,55 @@ def dequantize(config: "PretrainedConfig") -> None:
         config.quantization_config = {**(quantization_of(config) or {}), "dequantize": True}
 
 
-def check_blocks(paths: Iterable[Path], config: "PretrainedConfig", name: str) -> None:
-    """Raise `UnsupportedModel` where a weight in FP8 has blocks that are cut short at its end.
+def stored_tensors(paths: Iterable[Path]) -> dict[str, tuple[str, list[int]]]:
+    """Name -> dtype, as safetensors names it, and shape of each tensor in files."""
+    tensors = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                tensors[key] = part.get_dtype(), part.get_shape()
+    return tensors
 
-    transformers takes the size of blocks from the number of scales, so it would multiply most of
-    such a weight by the wrong ones, and say nothing (`Fp8Dequantize` in 5.17 and 5.23).
-    """
+
+def check_codes(
+    tensors: dict[str, tuple[str, list[int]]], config: "PretrainedConfig", name: str
+) -> None:
+    """Raise `UnsupportedModel` for stored tensors with codes that transformers would take for
+    weights, because it finds no scale of a name that it knows, or multiply by wrong scales."""
+    method = (quantization_of(config) or {}).get("quant_method")
+    for key, (dtype, _) in tensors.items():
+        scales = _scale_names(key, method)
+        if dtype in _PLAIN or _NO_WEIGHT.search(key) or scales is None or tensors.keys() & scales:
+            continue
+        needed = f"{method} needs {scales[0]}" if scales else "its config names no quantization"
+        raise UnsupportedModel(
+            f"{name} cannot be loaded, because {key} holds codes ({dtype}) without a scale that "
+            f"transformers would apply: {needed}",
+            hint=_UNQUANTIZED,
+        )
+    _check_blocks({key: shape for key, (_, shape) in tensors.items()}, config, name)
+
+
+def _scale_names(key: str, method: str | None) -> list[str] | None:
+    """Names of which one belongs to the scale of codes; None where the modules of a quantization
+    have parameters for its scales, so that transformers says which are missing."""
+    module = key.rpartition(".")[0]
+    if method in ("fp8", "mxfp8"):
+        return [f"{key}_scale_inv", f"{module}.scale", f"{module}.qscale_weight"]
+    if method == "compressed-tensors":
+        return [f"{module}.weight_scale"]
+    if method == "mxfp4":
+        return [f"{key.removesuffix('_blocks')}_scales"]
+    return None if method else []
+
+
+def _check_blocks(shapes: dict[str, list[int]], config: "PretrainedConfig", name: str) -> None:
+    """Refuse weights in FP8 with blocks that are cut short: transformers takes the size of blocks
+    from the number of scales (`Fp8Dequantize` in 5.17 and 5.23)."""
     blocks = (quantization_of(config) or {}).get("weight_block_size")
     if not is_dequantized(config) or not blocks:
         return
-    shapes: dict[str, list[int]] = {}
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
     for key, grid in shapes.items():
         weight = key.removesuffix("_scale_inv")
         shape = shapes.get(weight, [])
@@ -68,7 +108,7 @@ def check_blocks(paths: Iterable[Path], config: "PretrainedConfig", name: str) -
             raise UnsupportedModel(
                 f"{name} cannot be loaded, because {weight} of {shape} is stored in blocks of "
                 f"{list(blocks)} that are cut short, which transformers gives wrong scales",
-                hint="give the model that it was quantized from",
+                hint=_UNQUANTIZED,
             )
 
 
@@ -81,7 +121,7 @@ def check_loadable(config: "PretrainedConfig", name: str, device: str) -> None:
     # Not `from transformers.quantizers`, which mypy cannot see through.
     quantizers: Any = importlib.import_module("transformers.quantizers.auto")
     method = table.get("quant_method", "an unnamed method")
-    reason, hint = None, "give the model that it was quantized from"
+    reason, hint = None, _UNQUANTIZED
     try:
         if not quantizers.AutoHfQuantizer.supports_quant_method(table):
             reason = f"transformers does not know the quantization {method}"

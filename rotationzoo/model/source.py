@@ -20,12 +20,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
+from rotationzoo.errors import ModelUnavailable, RotationZooError, first_sentence
 from rotationzoo.model.files import (
+    absent_weights,
+    all_ends,
     check_configs,
     indexed_bytes,
     read_json,
-    tensor_ends,
     weight_files,
 )
 from rotationzoo.network.huggingface_session import (
@@ -70,6 +71,12 @@ class Source:
         private."""
         is_folder = self.revision is None and self.name != "demo"
         return self.folder.resolve().name if is_folder else self.name
+
+    @property
+    def fetch_hint(self) -> str | None:
+        """How to complete a model in the hub's cache; None for a folder."""
+        command = f"hf download {self.name} --revision {self.revision}"
+        return f"where the hub can be reached, run: {command}" if self.revision else None
 
 
 def find(model: str, revision: str | None = None) -> Source:
@@ -116,12 +123,16 @@ def fetch(source: Source, weights: bool = True) -> None:
                 ignore_patterns=skipped,
             )
         check_configs(source.folder, source.name)
-    if weights and not has_weights(source):
+    if not weights or has_weights(source):
+        return
+    if absent := absent_weights(source.folder):
+        file, reason = absent
         raise ModelUnavailable(
-            f"{source.name} has no complete safetensors weights",
-            hint="convert it once: "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)",
+            f"{source.name} lacks {file}, {reason}",
+            hint=source.fetch_hint or f"copy {file} there, from where these files were written",
         )
+    convert = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)"
+    raise ModelUnavailable(f"{source.name} has no complete safetensors weights", hint=convert)
 
 
 def has_weights(source: Source) -> bool:
@@ -223,10 +234,7 @@ def weights_fingerprint(source: Source) -> str:
     It is the same for every sharding of the same weights, and takes seconds for a model of any
     size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
     """
-    tensors: dict[str, bytes] = {}
-    for path in weight_files(source.folder):
-        with as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again"):
-            tensors |= tensor_ends(path)
+    tensors = all_ends(weight_files(source.folder))
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name])

@@ -81,6 +81,7 @@ def generate(
     windows = _windows(options, artifact)
     prompt = _encode(job, tokenizer, windows, position_count(config), note)
     prompt.check_positions(job.model, config)
+    loading.check_ids([prompt.ids], config, job.model)
     fetch_weights(source, progress)
     check_weights(artifacts, source, job.anyway)
     rotations = _rotations(artifact, source)
@@ -93,6 +94,8 @@ def generate(
         progress("loading the model", 0, 0)
         dtype = job.torch_dtype
         model = loading.load(source, config, device, dtype, placement)
+        for text in loading.notes_of(model):
+            note(text)
         writer = _Writer(job, model, tokenizer, prompt, progress)
         # Other weights are a note of the report, and need not be logged by the public class.
         cache = RotatedCache(build_settings(artifact, model, job.cache), model)
