@@ -70,13 +70,14 @@ class Interrupted(RotationZooError):
 
 def first_sentence(error: BaseException) -> str:
     """One line from another library's error message: its first line, joined with the second where
-    the first ends in a colon. An empty message gives the name of the error's type."""
+    the first ends in a colon, or counts errors as pydantic's. An empty message gives the name of
+    the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    count = 2 if lines[0].endswith(":") else 1
+    count = 2 if lines[0].endswith(":") or "validation error" in lines[0] else 1
     # Without a full stop, because callers end their own sentence with it.
-    return " ".join(lines[:count]).rstrip(".")
+    return " ".join(lines[:count]).partition(" [type=")[0].rstrip(".")
 
 
 @contextmanager

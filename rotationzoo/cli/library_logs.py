@@ -8,7 +8,7 @@ from typing import Any
 from rotationzoo.cli.output import visible
 from rotationzoo.network.tokens import redact
 
-_LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf")
+_LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf", "vllm")
 
 
 class _Visible(logging.Formatter):

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
+from rotationzoo.runtime.vllm import WORKER
 from rotationzoo.runtime.vllm.plugin import EVERY_LAYER, server_command
 
 # The client's own command is part of `vllm`, which the package for CPUs cannot start.
@@ -45,7 +46,7 @@ def serving(args: argparse.Namespace, rotated: bool, folder: Path) -> Iterator[s
         port = free.getsockname()[1]
     words = server_command(args.model, has_windows=False)
     if not rotated:
-        words = [word for word in words if word not in EVERY_LAYER]
+        words = [word for word in words if word not in (*EVERY_LAYER, "--worker-cls", WORKER)]
     words += ["--port", str(port), "--dtype", "bfloat16", "--no-enable-prefix-caching"]
     if rotated:
         options = {"artifact": str(Path(args.artifact).absolute()), "rounding": args.rounding}

@@ -9,6 +9,7 @@ from support import architectures
 from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
 from support.reports import evaluate
+from support.vllm import pretend
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.store import Artifact
@@ -208,8 +209,7 @@ def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_
     succeeded(inside("calibrate", model, *SMALL, "-o", "made"))
     refused = inside("evaluate", model, "made", "--for", "vllm", *WORDS)
     assert "every layer of" in only_error(refused, 2)
-    installed = plugin.CPU_PACKAGE, plugin.TESTED[-1]
-    monkeypatch.setattr(plugin, "find_installed", lambda: installed)
+    pretend(monkeypatch, plugin.CPU_PACKAGE)
     served = inside("serve", model, "--rotations", "made", "--dry-run")
     assert "Every layer has a sliding window" in served.stderr
     assert "Serving codes" not in served.stderr

@@ -8,17 +8,17 @@ import sys
 import pytest
 from support.command_line import SMALL, succeeded
 from support.models import edited_weights, save_tiny
+from support.vllm import pretend
 
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.runtime.vllm import plugin
+from rotationzoo.runtime.vllm import WORKER, plugin
 from rotationzoo.runtime.vllm.settings import Options, make_settings
 
 
 @pytest.fixture
 def vllm(monkeypatch):
-    monkeypatch.setattr(plugin.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(plugin, "find_installed", lambda: (plugin.GPU_PACKAGE, plugin.TESTED[-1]))
+    pretend(monkeypatch)
 
 
 def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, vllm):
@@ -26,16 +26,17 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     done = succeeded(inside(*words))
     line = shlex.split(done.stdout)
     assert line[:5] == ["vllm", "serve", str(DEMO), *plugin.EVERY_LAYER]
-    assert line[5:8] == ["--max-num-seqs", "64", "--additional-config"]
+    assert line[5:10] == [*plugin.FEWER_REQUESTS, "--worker-cls", WORKER, "--additional-config"]
     options = {"artifact": str(made), "sink": 4}
-    assert json.loads(line[8]) == {"rotationzoo": options}
-    assert line[9:] == ["--port", "8123"]
+    assert json.loads(line[10]) == {"rotationzoo": options}
+    assert line[11:] == ["--port", "8123"]
     assert "codes written by feedback rounding, the first 4 and the last 256" in done.stderr
+    # (1 + 5) pages of 64 tokens a request, 5 of a chunk and one more: 4 layers, 2 sides, 2 heads.
+    assert f"{390 * 64 * 4 * 2 * 2 * 64 * 2 / 1e6:.3g} MB for 64 requests" in done.stderr
 
 
 def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypatch):
-    installed = plugin.CPU_PACKAGE, plugin.TESTED[-1]
-    monkeypatch.setattr(plugin, "find_installed", lambda: installed)
+    pretend(monkeypatch, plugin.CPU_PACKAGE)
     done = inside("serve", "demo", "--rotations", made, "--dry-run")
     line = shlex.split(done.stdout)
     assert line[:2] == [sys.executable, "-m"]
@@ -48,7 +49,6 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
         (["demo", made], "rotationzoo serve MODEL --rotations FOLDER"),
         (["demo", "--rotations", "nothing"], "nothing is no artifact"),
         ([str(other), "--rotations", made], "was made for demo, and not for"),
-        (["demo", "--rotations", made, "--additional-config={}"], "names the artifact to vLLM"),
     ):
         refused = inside("serve", *words, "--dry-run")
         assert refused.returncode in (1, 2)

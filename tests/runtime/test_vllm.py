@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -17,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.places import ROOT
+from support.vllm import CHUNK, NEEDS_VLLM, PYTHON, TOKENS, drive, environment, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rotationzoo import Artifact, RotatedCache
@@ -34,64 +35,12 @@ from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("ROTATIONZOO_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
-]
-CHUNK, TOKENS = 256, 24
+pytestmark = NEEDS_VLLM
 # Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
 # measured where no code is that near to a half, and 1.4e-3 at most where one is. Rows that are read
 # exact instead of from codes make .045 on average, and 2 at most.
 CLOSE, FLIPPED = 1e-3, 0.1
 TEXT = (ROOT / "rotationzoo/runtime/layer.py").read_text()
-
-
-def serve(
-    folder: Path,
-    artifact: Path | None,
-    rounds,
-    tokens=TOKENS,
-    prompts_too=False,
-    sampling=None,
-    **engine,
-):
-    """What a vLLM engine answers; `RuntimeError` with its output where it fails."""
-    if artifact is not None:
-        engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
-    engine = {
-        "model": str(DEMO),
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "max_num_batched_tokens": CHUNK,
-        "max_num_seqs": 8,
-        "enforce_eager": True,
-        **engine,
-    }
-    job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
-    return drive(folder, job | {"sampling": sampling or {}})
-
-
-def drive(folder: Path, job: dict):
-    (folder / "job.json").write_text(json.dumps(job))
-    words = [PYTHON, Path(__file__).with_name("vllm_driver.py"), "job.json", "result.json"]
-    done = subprocess.run(
-        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
-    )
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    return json.loads((folder / "result.json").read_text())
-
-
-def environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{PYTHON.parent}:{os.environ['PATH']}",
-    }
 
 
 def assert_same(found: list[float], expected: list[float]) -> None:

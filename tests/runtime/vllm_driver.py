@@ -2,17 +2,21 @@
 
 A job has the options of the engine and rounds of prompts; the prompts of a round are requests at
 the same time. The result has the tokens and log probabilities of each answer, and the engine's
-blocks. A job with a `server` asks that one instead, with OpenAI's client.
+blocks. A job with a `server` asks that one instead, with OpenAI's client; one with `commands` runs
+rotationzoo's command line, and one with `configs` has vLLM make configs.
 """
 
 import json
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 
 def main() -> None:
     job, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    work = ask_server if "server" in job else run_engine
+    kinds = {"server": ask_server, "commands": run_commands, "configs": make_configs}
+    work = next((kinds[key] for key in kinds if key in job), run_engine)
     target.write_text(json.dumps(work(job)))
 
 
@@ -61,6 +65,36 @@ def ask_server(job: dict) -> list[list[int]]:
         )
         ranks.append([only(each)["rank"] for each in answer.choices[0].prompt_logprobs[1:]])
     return ranks
+
+
+def run_commands(job: dict) -> list[dict]:
+    """How each command ends, and what it prints."""
+    from rotationzoo.cli.app import main
+
+    ends = []
+    for words in job["commands"]:
+        out, err = StringIO(), StringIO()
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                main(words)
+        except SystemExit as end:
+            ends.append({"code": end.code or 0, "out": out.getvalue(), "err": err.getvalue()})
+    return ends
+
+
+def make_configs(job: dict) -> list[dict]:
+    """The worker of each config, or why there is none, and whose backend a CPU has then."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    made = []
+    for options in job["configs"]:
+        try:
+            worker = EngineArgs(**options).create_engine_config().parallel_config.worker_cls
+        except Exception as error:
+            worker = f"{type(error).__name__}: {error}"
+        made.append({"worker": worker, "backend": AttentionBackendEnum.CPU_ATTN.get_path()})
+    return made
 
 
 def only(table: dict):

@@ -4,5 +4,5 @@
 KEY = "rotationzoo"
 """The key of vLLM's `additional_config` that names the artifact, and the name of the plugin."""
 BACKENDS = "rotationzoo.runtime.vllm.backend"
-WORKER = "rotationzoo.runtime.vllm.worker.RotatedWorker"
+WORKER = f"{BACKENDS}.RotatedWorker"
 SERVE = "start it with: rotationzoo serve MODEL --rotations ROTATIONS"

@@ -1,5 +1,5 @@
-"""The attention backends of vLLM with keys and values in 2 bits: one for its GPU engine, and one in
-the place of its own for CPUs.
+"""The attention backends of vLLM with keys and values in 2 bits, one for its GPU engine and one in
+the place of its own for CPUs, and the worker that sees to it that layers get them.
 
 Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 """
@@ -12,7 +12,10 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -22,14 +25,22 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.runtime.vllm import SERVE
+from rotationzoo.runtime.vllm import BACKENDS, SERVE
 from rotationzoo.runtime.vllm.pages import LayerPages
-from rotationzoo.runtime.vllm.settings import cell_bytes, check_kernels, read_settings, select_heads
+from rotationzoo.runtime.vllm.plugin import claim
+from rotationzoo.runtime.vllm.settings import (
+    cell_bytes,
+    check_kernels,
+    read_settings,
+    select_heads,
+    served_layers,
+)
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step, count_slots
 
 
@@ -117,7 +128,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if sliding_window is not None:
             raise UnsupportedModel(
                 "layers with a sliding window are served by vLLM's own attention backend alone",
-                hint="start vLLM with: rotationzoo serve MODEL --rotations ROTATIONS",
+                hint=SERVE,
             )
         global _current
         _current = config = get_current_vllm_config()
@@ -332,3 +343,32 @@ def _page_tokens(block: int) -> int:
     """The tokens of our pages in a block of vLLM's with so many: exact copies belong to a page, and
     not to a whole block."""
     return math.gcd(block, 64)
+
+
+_OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
+_Worker: Any = resolve_obj_by_qualname(f"vllm.v1.worker.{_OF_PLATFORM}")
+
+
+class RotatedWorker(_Worker):  # type: ignore[misc]
+    """vLLM's own worker, for a config that names an artifact."""
+
+    def load_model(self, **options: Any) -> None:
+        """Raises `RotationZooError` for what is not served, before weights are read, and for a
+        layer that would read an exact cache."""
+        config, place = self.vllm_config, AttentionBackendEnum.CPU_ATTN
+        claim(config)
+        # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
+        register_backend(place, f"{BACKENDS}.RotatedCpuBackend")
+        try:
+            super().load_model(**options)
+        finally:
+            place.clear_override()  # another model of this process keeps vLLM's
+        settings, layers = read_settings(config), config.compilation_config.static_forward_context
+        assert settings is not None
+        ours = (
+            name for name in layers if isinstance(getattr(layers[name], "impl", None), RotatedImpl)
+        )
+        stored = {*map(extract_layer_index, ours)}
+        if exact := served_layers(settings, config) - stored:
+            raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
+        init_logger("vllm.rotationzoo").info("%d layers are stored in 2 bits", len(stored))

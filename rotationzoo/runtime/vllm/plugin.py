@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.runtime.vllm import BACKENDS, KEY, SERVE, WORKER
 
 TESTED = ("0.32.0",)
@@ -59,38 +59,28 @@ def server_command(model: str, has_windows: bool) -> list[str]:
 
 def read_command(command: list[str], more: list[str]) -> Any:
     """The `VllmConfig` of a command of `server_command` with more of vLLM's options, as vLLM itself
-    reads them. Nothing is started. Raises `RotationZooError` for what vLLM refuses, and where an
-    option takes the place of one that the command has."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    reads them: nothing is started. Raises `RotationZooError` for options that vLLM refuses, and for
+    those that replace what the command says."""
+    from vllm.entrypoints.launchers import cli_args
     from vllm.usage.usage_lib import UsageContext
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    class Parser(cli_args.FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
             raise ValueError(message)
 
     start = next(at for at, word in enumerate(command, 1) if word in (ENTRY, "serve"))
-    try:
-        parser = make_arg_parser(Parser())
+    with as_unavailable("vLLM refuses its options"):
+        parser = cli_args.make_arg_parser(Parser())
         ours, given = (parser.parse_args(command[start:] + words) for words in ([], more))
         for name in WRITTEN:
             if getattr(given, name) != getattr(ours, name):
                 raise RotationZooError(
-                    f"--{name.removesuffix('_tag').replace('_', '-')} is written by this command, "
-                    "and vLLM's options name another",
+                    f"vLLM's options name another {name}, which this command writes",
                     hint="leave it out, or start vllm serve yourself",
                 )
         given.model = given.model_tag or given.model  # as `vllm serve` does
-        context = UsageContext.OPENAI_API_SERVER
-        return AsyncEngineArgs.from_cli_args(given).create_engine_config(context)
-    except RotationZooError:
-        raise
-    except Exception as error:
-        # A `ValidationError` of pydantic begins with a count.
-        reason = error.errors()[0]["msg"] if hasattr(error, "errors") else first_sentence(error)
-        reason = reason.removeprefix("Value error, ").partition(". ")[0]
-        raise RotationZooError(f"vLLM refuses its options: {reason}") from error
+        engine = cli_args.AsyncEngineArgs.from_cli_args(given)
+        return engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def check_version() -> str:
@@ -109,36 +99,34 @@ def check_version() -> str:
 
 
 def claim(config: Any) -> list[str]:
-    """Give a `VllmConfig` that names an artifact our worker, and say what people should know of
-    such a server. Raises `RotationZooError` for what is not served."""
+    """Have a server run our worker, and say what people should know of it. Raises
+    `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
     check_version()
     from rotationzoo.runtime.vllm.settings import check_server, describe, read_settings
 
     settings = read_settings(config)
     if settings is None:
-        raise RotationZooError(
-            "vLLM's worker is rotationzoo's, and no artifact is named", hint=SERVE
-        )
+        raise RotationZooError("vLLM's worker is rotationzoo's, and no artifact is named", SERVE)
     check_server(config)
     config.parallel_config.worker_cls = WORKER
     return describe(settings, config)
 
 
 def register() -> None:
-    """Check each `VllmConfig` that names an artifact, before anything is started, and put the
-    backend where vLLM looks for a `CUSTOM` one."""
+    """Put the backend where vLLM looks for a `CUSTOM` one, and claim each `VllmConfig` that names
+    an artifact, before anything is started."""
     from vllm.platforms import current_platform
 
-    # The plugin is called without a config, and an artifact in one is the switch. vLLM hands each
-    # config that it makes to this function of its platform, to check it and to choose the worker.
-    # So nothing is replaced for others, and the worker travels to all processes with the config.
+    # The switch is an artifact in the config, which a plugin is not shown. vLLM hands each config
+    # that it makes to this function of its platform, which chooses the worker. So all others keep
+    # what they have, and a config carries our worker into every process.
     check = current_platform.check_and_update_config
 
     @wraps(check)
     def check_and_claim(config: Any) -> None:
         check(config)
         extra, worker = config.additional_config, config.parallel_config.worker_cls
-        if (isinstance(extra, Mapping) and KEY in extra) or worker == WORKER:
+        if worker == WORKER or (isinstance(extra, Mapping) and KEY in extra):
             for note in claim(config):
                 logging.getLogger("vllm.rotationzoo").info(note)
 

@@ -3,7 +3,6 @@ from the artifact and compared with the model."""
 
 import functools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -26,7 +25,7 @@ from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, served_rotations, settle
 from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.runtime.vllm import BACKENDS, KEY, SERVE, WORKER
+from rotationzoo.runtime.vllm import BACKENDS, KEY, WORKER
 from rotationzoo.runtime.vllm.steps import count_slots
 from rotationzoo.storage import strict_json
 from rotationzoo.words import byte_count
@@ -124,75 +123,51 @@ def check_model(artifact: Artifact, source: Source) -> None:
 
 
 def check_server(config: Any) -> None:
-    """Raise `UnsupportedModel` for options of vLLM that this backend does not serve, and
-    `RotationZooError` where vLLM would take another backend."""
+    """Raise `UnsupportedModel` for what vLLM is asked for, and this backend does not serve."""
+    from vllm.envs import VLLM_PLUGINS
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
+
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    worker = parallel.worker_cls
+    attention, place, known = config.attention_config, Backends.CUSTOM, {Backends.CUSTOM}
+    if config.device_config.device_type == "cpu":  # which has one backend, whatever it is asked for
+        place, known = Backends.CPU_ATTN, {None, Backends.CPU_ATTN, Backends.CUSTOM}
+    backend = attention.backend_per_kind.get("full_attention", attention.backend)
+    path, heads = place.get_path(), model.get_total_num_kv_heads()
+    changed = ", ".join(_changed_keys(model))
     unserved = {
-        "processes that share KV heads": model.get_total_num_kv_heads()
-        % parallel.tensor_parallel_size,
+        "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
         # It fills pages that this backend has not written.
-        "a KV connector or KV offloading": config.kv_transfer_config is not None
-        or cache.kv_offloading_size is not None,
+        "a KV connector": config.kv_transfer_config is not None,
+        "KV offloading": cache.kv_offloading_size is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),
         "random weights (--load-format dummy)": config.load_config.load_format == "dummy",
         "weights that change meanwhile": config.weight_transfer_config is not None,
-        "another worker of vLLM": worker != WORKER and not worker.startswith("vllm.v1.worker."),
+        f"another config than the model's own ({changed})": changed,
+        "another worker of vLLM": not parallel.worker_cls.startswith(("vllm.v1.worker.", WORKER)),
+        "another attention backend than CUSTOM": backend not in known,
+        f"{path}, which another plugin put in our backend's place": place.is_overridden()
+        and not path.startswith(BACKENDS),
+        "a VLLM_PLUGINS that leaves rotationzoo out": KEY not in (VLLM_PLUGINS or [KEY]),
     }
     for what, asked in unserved.items():
         if asked:
-            raise UnsupportedModel(f"rotations are not served with {what} yet", hint="leave it out")
-    _check_config(model)
-    _check_backend(config)
+            raise UnsupportedModel(f"rotations are not served with {what}", hint="leave it out")
 
 
-def _check_config(model: Any) -> None:
-    """Raise `UnsupportedModel` where vLLM runs a model with another config than the model's own."""
+def _changed_keys(model: Any) -> list[str]:
+    """What vLLM's options change in the config that a model comes with."""
     if not (model.hf_overrides or model.hf_config_path):
-        return
+        return []
     from vllm.transformers_utils.config import get_config
 
     # vLLM completes both in the same way.
     read = get_config(model.model, model.trust_remote_code, model.revision, model.code_revision)
     own, used = read.to_dict(), model.hf_config.to_dict()
-    keys = [key for key in own | used if not key.startswith("_")]  # `_name_or_path`
-    changed = [key for key in keys if own.get(key) != used.get(key)]
-    if changed:
-        raise UnsupportedModel(
-            f"vLLM's options change {', '.join(changed)}, and rotations are for the model's config",
-            hint="leave out --hf-overrides and --hf-config-path",
-        )
-
-
-def _check_backend(config: Any) -> None:
-    """Raise `RotationZooError` where vLLM would take another attention backend than ours."""
-    from vllm.envs import VLLM_PLUGINS
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    if VLLM_PLUGINS is not None and KEY not in VLLM_PLUGINS:
-        raise RotationZooError("VLLM_PLUGINS leaves rotationzoo out", hint=f"add {KEY} to it")
-    custom, cpu = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
-    attention, place, known = config.attention_config, custom, {custom}
-    if config.device_config.device_type == "cpu":  # which ignores what it is asked for
-        place, known = cpu, {None, cpu, custom}
-    asked = attention.backend_per_kind.get("full_attention", attention.backend)
-    if asked not in known:
-        name = getattr(asked, "name", "of its own choice")
-        raise RotationZooError(
-            f"rotations need the attention backend CUSTOM, and vLLM would take one {name}",
-            hint=f"leave that option out, and {SERVE}",
-        )
-    if place.is_overridden() and not place.get_path().startswith(BACKENDS):
-        raise RotationZooError(
-            f"another plugin of vLLM has put {place.get_path()} in the place of our backend",
-            hint=f"load rotationzoo alone, with VLLM_PLUGINS={KEY}",
-        )
+    return [key for key in own | used if own.get(key) != used.get(key) and key != "_name_or_path"]
 
 
 def served_layers(settings: CacheSettings, config: Any) -> set[int]:
@@ -203,18 +178,17 @@ def served_layers(settings: CacheSettings, config: Any) -> set[int]:
 
 def describe(settings: CacheSettings, config: Any) -> list[str]:
     """What people should know of a server."""
-    arm, layout, cache = settings.arm, settings.layout, config.cache_config
-    layers, requests = served_layers(settings, config), config.scheduler_config.max_num_seqs
+    arm, layout, requests = settings.arm, settings.layout, config.scheduler_config.max_num_seqs
+    layers, tokens = served_layers(settings, config), 64
     if not layers:
         return ["Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits"]
-    tokens = math.gcd(cache.block_size if cache.user_specified_block_size else 64, 64)
     pages = [arm.page_layout(*each, tokens, layout.format) for each in product(layers, SIDES)]
-    elements = sum(page.heads * page.dim * tokens for page in pages)
-    copies = count_slots(layout, tokens, requests) * elements * config.model_config.dtype.itemsize
+    elements = count_slots(layout, tokens, requests) * sum(each.heads * each.dim for each in pages)
+    copies = byte_count(tokens * elements * config.model_config.dtype.itemsize)
     notes = [
         f"Serving codes written by {arm.rounding} rounding, the first {layout.sink} and the last "
-        f"{layout.recent} tokens exact, which takes {byte_count(copies)} beside them with "
-        f"{requests} requests at a time (--max-num-seqs)"
+        f"{layout.recent} tokens exact, which takes {copies} for {requests} requests at a time "
+        "(--max-num-seqs)"
     ]
     if config.lora_config is not None:
         notes.append("Rotations were made without the adapters of --enable-lora, which change keys")

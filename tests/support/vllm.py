@@ -1,0 +1,95 @@
+"""A real vLLM in an environment of its own, and what stands in for one that is not installed."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rotationzoo.model.loading import load_config
+from rotationzoo.model.source import DEMO, find
+from rotationzoo.runtime.vllm import plugin, settings
+from support.places import ROOT
+
+PYTHON = Path(os.environ.get("ROTATIONZOO_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+NEEDS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
+]
+CHUNK, TOKENS = 256, 24
+
+
+def serve(
+    folder: Path,
+    artifact: Path | None,
+    rounds,
+    tokens=TOKENS,
+    prompts_too=False,
+    sampling=None,
+    variables=None,
+    **engine,
+):
+    """What a vLLM engine answers; `RuntimeError` with its output where it fails."""
+    if artifact is not None:
+        engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
+    engine = {
+        "model": str(DEMO),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        **engine,
+    }
+    job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
+    return drive(folder, job | {"sampling": sampling or {}}, **(variables or {}))
+
+
+def drive(folder: Path, job: dict, **variables: str):
+    """What `vllm_driver.py` does with a job. `variables`: of its environment; `ALSO` is a folder to
+    import from."""
+    (folder / "job.json").write_text(json.dumps(job))
+    words = [PYTHON, ROOT / "tests/runtime/vllm_driver.py", "job.json", "result.json"]
+    variables = {**environment(), **variables}
+    variables["PYTHONPATH"] += f":{variables.pop('ALSO', ROOT)}"
+    done = subprocess.run(
+        words, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return json.loads((folder / "result.json").read_text())
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{PYTHON.parent}:{os.environ['PATH']}",
+    }
+
+
+def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
+    """Let commands find a vLLM that takes any options, and starts nothing."""
+    monkeypatch.setattr(plugin.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[-1]))
+    monkeypatch.setattr(plugin, "read_command", _read_command)
+    monkeypatch.setattr(settings, "check_server", lambda config: None)
+
+
+def _read_command(command: list[str], more: list[str]) -> SimpleNamespace:
+    model = command[command.index("--model" if "--model" in command else "serve") + 1]
+    named = command[command.index("--additional-config") + 1]
+    return SimpleNamespace(
+        additional_config=json.loads(named),
+        lora_config=None,
+        parallel_config=SimpleNamespace(),
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        model_config=SimpleNamespace(
+            model=model, revision=None, dtype=torch.bfloat16, hf_config=load_config(find(model))
+        ),
+    )
