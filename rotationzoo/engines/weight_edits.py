@@ -2,10 +2,8 @@
 memory at a time.
 """
 
-import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from rotationzoo.artifact.tensor_check import DTYPES
 from rotationzoo.artifact.weights import RECORD
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.files import entry_file, weight_files
+from rotationzoo.model.files import INDEX, entry_file, read_headers, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress
 from rotationzoo.storage.files import disk_errors
@@ -71,40 +69,24 @@ class Place:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor's entry in the header of a safetensors file."""
-
-    file: Path
-    data_begin: int
-    header: Mapping[str, Any]
-
-
 def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Place]:
     """The place of each parameter.
 
     Raises `RotationZooError` if a parameter does not have exactly one tensor, in floating point and
     of its shape.
     """
-    entries: dict[str, _Entry] = {}
-    for path in weight_files(source.folder):
-        entries |= _read_entries(path)
+    entries = read_headers(weight_files(source.folder))
     places = {}
     for parameter, change in changes.items():
         entry = _entry_of(parameter, entries)
         shape = list(change.shape)
-        if (
-            entry is None
-            or entry.header.get("shape") != shape
-            or entry.header["dtype"] not in _DTYPES
-        ):
+        if entry is None or entry["shape"] != shape or entry["dtype"] not in _DTYPES:
             raise RotationZooError(
                 f"the weights of {source.name} have no {parameter} of shape {shape} in floating "
                 "point",
                 hint="write them again with transformers' save_pretrained, and give that folder",
             )
-        begin = entry.data_begin + entry.header["data_offsets"][0]
-        places[parameter] = Place(entry.file, begin, _DTYPES[entry.header["dtype"]])
+        places[parameter] = Place(entry["file"], entry["begin"], _DTYPES[entry["dtype"]])
     return places
 
 
@@ -125,16 +107,8 @@ def read_tensor(path: Path, place: Place, shape: torch.Size) -> torch.Tensor:
     return torch.frombuffer(data, dtype=place.dtype).view(shape).double()
 
 
-def _read_entries(path: Path) -> dict[str, _Entry]:
-    """Name -> entry. A safetensors file is an 8-byte header length, the JSON header, the data."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return {name: _Entry(path, 8 + length, entry) for name, entry in header.items()}
-
-
-def _entry_of(parameter: str, entries: Mapping[str, _Entry]) -> _Entry | None:
-    """The one tensor in the checkpoint that is this parameter; None if none or several match.
+def _entry_of(parameter: str, entries: Mapping[str, Any]) -> Any:
+    """The entry of the one tensor that is this parameter; None if none or several match.
 
     In the checkpoints of vision models, names may have another prefix, often made of the same words
     in another order.
@@ -178,8 +152,7 @@ def write_changed_copy(
     `RotationZooError` if there is such a folder by now, or the checkpoint lacks a parameter.
     """
     places = find_places(source, changes)
-    weights = weight_files(source.folder)
-    files = [*_files_beside_weights(source.folder, entry_file(weights)), *weights]
+    files = [*_files_beside_weights(source.folder), *weight_files(source.folder)]
     with disk_errors(output), temporary_sibling(output) as work:
         # Check again under the lock: fetching the weights took time.
         if output.exists():
@@ -202,7 +175,7 @@ def write_changed_copy(
         install(work, output)
 
 
-def _files_beside_weights(folder: Path, entry: str) -> list[Path]:
+def _files_beside_weights(folder: Path) -> list[Path]:
     """The files that are copied unchanged.
 
     Raises `RotationZooError` for a symbolic link that leads out of the folder: copies are
@@ -213,10 +186,9 @@ def _files_beside_weights(folder: Path, entry: str) -> list[Path]:
     allowed = [os.path.realpath(folder)]
     if not blobs.is_symlink():
         allowed.append(os.path.realpath(blobs))
+    index = {entry_file(weight_files(folder))} & {INDEX}
     paths = [
-        path
-        for path in folder.iterdir()
-        if (path.name == entry and path.suffix == ".json") or not path.name.endswith(_WEIGHTS)
+        path for path in folder.iterdir() if path.name in index or not path.name.endswith(_WEIGHTS)
     ]
     for path in paths:
         target = Path(os.path.realpath(path))

@@ -20,11 +20,8 @@ _CONFIGS = ("*config.json", "*.jinja")
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
 _JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
-# What transformers loads beside or in place of the weights, where it can.
-_OTHER_WEIGHTS = {
-    "adapter_config.json": "an adapter",
-    "shard-*-model-*-of-*.safetensors": "a distributed checkpoint",
-}
+# An adapter and a distributed checkpoint: transformers loads them in place of the weights or on top.
+_OTHER_WEIGHTS = ("adapter_config.json", "shard-*-model-*-of-*.safetensors")
 _NO_MODEL = "do not use it: this is no config of a model"
 
 
@@ -75,20 +72,17 @@ def weight_files(folder: Path) -> list[Path]:
     index that names anything but files in the folder, and for a folder of which transformers or a
     server would load something else.
     """
-    for other, what in _OTHER_WEIGHTS.items():
-        if found := next(folder.glob(other), None):
-            raise ModelUnavailable(
-                f"{folder} holds {what} ({found.name}) beside its weights, and transformers would "
-                "load it, too",
-                hint="merge it, as by peft's merge_and_unload, and save the model to a new folder; "
-                f"or remove {found.name}",
-            )
+    if others := [path for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)]:
+        raise ModelUnavailable(
+            f"{folder} holds {others[0].name} beside its weights, and transformers would load that",
+            hint="remove it, or merge it by peft's merge_and_unload and save the model elsewhere",
+        )
     single, shards = folder / _SINGLE, sorted(folder.glob(_SHARDS))
     if not single.is_file():
         paths = [folder / name for name in _named_shards(folder / INDEX)]
         return paths if all(path.is_file() for path in paths) else []
     # Servers load what the index names, or all files where there is none.
-    if shards and not all_ends(shards).items() <= all_ends([single]).items():
+    if shards and not tensor_ends(shards).items() <= tensor_ends([single]).items():
         raise ModelUnavailable(
             f"{folder} holds two sets of weights: {_SINGLE}, which transformers loads, and "
             f"{shards[0].name}, which a server loads",
@@ -111,7 +105,7 @@ def absent_weights(folder: Path) -> tuple[str, str] | None:
     if absent and not shards.difference(named):
         return absent[0], f"which {INDEX} names"
     if absent:
-        return f"the {INDEX} of its shards", f"the one there names {absent[0]}, which is not there"
+        return f"the {INDEX} of its shards", f"and has one that names {absent[0]}"
     return (INDEX, "which names its shards") if shards else None
 
 
@@ -128,32 +122,37 @@ def indexed_bytes(folder: Path) -> int | None:
     return int(size) if isinstance(size, int | float) and 0 < size < 1 << 60 else None
 
 
-def all_ends(paths: Iterable[Path]) -> dict[str, bytes]:
-    """Name -> name, type, shape and the first and last 256 bytes of each tensor in safetensors
-    files. Raises `ModelUnavailable` for a malformed one."""
-    ends: dict[str, bytes] = {}
+def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Name -> dtype, shape and file of each tensor in safetensors files, and the offsets in bytes
+    from the beginning of the file. Raises `ModelUnavailable` for a malformed file."""
+    tensors = {}
     for path in paths:
         with as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again"):
-            ends |= _tensor_ends(path)
-    return ends
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > path.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                kind = {"dtype": entry["dtype"], "shape": entry["shape"]}
+                tensors[name] = {**kind, "file": path, "begin": begin, "end": end}
+    return tensors
 
 
-def _tensor_ends(path: Path) -> dict[str, bytes]:
+def tensor_ends(paths: Iterable[Path]) -> dict[str, bytes]:
+    """Name -> name, type, shape and the first and last 256 bytes of each tensor in safetensors
+    files. Raises `ModelUnavailable` for a malformed one."""
     ends = {}
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > path.stat().st_size:
-            raise ValueError("its header is longer than the file")
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            sample = b""
+    for name, entry in read_headers(paths).items():
+        sample = b""
+        with entry["file"].open("rb") as file:
             # A tensor of less than 256 bytes is read twice, which does no harm.
-            for position in (begin, max(begin, end - _END)):
+            for position in (entry["begin"], max(entry["begin"], entry["end"] - _END)):
                 file.seek(position)
-                sample += file.read(min(_END, end - position))
-            ends[name] = f"{name} {entry['dtype']} {entry['shape']} ".encode() + sample
+                sample += file.read(min(_END, entry["end"] - position))
+        ends[name] = f"{name} {entry['dtype']} {entry['shape']} ".encode() + sample
     return ends
 
 

@@ -13,11 +13,11 @@ import torch
 from torch.nn import ModuleList
 
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
-from rotationzoo.model.files import check_count, entry_file, read_json, weight_files
+from rotationzoo.model.files import check_count, entry_file, read_headers, read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Limits, Placement, is_disk_full, memory_limits
-from rotationzoo.model.quantized import check_codes, dequantize, quantization_of, stored_tensors
+from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, config_hash, license_of
 
@@ -29,8 +29,10 @@ HEADLESS = "headless"
 """The mark of a model whose logits mean nothing."""
 _NOTES = "loading_notes"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-# Scales of caches and activations, which only servers apply.
-_OF_CACHES = re.compile(r"[._]([qkv]|input|output|act|activation)_(scale|zero_point)$")
+# Scales of caches and activations, which only servers apply, and a constant of old models.
+_NO_WEIGHT = re.compile(
+    r"[._]([qkv]|input|output|act|activation)_(scale|zero_point)$|\.masked_bias$"
+)
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
@@ -153,7 +155,7 @@ def load(
         dtype = "auto"
         dequantize(config)
     with as_unavailable(cannot, hint=_FETCH_HINT):
-        check_codes(stored := stored_tensors(paths), config, source.name)
+        check_codes(stored := read_headers(paths), config, source.name)
     if device == "cuda":
         # In a script that torchrun started, transformers would take the GPU of the local rank, even
         # where the process sees only one.
@@ -217,38 +219,36 @@ def load(
 
 def notes_of(model: "PreTrainedModel") -> list[str]:
     """What whoever loaded a model should know of its weights."""
-    notes: list[str] = getattr(model, _NOTES, [])
-    return notes
+    return list(getattr(model, _NOTES, []))
 
 
 def _find_unused(
-    model: "PreTrainedModel", names: Iterable[str], unexpected: Iterable[str]
+    model: "PreTrainedModel", names: Iterable[str], unexpected: set[str]
 ) -> tuple[list[str], list[str]]:
-    """The tensors of a checkpoint that a model's own layers and modules do not use, and the parts
-    of which the model has nothing, such as `mtp`.
+    """The tensors of a checkpoint that modules of the model would read and do not, and the parts of
+    which the model has nothing, such as `mtp`.
 
-    `names` are all of the checkpoint's. Of those that are `unexpected`, transformers leaves out
-    what a model's class has it ignore: of these, only whole parts count.
+    Among all `names` are those that transformers ignores for a class of models, and does not tell
+    as `unexpected`: only whole parts of these count.
     """
     modules, text = dict(model.named_modules()), model.config.get_text_config(decoder=True)
-    lists = [f"{name}." for name, module in modules.items() if isinstance(module, ModuleList)]
+    lists = tuple(f"{name}." for name, each in modules.items() if isinstance(each, ModuleList))
     predictors = range(getattr(text, "num_nextn_predict_layers", None) or 0)
-    extra = [f"{each}{text.num_hidden_layers + i}" for each in lists for i in predictors]
+    extra = {f"{each}{text.num_hidden_layers + i}" for each in lists for i in predictors}
 
-    def part_of(name: str) -> str:
+    def absent_part(name: str) -> str:
         steps = accumulate(name.split(".")[:-1], "{}.{}".format)
         return next((step for step in steps if step not in modules), "")
 
-    def is_used(part: str) -> bool:
-        return not part or (part.startswith(tuple(lists)) and part not in extra)
-
-    tensors = [name for name in sorted(unexpected) if is_used(part_of(name))]
-    parts = {part_of(name) for name in unexpected}
-    ignored = "|".join(f"({each})" for each in model._keys_to_ignore_on_load_unexpected or [])
-    heard = {part_of(name) for name in names if not (ignored and re.search(ignored, name))}
-    parts |= {part_of(name) for name in names}.difference(heard)
-    others = sorted(part for part in parts if not is_used(part))
-    return [name for name in tensors if not _OF_CACHES.search(name)], others
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$^"]))
+    kept = {absent_part(name) for name in names if not ignored.search(name)}
+    parts = {absent_part(name) for name in names if ignored.search(name)} - kept
+    parts |= {absent_part(name) for name in unexpected}
+    others = {part for part in parts if part and (part in extra or not part.startswith(lists))}
+    buffers = dict(model.named_buffers())
+    missed = [name for name in unexpected if absent_part(name) not in others]
+    missed = [name for name in missed if name not in buffers and not _NO_WEIGHT.search(name)]
+    return sorted(missed), sorted(others)
 
 
 def check_ids(rows: Iterable[torch.Tensor], config: "PretrainedConfig", name: str) -> None:

@@ -3,11 +3,8 @@ load."""
 
 import importlib
 import re
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from safetensors import safe_open
 
 from rotationzoo.errors import UnsupportedModel, first_sentence
 
@@ -19,6 +16,16 @@ if TYPE_CHECKING:
 # have put them elsewhere.
 _DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 _PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "I64", "I32"}  # I32: packed codes have own modules
+# What stands for `.weight` in the names of scales, of which transformers applies one. The modules of
+# other quantizations have parameters for theirs, and it says which are missing.
+_SCALES: dict[str | None, list[str]] = {
+    None: [],
+    "mxfp4": ["_scales"],
+    "compressed-tensors": [".weight_scale"],
+}
+_SCALES |= dict.fromkeys(
+    ("fp8", "mxfp8"), [".weight_scale_inv", "_scale_inv", ".scale", ".qscale_weight"]
+)
 # Endings of what goes with codes, and of the masks that old models store beside their weights.
 _NO_WEIGHT = re.compile(r"(scales?|scale_inv|scale_weight|zero_point|g_idx|bias|mask)$")
 _UNQUANTIZED = "give the model that it was quantized from"
@@ -46,55 +53,30 @@ def dequantize(config: "PretrainedConfig") -> None:
         config.quantization_config = {**(quantization_of(config) or {}), "dequantize": True}
 
 
-def stored_tensors(paths: Iterable[Path]) -> dict[str, tuple[str, list[int]]]:
-    """Name -> dtype, as safetensors names it, and shape of each tensor in files."""
-    tensors = {}
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                part = file.get_slice(key)
-                tensors[key] = part.get_dtype(), part.get_shape()
-    return tensors
+def check_codes(tensors: Mapping[str, Any], config: "PretrainedConfig", name: str) -> None:
+    """Raise `UnsupportedModel` where transformers would take codes of a checkpoint for weights,
+    because it finds no scale of a name that it knows.
 
-
-def check_codes(
-    tensors: dict[str, tuple[str, list[int]]], config: "PretrainedConfig", name: str
-) -> None:
-    """Raise `UnsupportedModel` for stored tensors with codes that transformers would take for
-    weights, because it finds no scale of a name that it knows, or multiply by wrong scales."""
-    method = (quantization_of(config) or {}).get("quant_method")
-    for key, (dtype, _) in tensors.items():
-        scales = _scale_names(key, method)
-        if dtype in _PLAIN or _NO_WEIGHT.search(key) or scales is None or tensors.keys() & scales:
+    `tensors` are its headers. Weights in FP8 with blocks that are cut short are refused, too:
+    transformers takes their size from the number of scales (`Fp8Dequantize` in 5.17 and 5.23).
+    """
+    table = quantization_of(config) or {}
+    method, blocks = table.get("quant_method"), table.get("weight_block_size")
+    codes = [key for key, entry in tensors.items() if entry["dtype"] not in _PLAIN]
+    for key in codes if method in _SCALES else ():
+        stem = key.removesuffix("_blocks").removesuffix("_packed").removesuffix(".weight")
+        scales = [f"{stem}{ending}" for ending in _SCALES[method]]
+        if _NO_WEIGHT.search(key) or tensors.keys() & scales:
             continue
         needed = f"{method} needs {scales[0]}" if scales else "its config names no quantization"
         raise UnsupportedModel(
-            f"{name} cannot be loaded, because {key} holds codes ({dtype}) without a scale that "
-            f"transformers would apply: {needed}",
+            f"{name} cannot be loaded, because {key} holds codes "
+            f"({tensors[key]['dtype']}) without a scale that transformers would apply: {needed}",
             hint=_UNQUANTIZED,
         )
-    _check_blocks({key: shape for key, (_, shape) in tensors.items()}, config, name)
-
-
-def _scale_names(key: str, method: str | None) -> list[str] | None:
-    """Names of which one belongs to the scale of codes; None where the modules of a quantization
-    have parameters for its scales, so that transformers says which are missing."""
-    module = key.rpartition(".")[0]
-    if method in ("fp8", "mxfp8"):
-        return [f"{key}_scale_inv", f"{module}.scale", f"{module}.qscale_weight"]
-    if method == "compressed-tensors":
-        return [f"{module}.weight_scale"]
-    if method == "mxfp4":
-        return [f"{key.removesuffix('_blocks')}_scales"]
-    return None if method else []
-
-
-def _check_blocks(shapes: dict[str, list[int]], config: "PretrainedConfig", name: str) -> None:
-    """Refuse weights in FP8 with blocks that are cut short: transformers takes the size of blocks
-    from the number of scales (`Fp8Dequantize` in 5.17 and 5.23)."""
-    blocks = (quantization_of(config) or {}).get("weight_block_size")
     if not is_dequantized(config) or not blocks:
         return
+    shapes = {key: entry["shape"] for key, entry in tensors.items()}
     for key, grid in shapes.items():
         weight = key.removesuffix("_scale_inv")
         shape = shapes.get(weight, [])

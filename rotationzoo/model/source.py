@@ -23,10 +23,10 @@ from huggingface_hub.errors import (
 from rotationzoo.errors import ModelUnavailable, RotationZooError, first_sentence
 from rotationzoo.model.files import (
     absent_weights,
-    all_ends,
     check_configs,
     indexed_bytes,
     read_json,
+    tensor_ends,
     weight_files,
 )
 from rotationzoo.network.huggingface_session import (
@@ -234,7 +234,7 @@ def weights_fingerprint(source: Source) -> str:
     It is the same for every sharding of the same weights, and takes seconds for a model of any
     size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
     """
-    tensors = all_ends(weight_files(source.folder))
+    tensors = tensor_ends(weight_files(source.folder))
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.jobs import job
-from support.models import save_tiny
+from support.models import edit_config, edited_weights, save_tiny
 from support.quantized import quantize_to_fp8, set_quantization
 
 from rotationzoo.calibration.plan import plan
@@ -132,3 +132,59 @@ def test_evaluation_and_generation_read_fp8(tmp_path, inside):
     absorbed = inside("export", "out", "--absorb", str(folder), "--output", "served")
     assert absorbed.returncode == 1
     assert "are quantized in blocks" in absorbed.stderr
+
+
+def _drop(ending: str):
+    def change(weights):
+        del weights[f"model.layers.1.self_attn.k_proj.{ending}"]
+
+    return change
+
+
+def _rename(old: str, new: str):
+    def change(weights):
+        for name in [name for name in weights if name.endswith(old)]:
+            weights[name.removesuffix(old) + new] = weights.pop(name)
+
+    return change
+
+
+FP8 = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+PACKED = dict(quant_method="compressed-tensors", format="float-quantized", config_groups={})
+UNSCALED = {
+    "one scale is missing": (FP8, _drop("weight_scale_inv")),
+    "fp8 with the names of compressed-tensors": (FP8, _rename("_scale_inv", "_scale")),
+    "compressed-tensors with the names of fp8": (PACKED, lambda weights: None),
+    "compressed-tensors with one scale missing": (PACKED, _drop("weight_scale_inv")),
+    "no quantization config": (None, lambda weights: None),
+}
+
+
+@pytest.mark.parametrize("case", UNSCALED)
+def test_codes_without_their_scale_are_refused_by_name(case, tmp_path):
+    folder = save_tiny(tmp_path / "model", **WIDE)
+    quantize_to_fp8(folder)
+    table, change = UNSCALED[case]
+    edit_config(folder, quantization_config=table)
+    with edited_weights(folder) as weights:
+        if case.endswith("one scale missing"):
+            _rename("_scale_inv", "_scale")(weights)
+            change = _drop("weight_scale")
+        change(weights)
+    (folder / "hf_quant_config.json").write_text(json.dumps(FP8))  # which nobody reads
+    source = find(str(folder))
+    with pytest.raises(UnsupportedModel, match=r"_proj\.weight holds codes \(F8_E4M3\)") as caught:
+        loading.load(source, loading.load_config(source), "cpu", "auto")
+    if "missing" in case:
+        assert "model.layers.1.self_attn.k_proj.weight holds" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e5m2])
+def test_codes_without_any_quantization_are_refused(dtype, tiny, tmp_path, inside):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    with edited_weights(folder) as weights:
+        weights["model.layers.0.mlp.up_proj.weight"] = torch.ones(32, 32).to(dtype)
+    ended = inside("calibrate", str(folder), "--device", "cpu", "--output", "out")
+    assert ended.returncode == 1
+    assert "model.layers.0.mlp.up_proj.weight holds codes" in ended.stderr
+    assert "its config names no quantization" in ended.stderr
