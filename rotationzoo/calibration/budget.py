@@ -16,7 +16,7 @@ from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, SIDES, Rotation, Rotations
 

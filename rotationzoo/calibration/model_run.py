@@ -16,11 +16,12 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
+from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import attend_as_is, check_transparent
 from rotationzoo.model.centering import ShiftCheck
-from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.calibration.budget import COARSE
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Geometry
+from rotationzoo.geometry import Geometry
 from rotationzoo.model.prediction import (
     decoder_layers,
     divergence_of,

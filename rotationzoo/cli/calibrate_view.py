@@ -8,7 +8,7 @@ from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import ModelUnavailable
-from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json, has_latents
+from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
 from rotationzoo.model.loading import load_processor, load_tokenizer
 from rotationzoo.model.source import fetch
 from rotationzoo.recipe import Recipe

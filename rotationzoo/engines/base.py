@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rotationzoo.model.geometry import Geometry, cached_layers, head_dims
+from rotationzoo.geometry import Geometry, cached_layers, head_dims
 
 
 @dataclass(frozen=True)

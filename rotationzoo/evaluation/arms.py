@@ -11,9 +11,9 @@ from rotationzoo.calibration.budget import spend_bits
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.linalg.moments import sums
-from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import full_attention_layers
 from rotationzoo.recipe import PRESETS, Recipe, with_budget
 from rotationzoo.rotations import Rotation, Rotations

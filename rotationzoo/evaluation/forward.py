@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.evaluation.pace import Pace
+from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, intercept
-from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder

@@ -52,8 +52,9 @@ from rotationzoo.evaluation.tasks.answering import (
     describe_rounds,
 )
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
+from rotationzoo.geometry import Geometry, has_latents
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta, has_latents
+from rotationzoo.model.geometry import geometry_of, geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable

@@ -14,7 +14,7 @@ from rotationzoo.artifact.layout import tensor_name
 from rotationzoo.artifact.manifest import Manifest
 from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import cached_layers, geometry_from_json
+from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
 from rotationzoo.report.conditions import describe_arms, describe_prefill

@@ -7,7 +7,7 @@ from typing import Self
 from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import FINE, SGLANG, SIMULATED
-from rotationzoo.model.geometry import Layer, cached_layers
+from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.report.figures import Section
 from rotationzoo.report.tables import Table
 from rotationzoo.rotations import LATENT, SIDES

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
-from rotationzoo.model.geometry import cached_layers
+from rotationzoo.geometry import cached_layers
 from rotationzoo.report.arms import gather_arms
 from rotationzoo.report.charts import draw_png
 from rotationzoo.report.commands import (

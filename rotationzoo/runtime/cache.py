@@ -13,9 +13,10 @@ from transformers.cache_utils import (
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
 from rotationzoo.model.cache_names import cache_argument, returned_cache
-from rotationzoo.model.geometry import geometry_of, shifted_layers
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.artifacts import open_artifact, warn_of_other_weights

@@ -17,8 +17,9 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
+from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import check_group_size, geometry_on_meta, head_dims
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import position_count, scaling_of

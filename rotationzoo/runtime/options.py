@@ -19,7 +19,8 @@ from rotationzoo.engines.registry import (
 )
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import Bits, bits_beside_windows, check_bits, reduced_rotations
-from rotationzoo.model.geometry import check_group_size, geometry_of
+from rotationzoo.geometry import check_group_size
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.artifacts import check_fits

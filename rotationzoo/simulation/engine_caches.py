@@ -14,8 +14,8 @@ import torch
 
 from rotationzoo.codec import int2
 from rotationzoo.errors import UsageError
+from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.hadamard import hadamard
-from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.rotations import Rotations
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.engine_formats import (

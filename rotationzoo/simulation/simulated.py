@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, intercept
-from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.latent import expand
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.simulation.arm import Arm

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.rotations import Rotations
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout

@@ -47,10 +47,11 @@ from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.codec import cuda
 from rotationzoo.codec.formats import FINE, SGLANG
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
+from rotationzoo.geometry import Geometry, has_latents, shifted_layers
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_on_meta, has_latents, shifted_layers
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Data, Recipe

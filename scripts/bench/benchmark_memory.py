@@ -43,9 +43,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 from rotationzoo import RotatedCache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.cache_names import cache_argument
-from rotationzoo.model.geometry import Geometry, Layer, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.runtime.options import CacheOptions

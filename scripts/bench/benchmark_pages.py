@@ -36,7 +36,7 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.model.geometry import Layer
+from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.runtime.settings import CacheSettings

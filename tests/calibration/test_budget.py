@@ -31,8 +31,9 @@ from rotationzoo.cli.app import app
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import reduced_rotations
+from rotationzoo.geometry import Layer
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback

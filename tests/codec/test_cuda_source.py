@@ -12,8 +12,8 @@ from rotationzoo.checks.comparison import draw_rows, edge_rows
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Layer
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.arm import Arm
 

@@ -12,7 +12,8 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.geometry import Layer
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime import stream as stream_module
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck

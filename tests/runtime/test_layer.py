@@ -13,7 +13,7 @@ from support.naive_cache import NaiveLayer
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Layer
+from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.layer import RotatedLayer, RotatedSlidingLayer
 from rotationzoo.runtime.padding import Padding

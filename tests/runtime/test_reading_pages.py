@@ -20,8 +20,8 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.formats import FORMATS, SGLANG
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.geometry import Layer
 from rotationzoo.model.capture import capture
-from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.paged_attention import PageReader

@@ -12,7 +12,7 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Layer
+from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.layer import RotatedLayer

@@ -11,7 +11,8 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.geometry import Layer
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.arm import Arm
 

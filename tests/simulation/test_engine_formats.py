@@ -11,7 +11,7 @@ from scipy.linalg import hadamard
 
 from rotationzoo.codec.formats import SGLANG
 from rotationzoo.errors import UsageError
-from rotationzoo.model.geometry import Layer
+from rotationzoo.geometry import Layer
 from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
 from rotationzoo.simulation.engine_formats import (
     gaussian_centroids,

@@ -8,7 +8,8 @@ from support import architectures
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.geometry import Layer
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm

@@ -15,8 +15,9 @@ from support.naive_cache import naive_cache
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS, SGLANG
 from rotationzoo.evaluation.forward import attention_modules
+from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import long_masks
-from rotationzoo.model.geometry import geometry_of, shifted_layers
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout

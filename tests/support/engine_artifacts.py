@@ -16,8 +16,9 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.evaluation.arms import pooled_rotations
+from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.linalg.moments import average
-from rotationzoo.model.geometry import Layer, cached_layers, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Recipe
 from rotationzoo.writer import write_artifact
 from support import architectures
