@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.calibration.budget import spend_bits
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
+from rotationzoo.codec.budget import spend_bits
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading

@@ -6,7 +6,7 @@ This stands apart from `plan` because `verify` needs it, and does not wait for t
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rotationzoo.calibration.budget import check_budget
+from rotationzoo.codec.budget import check_budget
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims
 from rotationzoo.linalg import compositions

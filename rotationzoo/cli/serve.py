@@ -75,7 +75,7 @@ def serve_command(
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += [_OURS, dumps(named), *handed_on]
     layout = settings.layout
-    if artifact.rotations.has_budget and not settings.arm.rotations.has_budget:
+    if artifact.rotations.has_budget and not settings.codec.rotations.has_budget:
         out.note(
             "The budget of bits is left out: beside layers with a sliding window, all others have "
             "blocks of the same bytes"
@@ -84,7 +84,7 @@ def serve_command(
         out.note("Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits")
     else:
         out.note(
-            f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} "
+            f"Serving codes written by {settings.codec.rounding} rounding, the first {layout.sink} "
             f"and the last {layout.recent} tokens exact"
         )
     line = shlex.join(words)

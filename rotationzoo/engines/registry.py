@@ -52,7 +52,7 @@ class Entry:
     """Whether it stores layers with a sliding window in 2 bits. Where not, a budget of bits is left
     out beside them."""
     prefill_layout: Literal["server", "window"] = "server"
-    """Which tokens of earlier chunks of a prompt stay exact, as in `simulation.layout`."""
+    """Which tokens of earlier chunks of a prompt stay exact, as in `codec.layout`."""
     needs_base: bool = False
     """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
 

@@ -86,7 +86,7 @@ class RotatedCache(DynamicCache):
         self.layers = [] if one_by_one else self._planned
         next_layer: Any = self._next_layer if one_by_one else None
         self.layer_class_to_replicate = next_layer
-        _check_means(settings.arm.rotations, model)
+        _check_means(settings.codec.rotations, model)
         watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
         watch_attention(model)
@@ -174,7 +174,7 @@ class RotatedCache(DynamicCache):
     def _build_layers(self, model: PreTrainedModel) -> list[Any]:
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = [*DynamicCache(config=config).layers]
-        rotations = self.settings.arm.rotations
+        rotations = self.settings.codec.rotations
         if unknown := [index for index in rotations if index >= len(layers)]:
             raise RotationZooError(
                 f"the rotations are for layer {unknown[0]}, and {type(model).__name__} caches "

@@ -9,7 +9,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.pooling import reduced_rotations
+from rotationzoo.codec.budget import Bits, bits_beside_windows, check_bits
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.engines.registry import (
     DEFAULT,
     ENGINE_NAMES,
@@ -18,15 +22,13 @@ from rotationzoo.engines.registry import (
     find_engine,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import Bits, bits_beside_windows, check_bits, reduced_rotations
 from rotationzoo.geometry import check_group_size
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.loading import full_attention_layers
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.artifacts import check_fits
 from rotationzoo.runtime.settings import CacheSettings, Reading
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.words import nearest
 
 Rounding = Literal["nearest", "feedback"]
@@ -73,9 +75,9 @@ def build_settings(
             raise UsageError("settings of a cache take no options", hint="leave out the options")
         return rotations
     check_options({**options})
-    recipe, name, engine = Recipe(), "this cache", options.get("engine", DEFAULT)
+    recipe, engine = Recipe(), options.get("engine", DEFAULT)
     if isinstance(rotations, Artifact):
-        recipe, name = rotations.recipe, str(rotations.folder)
+        recipe = rotations.recipe
         check_fits(rotations, model)
         bits = served_bits(options, [rotations], model.config)
         rotations = served_rotations(rotations, engine, bits)
@@ -89,7 +91,7 @@ def build_settings(
     elif options.get("bits") is not None:
         raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
     options = as_engine(options, rotations.has_budget)
-    settings = settle(name, recipe, rotations, options)
+    settings = settle(recipe, rotations, options)
     dims = {rotation.dim for _, _, rotation in rotations.each()}
     check_group_size(settings.layout.group_size, dims)
     return settings
@@ -122,7 +124,9 @@ def served_bits(
     bits: Bits = options.get("bits")
     if find_engine(options.get("engine", DEFAULT)).sliding:
         return bits
-    return bits_beside_windows(bits, artifacts, config)
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    has_windows = full_attention_layers(config) is not None
+    return bits_beside_windows(bits, has_budget, has_windows)
 
 
 def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rotations:
@@ -132,7 +136,7 @@ def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rota
     return reduced_rotations(artifact, not entry.heads, entry.uncentered, bits)
 
 
-def settle(name: str, recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
+def settle(recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
     """The settings that options make, with all that the engine decides in them, and a recipe."""
     layout = CacheLayout(
         SIMULATED[options["format"]],
@@ -142,10 +146,10 @@ def settle(name: str, recipe: Recipe, rotations: Rotations, options: CacheOption
         group_size=options.get("group_size", recipe.group_size),
     )
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
-    arm = Arm(name, rotations, layout.group_size, options.get("rounding", default))
+    codec = RotatedCodec(rotations, layout.group_size, options.get("rounding", default))
     slack = options.get("slack", CacheSettings.slack)
     reading = options.get("reading", CacheSettings.reading)
-    return CacheSettings(arm, layout, slack, reading=reading)
+    return CacheSettings(codec, layout, slack, reading=reading)
 
 
 def check_options(options: dict[str, Any]) -> None:

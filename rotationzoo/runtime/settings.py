@@ -5,10 +5,10 @@ from typing import Literal
 
 import torch
 
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 Reading = Literal["auto", "rows", "pages"]
 """Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
@@ -19,7 +19,7 @@ class CacheSettings:
     """How the layers of a cache store their tokens. Raises `RotationZooError` for a format with
     codes of more than 2 bits, which only a simulation reads."""
 
-    arm: Arm
+    codec: RotatedCodec
     layout: CacheLayout = field(default_factory=CacheLayout)
     """The sizes of the exact windows, the format, and what a chunk reads of earlier ones."""
     slack: int = 64
@@ -38,12 +38,12 @@ class CacheSettings:
 
     def page_layout(self, layer: int, side: str) -> PageLayout:
         """How a page holds the codes of a side."""
-        return self.arm.page_layout(layer, side, self.block, self.layout.format)
+        return self.codec.page_layout(layer, side, self.block, self.layout.format)
 
     def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "CacheSettings":
         """The same with the rotations of one layer alone, on the device of its keys and values
         `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
-        return replace(self, arm=self.arm.for_layer(index, key, value))
+        return replace(self, codec=self.codec.for_layer(index, key, value))
 
     def __deepcopy__(self, memo: object) -> "CacheSettings":
         return self  # copies of a cache share its rotations

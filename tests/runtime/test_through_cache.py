@@ -9,13 +9,13 @@ from support.caches import distance, random_arm, read_whole, simulate
 from support.float64 import CLOSE
 from support.induction import save_induction
 
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data
 from rotationzoo.report.conditions import describe_recall
 from rotationzoo.runtime.through_cache import ThroughCache
-from rotationzoo.simulation.layout import CacheLayout
 
 IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
 

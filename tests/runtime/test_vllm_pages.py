@@ -11,6 +11,8 @@ from support.float64 import to_float64
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
@@ -22,8 +24,6 @@ from rotationzoo.runtime.vllm import steps
 from rotationzoo.runtime.vllm.pages import LayerPages, attend_rows
 from rotationzoo.runtime.vllm.settings import cell_bytes, select_heads
 from rotationzoo.runtime.vllm.steps import Known, Planner
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 HEADS, DIM, TOKENS = 2, 16, 8
 GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
@@ -44,7 +44,7 @@ def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=Fals
     if not kernel:
         rotations = to_float64(rotations)
     layout = CacheLayout(STORED[format], sink, recent, prefill_layout="window")
-    return CacheSettings(Arm("", rotations, rounding=rounding), layout, block=8)
+    return CacheSettings(RotatedCodec(rotations, rounding=rounding), layout, block=8)
 
 
 class Server:
@@ -252,13 +252,13 @@ def test_padding_writes_to_nobodys_page():
 
 def test_a_process_holds_its_heads():
     settings = settings_of("budget")
-    white = torch.eye(settings.arm.rotations[0].key.dim).repeat(2, 1, 1)
-    whitened = settings.arm.rotations.replace(
+    white = torch.eye(settings.codec.rotations[0].key.dim).repeat(2, 1, 1)
+    whitened = settings.codec.rotations.replace(
         lambda _, side, rotation: replace(rotation, whitening=white)
     )
-    settings = replace(settings, arm=replace(settings.arm, rotations=whitened))
-    chosen = select_heads(settings, slice(1, 2)).arm.rotations[0].key
-    whole = settings.arm.rotations[0].key
+    settings = replace(settings, arm=replace(settings.codec, rotations=whitened))
+    chosen = select_heads(settings, slice(1, 2)).codec.rotations[0].key
+    whole = settings.codec.rotations[0].key
     assert torch.equal(chosen.mean, whole.mean[1:])
     assert torch.equal(chosen.feedback, whole.feedback[1:])
     assert torch.equal(chosen.matrix, whole.matrix[1:])
@@ -359,7 +359,7 @@ def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
     rotations = fit(None, PRESETS["random"], geometry).replace(
         lambda layer, side, each: replace(each, fine_channels=torch.tensor(bits[layer][side]))
     )
-    return replace(settings, arm=replace(settings.arm, rotations=rotations))
+    return replace(settings, arm=replace(settings.codec, rotations=rotations))
 
 
 def test_the_cells_of_a_layer_take_what_its_budget_says():

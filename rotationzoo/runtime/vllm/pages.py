@@ -68,7 +68,7 @@ class LayerPages:
         """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
         slots of copies of this type. `settings` have the rotations on the tensor's device. Raises
         `RotationZooError` for pages of other bytes than this layer's."""
-        self.arm, self.format, self.layer = settings.arm, settings.layout.format, layer
+        self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
         memory = cache.view(torch.uint8).flatten(1)
@@ -78,7 +78,7 @@ class LayerPages:
         begin = 0
         # A page holds the keys of its tokens, and then their values.
         for side in SIDES:
-            layout = self.arm.page_layout(layer, side, self.tokens, self.format)
+            layout = self.codec.page_layout(layer, side, self.tokens, self.format)
             self.layouts[side] = layout
             self.memory[side] = memory[:, begin : begin + layout.bytes]
             shape = slots, self.heads, self.tokens, layout.dim
@@ -96,12 +96,12 @@ class LayerPages:
     def write(self, step: Step, rows: dict[str, torch.Tensor]) -> None:
         """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
         for side, of_side in rows.items():
-            encoder = self.arm.encoder(self.layer, side, self.format, of_side.device)
+            encoder = self.codec.encoder(self.layer, side, self.format, of_side.device)
             if encoder is not None:
-                rotated = self.arm.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
+                rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
                 self._store(step, side, of_side, encoder.store(rotated))
                 continue
-            stored = self.arm.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
+            stored = self.codec.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
             layout = self.layouts[side]
             sections = layout.view(self.memory[side])
             for section, value in zip(sections, layout.split(stored), strict=True):
@@ -178,8 +178,8 @@ class LayerPages:
         return PackedSide(
             PageBlocks(memory, reading.offsets, room),
             self.layouts[side],
-            self.arm.inverse(self.layer, side),
-            self.arm.rotations[self.layer][side].mean,
+            self.codec.inverse(self.layer, side),
+            self.codec.rotations[self.layer][side].mean,
             reading.offsets,
             memory.data_ptr(),
         )
@@ -199,7 +199,7 @@ class LayerPages:
         """What several new tokens of one request read `[T, H_q, D]`."""
         read = {}
         for side, rows in new.items():
-            read[side] = self.arm.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
+            read[side] = self.codec.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
             if chunk.length > chunk.count:
                 earlier = self._read_earlier(step, chunk, side).to(rows.dtype)
                 read[side] = torch.cat([earlier, read[side]], 2)
@@ -215,14 +215,14 @@ class LayerPages:
         sections = self.layouts[side].view(memory[pages])
         parts = (section.transpose(0, 1).flatten(1, 2)[None, :, :start] for section in sections)
         stored = self.layouts[side].dequantize(Sections(*parts))
-        restored = self.arm.restore(stored, self.layer, side)
+        restored = self.codec.restore(stored, self.layer, side)
         position = torch.arange(start, device=restored.device)
         sink, recent = step.reading.starts[chunk.row], step.chunk_starts[chunk.row]
         exact = (position < sink) | (position >= recent)
         slots = step.slot_of[pages][position // self.tokens]
         # Slot 0 for all that is read from codes: its copies are nobody's.
         copies = self.copies[side][torch.where(exact, slots, 0), :, position % self.tokens]
-        kept = self.arm.keep_exact(copies.transpose(0, 1)[None], self.layer, side)
+        kept = self.codec.keep_exact(copies.transpose(0, 1)[None], self.layer, side)
         return torch.where(exact[:, None], kept.to(restored.dtype), restored)
 
 

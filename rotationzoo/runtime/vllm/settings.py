@@ -14,13 +14,13 @@ from pydantic import Field
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda_attention
+from rotationzoo.codec.budget import bits_beside_windows
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.int2 import check_shape
 from rotationzoo.engines.registry import check_sides
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.evaluation.arms import bits_beside_windows
-from rotationzoo.model.loading import load_config
+from rotationzoo.model.loading import full_attention_layers, load_config
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, served_rotations, settle
@@ -91,11 +91,12 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     check_model(artifact, source)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
-    bits = bits_beside_windows(options.bits, [artifact], load_config(source))
+    has_windows = full_attention_layers(load_config(source)) is not None
+    bits = bits_beside_windows(options.bits, artifact.rotations.has_budget, has_windows)
     rotations = served_rotations(artifact, "vllm", bits)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
     chosen = as_engine(chosen | asked, rotations.has_budget)
-    return settle(artifact.folder.name, recipe, rotations, chosen)
+    return settle(recipe, rotations, chosen)
 
 
 def check_model(artifact: Artifact, source: Source) -> None:
@@ -152,9 +153,9 @@ def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
         raise RotationZooError(
             "reading pages on this GPU needs NVIDIA's cuda.core", hint=f"install it with: {INSTALL}"
         )
-    arm, format = settings.arm, settings.layout.format
-    for layer in arm.rotations:
-        key, value = (arm.page_layout(layer, side, 64, format) for side in SIDES)
+    codec, format = settings.codec, settings.layout.format
+    for layer in codec.rotations:
+        key, value = (codec.page_layout(layer, side, 64, format) for side in SIDES)
         if not cuda_attention.supports(key, value, dtype):
             raise UnsupportedModel(
                 f"no kernel reads heads of {key.dim} channels in {key.groups} groups with {dtype}"
@@ -175,8 +176,8 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
         }
         return replace(rotation, **chosen)
 
-    arm = replace(settings.arm, rotations=settings.arm.rotations.replace(select))
-    return replace(settings, arm=arm)
+    codec = replace(settings.codec, rotations=settings.codec.rotations.replace(select))
+    return replace(settings, codec=codec)
 
 
 def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None) -> int:
@@ -184,15 +185,15 @@ def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None
     value. Without a layer, those of all layers. Raises `UnsupportedModel` for another head size
     than the rotations', and `RotationZooError` for one that the format cannot store, and where no
     layer is given and their bytes differ."""
-    arm, format, tokens = settings.arm, settings.layout.format, 64
-    sizes = dict.fromkeys(arm.rotations if layer is None else [layer], 0)
+    codec, format, tokens = settings.codec, settings.layout.format, 64
+    sizes = dict.fromkeys(codec.rotations if layer is None else [layer], 0)
     for number, side in product(sizes, SIDES):
-        page = arm.page_layout(number, side, tokens, format)
+        page = codec.page_layout(number, side, tokens, format)
         if page.dim != head_size:
             raise UnsupportedModel(
                 f"the model has heads of {head_size}, and the rotations are for {page.dim}"
             )
-        check_shape(head_size, arm.group_size or head_size, page.format)
+        check_shape(head_size, codec.group_size or head_size, page.format)
         sizes[number] += page.bytes // (page.heads * tokens)
     if len({*sizes.values()}) > 1:
         raise RotationZooError(

@@ -15,7 +15,7 @@ import torch
 
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.codec.layout import CacheLayout
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
