@@ -12,6 +12,7 @@ from transformers.cache_utils import (
 )
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.settings import CacheOptions, CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
@@ -26,10 +27,9 @@ from rotationzoo.runtime.layer import (
     RotatedSlidingLayer,
     states_of,
 )
-from rotationzoo.runtime.options import CacheOptions, Given, build_settings
+from rotationzoo.runtime.options import Given, build_settings
 from rotationzoo.runtime.padding import Padding, watch_padding
 from rotationzoo.runtime.paged_attention import PageReading, watch_attention
-from rotationzoo.runtime.settings import CacheSettings
 
 
 class RotatedCache(DynamicCache):

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.settings import CacheOptions, as_engine
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import (
@@ -36,7 +37,7 @@ from rotationzoo.runtime.continuation import (
     describe_text,
 )
 from rotationzoo.runtime.generation import MAX_NEW_TOKENS, Generation
-from rotationzoo.runtime.options import CacheOptions, as_engine, build_settings, served_bits
+from rotationzoo.runtime.options import build_settings, served_bits
 from rotationzoo.runtime.prompt import LEAD, Prompt, encode_prompt, put_text_before, write_example
 from rotationzoo.runtime.text_stream import TextStream, Write
 

@@ -12,8 +12,8 @@ from rotationzoo.codec import attention, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.rotations import LATENT, SIDES
-from rotationzoo.runtime.settings import CacheSettings
 
 READ_TOGETHER = {"key": 16, "value": 2, LATENT: 16}
 """Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block

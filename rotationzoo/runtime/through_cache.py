@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
 
 
 class ThroughCache:

@@ -45,14 +45,13 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheOptions, CacheSettings
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotation, Rotations
-from rotationzoo.runtime.options import CacheOptions
-from rotationzoo.runtime.settings import CacheSettings
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,

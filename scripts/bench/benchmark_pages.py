@@ -38,10 +38,10 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.pages import LayerPages
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step
 

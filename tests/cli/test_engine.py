@@ -12,10 +12,10 @@ from support.reports import evaluate
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.reductions import choose_measures
-from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import job as evaluation_module
 from rotationzoo.evaluation.arms import build_arms

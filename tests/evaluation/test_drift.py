@@ -11,6 +11,7 @@ from support.float64 import to_float64
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.drift import measure_drift
@@ -22,7 +23,6 @@ from rotationzoo.model.prediction import continue_greedily
 from rotationzoo.progress import silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.through_cache import ThroughCache
 
 IDS = torch.randint(5, 60, (3, 25), generator=torch.Generator().manual_seed(1))
@@ -68,7 +68,7 @@ def test_the_greedy_text_of_the_cache_is_another_after_as_many_tokens(tiny, chun
     assert drift.by_step[-1].kl > 1e-3
     prompt = IDS[2:, :20]
     exact, _ = continue_greedily(model, prompt, None, 12)
-    cache = RotatedCache(CacheSettings(arm, layout), model)
+    cache = RotatedCache(CacheSettings(arm.codec, layout), model)
     for start in range(0, 20 - (chunk or 20), chunk or 20):
         model(input_ids=prompt[:, start : start + chunk], past_key_values=cache)
     rest = prompt[:, cache.get_seq_length() :]

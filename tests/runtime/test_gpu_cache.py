@@ -14,6 +14,7 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
@@ -21,7 +22,6 @@ from rotationzoo.runtime import stream as stream_module
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.layer import RotatedLayer
 from rotationzoo.runtime.padding import Padding
-from rotationzoo.runtime.settings import CacheSettings
 
 IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
 

@@ -14,13 +14,13 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.size import codec_bits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.layer import RotatedLayer, RotatedSlidingLayer
 from rotationzoo.runtime.padding import Padding
-from rotationzoo.runtime.settings import CacheSettings
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 16, 12
 GEOMETRY = [Layer(0, 0, 4, HEADS, KEY_DIM, VALUE_DIM)]

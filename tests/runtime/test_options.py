@@ -58,7 +58,7 @@ def test_error_feedback_is_used_where_an_artifact_has_its_factors(demo, made):
     assert RotatedCache(rotations, demo, rounding="nearest").settings.codec.rounding == "nearest"
     plain = without_factors(rotations)
     assert RotatedCache(plain, demo).settings.codec.rounding == "nearest"
-    with pytest.raises(RotationZooError, match="has no factors"):
+    with pytest.raises(RotationZooError, match="have no factors"):
         RotatedCache(plain, demo, rounding="feedback")
 
 

@@ -22,12 +22,12 @@ from rotationzoo.codec.formats import FORMATS, SGLANG
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.model.capture import capture
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.paged_attention import PageReader
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.stream import READ_TOGETHER, Blocks, Reach, Stream
 
 WINDOWS = CacheLayout(sink=2, recent=5)

@@ -13,13 +13,13 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.layer import RotatedLayer
 from rotationzoo.runtime.padding import Padding
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm import steps
 from rotationzoo.runtime.vllm.pages import LayerPages, attend_rows
 from rotationzoo.runtime.vllm.settings import cell_bytes, select_heads

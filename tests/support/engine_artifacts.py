@@ -12,10 +12,10 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.pooling import pooled_rotations
 from rotationzoo.codec import int2
+from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
-from rotationzoo.engines.registry import ENGINES
 from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import geometry_of

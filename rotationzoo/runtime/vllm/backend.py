@@ -26,9 +26,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
 from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.pages import LayerPages
 from rotationzoo.runtime.vllm.settings import cell_bytes, check_kernels, read_settings, select_heads
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step, count_slots

@@ -20,9 +20,9 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, S
 from rotationzoo.codec.cuda import Argument, Launcher, Packed, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.steps import Chunk, Reading, Step, Window
 
 _STORE = Path(__file__).with_name("store.cu")

@@ -14,17 +14,22 @@ from pydantic import Field
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda_attention
-from rotationzoo.codec.budget import bits_beside_windows
+from rotationzoo.codec.budget import bits_beside_windows, reduce_rotations
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.engines import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
-from rotationzoo.engines.registry import check_sides
+from rotationzoo.codec.settings import (
+    CacheOptions,
+    CacheSettings,
+    Rounding,
+    as_engine,
+    complete_settings,
+)
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.loading import full_attention_layers, load_config
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, served_rotations, settle
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.plugin import check_version
 from rotationzoo.storage import strict_json
 
@@ -93,10 +98,11 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
     has_windows = full_attention_layers(load_config(source)) is not None
     bits = bits_beside_windows(options.bits, artifact.rotations.has_budget, has_windows)
-    rotations = served_rotations(artifact, "vllm", bits)
+    uncentered = find_engine("vllm").uncentered
+    rotations = reduce_rotations(artifact.rotations, recipe, uncentered, bits)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
     chosen = as_engine(chosen | asked, rotations.has_budget)
-    return settle(recipe, rotations, chosen)
+    return complete_settings(recipe, rotations, chosen)
 
 
 def check_model(artifact: Artifact, source: Source) -> None:
