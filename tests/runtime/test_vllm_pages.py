@@ -256,7 +256,7 @@ def test_a_process_holds_its_heads():
     whitened = settings.codec.rotations.replace(
         lambda _, side, rotation: replace(rotation, whitening=white)
     )
-    settings = replace(settings, arm=replace(settings.codec, rotations=whitened))
+    settings = replace(settings, codec=replace(settings.codec, rotations=whitened))
     chosen = select_heads(settings, slice(1, 2)).codec.rotations[0].key
     whole = settings.codec.rotations[0].key
     assert torch.equal(chosen.mean, whole.mean[1:])
@@ -359,7 +359,7 @@ def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
     rotations = fit(None, PRESETS["random"], geometry).replace(
         lambda layer, side, each: replace(each, fine_channels=torch.tensor(bits[layer][side]))
     )
-    return replace(settings, arm=replace(settings.codec, rotations=rotations))
+    return replace(settings, codec=replace(settings.codec, rotations=rotations))
 
 
 def test_the_cells_of_a_layer_take_what_its_budget_says():
