@@ -205,12 +205,12 @@ def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read
         server.begin(request)
         server.run({request: draw(40, seed=request + 1)})
     step = server.plan({"first": 1})
-    assert step.reading.starts.tolist() == [0], "the sink, too"
-    assert step.reading.ends.tolist() == [40], "the new token alone is exact"
+    assert step.decode.starts.tolist() == [0], "the sink, too"
+    assert step.decode.ends.tolist() == [40], "the new token alone is exact"
     assert int((server.planner.slot_of > 0).sum()) <= server.planner.slots - 1
     fresh = server.plan({2: 1})
-    assert fresh.reading.starts.tolist() == [3]
-    assert fresh.reading.ends.tolist() == [41 - 6]
+    assert fresh.decode.starts.tolist() == [3]
+    assert fresh.decode.ends.tolist() == [41 - 6]
 
 
 def test_offsets_of_pages_may_exceed_two_gigabytes():
@@ -219,7 +219,7 @@ def test_offsets_of_pages_may_exceed_two_gigabytes():
     server.begin(0)
     step = server.plan({0: 20})
     expected = [page * 2**30 for page in server.tables[0]]
-    assert step.reading.offsets[0, : len(expected)].tolist() == expected
+    assert step.decode.page_table[0, : len(expected)].tolist() == expected
 
 
 def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
@@ -230,9 +230,9 @@ def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
     server.begin("second")
     server.run({"second": draw(30)})
     after = server.plan({"first": 1})
-    for name in ("pages", "places", "slots"):
+    for name in ("pages", "page_offsets", "slots"):
         assert getattr(after, name).data_ptr() == getattr(before, name).data_ptr()
-    assert after.reading.offsets.data_ptr() == before.reading.offsets.data_ptr()
+    assert after.decode.page_table.data_ptr() == before.decode.page_table.data_ptr()
 
 
 def test_padding_writes_to_nobodys_page():
@@ -289,10 +289,10 @@ def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
 
 def describe(server, step) -> list:
     """A plan without the numbers of slots, of which any that is free may be taken."""
-    reading, page_of = step.reading, server.planner._page_of
-    windows = [reading.sink, reading.recent]
-    tensors = [reading.starts, reading.ends, reading.recent.starts, reading.offsets]
-    tensors += [step.pages, step.places, page_of[step.slots]]
+    decode, page_of = step.decode, server.planner._page_of
+    windows = [decode.sink, decode.recent]
+    tensors = [decode.starts, decode.ends, decode.recent.starts, decode.page_table]
+    tensors += [step.pages, step.page_offsets, page_of[step.slots]]
     tensors += [window.lengths for window in windows]
     tensors += [page_of[window.slots.long()] for window in windows]
     return [tensor.tolist() for tensor in tensors]

@@ -23,7 +23,7 @@ from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
-from rotationzoo.runtime.vllm.steps import Chunk, Reading, Step, Window
+from rotationzoo.runtime.vllm.steps import Chunk, DecodeMetadata, Step, Window
 
 _STORE = Path(__file__).with_name("store.cu")
 
@@ -35,8 +35,8 @@ class PageBlocks(Sequence[torch.Tensor]):
 
     memory: torch.Tensor
     """uint8 `[pages, bytes of the section]`."""
-    offsets: torch.Tensor
-    """int64 `[B, N]`, as in `Reading`."""
+    page_table: torch.Tensor
+    """int64 `[B, N]`, as in `DecodeMetadata`."""
     room: int
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class PageBlocks(Sequence[torch.Tensor]):
             return [self[each] for each in range(self.room)[number]]
         if number >= self.room:
             raise IndexError(number)
-        return self.memory[self.offsets[:, number] // self.memory.stride(0)]
+        return self.memory[self.page_table[:, number] // self.memory.stride(0)]
 
 
 class LayerPages:
@@ -106,8 +106,8 @@ class LayerPages:
             sections = layout.view(self.memory[side])
             for section, value in zip(sections, layout.split(stored), strict=True):
                 by_token = value[0].transpose(0, 1).to(section.dtype)
-                section[step.pages, :, step.places] = by_token
-            self.copies[side][step.slots, :, step.places] = of_side
+                section[step.pages, :, step.page_offsets] = by_token
+            self.copies[side][step.slots, :, step.page_offsets] = of_side
 
     def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
         """Write packed rows to pages, and the rows to copies, in one launch."""
@@ -118,7 +118,7 @@ class LayerPages:
         sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
         arguments: list[Argument] = [
             *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
-            *(step.pages, step.places, step.slots, memory, *sizes),
+            *(step.pages, step.page_offsets, step.slots, memory, *sizes),
             *layout.starts[1:4],  # of third bits, scales and offsets
             *(layout.groups, packed.metadata.element_size()),
             *(copies, layout.dim * copies.element_size()),
@@ -149,23 +149,23 @@ class LayerPages:
         copies are read from their codes, and so are those before them in the window.
         """
         if step.singles is None:
-            output[:] = self._attend_single(step.reading, step.room, query, scores)
+            output[:] = self._attend_single(step.decode, step.room, query, scores)
             return
-        requests, places = step.singles
+        requests, tokens = step.singles
         if len(requests):
-            reading = step.reading.select(requests)
-            output[places] = self._attend_single(reading, step.room, query[places], scores)
+            decode = step.decode.select(requests)
+            output[tokens] = self._attend_single(decode, step.room, query[tokens], scores)
         for chunk in step.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
             new = {side: each[part] for side, each in rows.items()}
             output[part] = self._attend_chunk(step, chunk, query[part], new, scores)
 
     def _attend_single(
-        self, reading: Reading, room: int, query: torch.Tensor, scores: Scores
+        self, decode: DecodeMetadata, room: int, query: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        key, value = (self._packed(reading, room, side) for side in SIDES)
-        packed = PackedTokens(key, value, reading.ends, reading.starts)
-        windows = self._window(reading.sink), self._window(reading.recent)
+        key, value = (self._packed(decode, room, side) for side in SIDES)
+        packed = PackedTokens(key, value, decode.ends, decode.starts)
+        windows = self._window(decode.sink), self._window(decode.recent)
         exact = sum(window.tokens for window in windows)
         has_kernel = kernels_run_on(query.device) and cuda_attention.supports(
             key.layout, value.layout, query.dtype, exact
@@ -173,14 +173,14 @@ class LayerPages:
         attend = cuda_attention.attend if has_kernel else attention.attend
         return attend(query[:, :, None], packed, *windows, scores)[:, :, 0]
 
-    def _packed(self, reading: Reading, room: int, side: str) -> PackedSide:
+    def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
         memory = self.memory[side]
         return PackedSide(
-            PageBlocks(memory, reading.offsets, room),
+            PageBlocks(memory, decode.page_table, room),
             self.layouts[side],
             self.codec.inverse(self.layer, side),
             self.codec.rotations[self.layer][side].mean,
-            reading.offsets,
+            decode.page_table,
             memory.data_ptr(),
         )
 
@@ -210,17 +210,17 @@ class LayerPages:
         model's frame: keys without their mean where they are centered."""
         start = chunk.length - chunk.count
         memory = self.memory[side]
-        offsets = step.reading.offsets[chunk.row, : -(-start // self.tokens)]
-        pages = offsets // memory.stride(0)
+        page_table = step.decode.page_table[chunk.row, : -(-start // self.tokens)]
+        pages = page_table // memory.stride(0)
         sections = self.layouts[side].view(memory[pages])
         parts = (section.transpose(0, 1).flatten(1, 2)[None, :, :start] for section in sections)
         stored = self.layouts[side].dequantize(Sections(*parts))
         restored = self.codec.restore(stored, self.layer, side)
         position = torch.arange(start, device=restored.device)
-        sink, recent = step.reading.starts[chunk.row], step.chunk_starts[chunk.row]
+        sink, recent = step.decode.starts[chunk.row], step.chunk_starts[chunk.row]
         exact = (position < sink) | (position >= recent)
         slots = step.slot_of[pages][position // self.tokens]
-        # Slot 0 for all that is read from codes: its copies are nobody's.
+        # Slot 0 for all that is read from codes: its copies belong to no page.
         copies = self.copies[side][torch.where(exact, slots, 0), :, position % self.tokens]
         kept = self.codec.keep_exact(copies.transpose(0, 1)[None], self.layer, side)
         return torch.where(exact[:, None], kept.to(restored.dtype), restored)
