@@ -1,11 +1,13 @@
 """The codec of a rotated cache: from keys and values of a model to packed codes, and back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
 
 from rotationzoo.codec import clip, cuda_encoder, feedback, int2
+from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.pages import PageLayout
@@ -165,6 +167,13 @@ class RotatedCodec:
         groups = rotation.dim // (self.group_size or rotation.dim)
         stored = self.stored_format(layer, side, format)
         return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
+
+    def packed_side(
+        self, layer: int, side: str, layout: PageLayout, blocks: Sequence[torch.Tensor]
+    ) -> PackedSide:
+        """Pages of packed rows as attention reads them."""
+        mean = self.rotations[layer][side].mean
+        return PackedSide(blocks, layout, self.inverse(layer, side), mean)
 
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without

@@ -3,7 +3,7 @@ last block is full, another is made."""
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -210,13 +210,9 @@ class Stream:
         blocks = self.blocks[side]
         if not blocks.table:
             blocks.allocate(0, self.batch, self.tail[side].device)
-        return PackedSide(
-            list(blocks.table.values()),
-            blocks.layout,
-            self.codec.inverse(self.layer, side),
-            self.codec.rotations[self.layer][side].mean,
-            blocks.addresses(),
-        )
+        pages = list(blocks.table.values())
+        packed = self.codec.packed_side(self.layer, side, blocks.layout, pages)
+        return replace(packed, table=blocks.addresses())
 
     def crop(self, count: int) -> None:
         """Take back the last tokens, at most `exact_tokens`."""

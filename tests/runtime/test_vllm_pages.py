@@ -21,7 +21,7 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.layer import RotatedLayer
 from rotationzoo.runtime.padding import Padding
 from rotationzoo.runtime.vllm import steps
-from rotationzoo.runtime.vllm.pages import LayerPages, attend_rows
+from rotationzoo.runtime.vllm.pages import LayerPages, attend_causally
 from rotationzoo.runtime.vllm.settings import cell_bytes, select_heads
 from rotationzoo.runtime.vllm.steps import Known, Planner
 
@@ -142,7 +142,7 @@ def read_in_transformers(settings: CacheSettings, rows, calls=CALLS) -> list[tor
     layer, outputs = RotatedLayer(settings, 0, Padding()), []
     for new in calls_of(rows, calls):
         key, value = layer.update(*(new[side].transpose(0, 1)[None] for side in SIDES))
-        outputs.append(attend_rows(query_of(new["key"]), key, value, SCORES))
+        outputs.append(attend_causally(query_of(new["key"]), key, value, SCORES))
     return outputs
 
 

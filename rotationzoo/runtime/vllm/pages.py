@@ -6,7 +6,7 @@ and a prompt fills it in parts. So a token is written as codes as soon as it is 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -174,15 +174,10 @@ class LayerPages:
         return attend(query[:, :, None], packed, *windows, scores)[:, :, 0]
 
     def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
-        memory = self.memory[side]
-        return PackedSide(
-            PageBlocks(memory, decode.page_table, room),
-            self.layouts[side],
-            self.codec.inverse(self.layer, side),
-            self.codec.rotations[self.layer][side].mean,
-            decode.page_table,
-            memory.data_ptr(),
-        )
+        memory, table = self.memory[side], decode.page_table
+        blocks = PageBlocks(memory, table, room)
+        packed = self.codec.packed_side(self.layer, side, self.layouts[side], blocks)
+        return replace(packed, table=table, base=memory.data_ptr())
 
     def _window(self, window: Window) -> ExactWindow:
         copies = self.copies["key"], self.copies["value"]
@@ -203,7 +198,7 @@ class LayerPages:
             if chunk.length > chunk.count:
                 earlier = self._read_earlier(step, chunk, side).to(rows.dtype)
                 read[side] = torch.cat([earlier, read[side]], 2)
-        return attend_rows(query, read["key"], read["value"], scores)
+        return attend_causally(query, read["key"], read["value"], scores)
 
     def _read_earlier(self, step: Step, chunk: Chunk, side: str) -> torch.Tensor:
         """The rows `[1, H, L, D]` of the tokens before a chunk, as its queries read them in the
@@ -226,34 +221,20 @@ class LayerPages:
         return torch.where(exact[:, None], kept.to(restored.dtype), restored)
 
 
-def attend_rows(
+def attend_causally(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """The attention output `[T, H_q, D]` of the last T tokens' queries over rows `[1, H, L, D]`."""
     queries = query.transpose(0, 1)[None]
-    # As many heads as queries have: fast kernels know nothing else with this mask.
-    group = queries.shape[1] // key.shape[1]
-    key, value = (rows.repeat_interleave(group, 1) for rows in (key, value))
+    count, length = queries.shape[2], key.shape[2]
     if scores.soft_cap is None and scores.sinks is None:
-        mask = causal_lower_right(queries.shape[2], key.shape[2])
+        # As many heads as queries have: fast kernels know nothing else with this mask.
+        group = queries.shape[1] // key.shape[1]
+        key, value = (rows.repeat_interleave(group, 1) for rows in (key, value))
+        mask = causal_lower_right(count, length)
         read = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scores.scale)
     else:
-        read = _attend_by_definition(queries, key, value, scores)
+        position = torch.arange(length, device=query.device)
+        read_rows = position <= position[length - count :, None]
+        read = attention.attend_rows(queries, key, value, read_rows[None], scores)
     return read[0].transpose(0, 1)
-
-
-def _attend_by_definition(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-) -> torch.Tensor:
-    """The same with soft caps and sinks, `[1, H_q, T, D]`, computed in float32."""
-    logits = query.float() @ key.float().mT * scores.scale
-    if scores.soft_cap is not None:
-        logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap
-    count, length = logits.shape[2:]
-    position = torch.arange(length, device=logits.device)
-    logits = logits.masked_fill(position > position[length - count :, None], -torch.inf)
-    if scores.sinks is not None:
-        column = scores.sinks.float()[:, None, None].expand(1, -1, count, 1)
-        logits = torch.cat([logits, column], dim=-1)
-    weights = logits.softmax(-1)[..., :length]
-    return (weights @ value.float()).to(query.dtype)

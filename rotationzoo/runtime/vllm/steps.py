@@ -150,7 +150,7 @@ class Planner:
         most_requests: int,
         device: torch.device,
     ):
-        """For pages of so many tokens and bytes on this device, of which page 0 belongs to no request."""
+        """For pages of so many tokens and bytes on this device. Page 0 belongs to no request."""
         self.tokens, self.page_bytes, self.sink = tokens, page_bytes, layout.sink
         self.recent = layout.recent  # at least 1: a token reads itself exact
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens)
