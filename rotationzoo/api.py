@@ -12,8 +12,9 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
+from rotationzoo.codec.engines import DEFAULT, find_engine
+from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.engines.reductions import choose_measures
-from rotationzoo.engines.registry import DEFAULT, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation
@@ -33,7 +34,6 @@ from rotationzoo.recipe import (
 )
 from rotationzoo.runtime.generation import Generation, Sampling
 from rotationzoo.runtime.job import generate as run_generation
-from rotationzoo.runtime.options import CacheOptions
 from rotationzoo.runtime.text_stream import Write
 from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.runtime.vllm.probe import record_probes

@@ -30,7 +30,7 @@ HELP = "from rotationzoo.cli.app import app; app(['--help'], standalone_mode=Fal
         "import rotationzoo",
         "import rotationzoo; dir(rotationzoo); rotationzoo.__version__",
         "from rotationzoo.codec import formats",
-        "from rotationzoo.engines.registry import ENGINE_NAMES",
+        "from rotationzoo.codec.engines import ENGINE_NAMES",
         HELP,
     ],
     ids=["import", "dir", "formats", "engines", "--help"],

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.artifact.manifest import ROTATIONS
+from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.moments import Average, Averages
-from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, SIDES, LayerRotations, Rotation, Rotations
 

@@ -23,8 +23,8 @@ from rotationzoo.artifact.manifest import (
 from rotationzoo.artifact.measured import Measured, plain_arm
 from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry, geometry_from_json
 from rotationzoo.linalg.moments import Averages
-from rotationzoo.model.geometry import Geometry, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, folders, strict_json

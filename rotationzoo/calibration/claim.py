@@ -10,12 +10,12 @@ import torch
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
-from rotationzoo.calibration.budget import budget_problems
 from rotationzoo.calibration.fit import factor_problems, fit, sum_moments
+from rotationzoo.codec.budget import budget_problems
+from rotationzoo.geometry import Geometry, geometry_from_json, shifted_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering
-from rotationzoo.model.geometry import Geometry, geometry_from_json, shifted_layers
 from rotationzoo.recipe import BUDGETS, Recipe, from_dict
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 

@@ -13,9 +13,9 @@ from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver
 from rotationzoo.calibration.running_sums import RunningSums
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
-from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.progress import Progress, in_tokens, silent

@@ -10,10 +10,10 @@ import torch
 
 from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics
-from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
 

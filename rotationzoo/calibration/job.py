@@ -21,9 +21,9 @@ from rotationzoo.calibration.model_run import CalibrationResult, run_model
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.errors import RotationZooError, Unsound
+from rotationzoo.geometry import geometry_json
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import geometry_json
 from rotationzoo.model.source import Source, config_hash, fetch, fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import folders

@@ -23,9 +23,9 @@ from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from rotationzoo.artifact.store import MANIFEST
+from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.files import read_json
-from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory
 from rotationzoo.recipe import Recipe

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.calibration.budget import spend_bits
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
+from rotationzoo.codec.budget import spend_bits
+from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import attend_as_is, check_transparent
 from rotationzoo.model.centering import ShiftCheck
-from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.progress import Progress

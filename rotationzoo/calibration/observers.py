@@ -4,10 +4,10 @@ what errors of them cost, to the running sums."""
 import torch
 
 from rotationzoo.errors import UnsupportedModel
+from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.capture import Attention
-from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.model.latent import read_errors
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT

@@ -24,8 +24,9 @@ from rotationzoo.calibration.recipe_checks import (
     shorten_rows,
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
+from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of

@@ -6,11 +6,11 @@ This stands apart from `plan` because `verify` needs it, and does not wait for t
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rotationzoo.calibration.budget import check_budget
+from rotationzoo.codec.budget import check_budget
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
-from rotationzoo.model.geometry import Geometry, check_group_size, has_latents, head_dims
 from rotationzoo.model.rope import check_positions, position_count
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT

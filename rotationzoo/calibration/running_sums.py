@@ -14,8 +14,8 @@ import torch
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import zero_statistics
 from rotationzoo.errors import Unsound
+from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics
-from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.out_of_memory import Undo
 from rotationzoo.recipe import Recipe
 

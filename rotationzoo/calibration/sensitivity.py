@@ -13,9 +13,11 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.calibration.budget import COARSE
+from rotationzoo.codec.budget import COARSE
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Geometry
+from rotationzoo.geometry import Geometry
 from rotationzoo.model.prediction import (
     decoder_layers,
     divergence_of,
@@ -26,8 +28,6 @@ from rotationzoo.model.prediction import (
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
 ROWS, LONGEST = 8, 4096
@@ -59,7 +59,7 @@ def measure_sensitivities(
     layers = decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
         layers = []  # a layer that reads another one's cache needs it to run
-    arm = Arm(recipe.name, rotations, recipe.group_size, rounding="feedback")
+    codec = RotatedCodec(rotations, recipe.group_size, rounding="feedback")
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)[:ROWS]]
     losses = dict.fromkeys(places, 0.0)
     done, total = 0, len(longest) * len(places)
@@ -70,12 +70,12 @@ def measure_sensitivities(
             exact = _predict(model, row, cache.first_quantized)
         if len(outputs) != len(layers):
             layers = []  # they do not run once each, so a later one cannot stand for them
-        nothing = Simulation(arm, cache, geometry, readers[places[0][0]], sides=())
+        unchanged = Simulation(codec, cache, geometry, readers[places[0][0]], sides=())
         # In bfloat16, even an exact simulation differs from the model a little.
-        noise = _measure_loss(model, row, exact, nothing)
+        noise = _measure_loss(model, row, exact, unchanged)
         for index, side in places:
             progress("measuring what each layer loses", done, total)
-            simulation = Simulation(arm, cache, geometry, readers[index], (side,))
+            simulation = Simulation(codec, cache, geometry, readers[index], (side,))
             with _leaving_out(layers[:index], outputs):
                 loss = _measure_loss(model, row, exact, simulation) - noise
             if not math.isfinite(loss):  # a maximum of 0 and NaN is 0

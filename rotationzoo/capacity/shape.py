@@ -8,8 +8,9 @@ from typing import Any
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
+from rotationzoo.geometry import cached_layers
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import cached_layers, geometry_on_meta
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
 
 

@@ -18,8 +18,8 @@ from rotationzoo.checks.comparison import KernelComparison, draw_rows
 from rotationzoo.codec import cuda
 from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import cached_layers
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import cached_layers
 from rotationzoo.progress import Progress, silent
 from rotationzoo.writer import add_files
 

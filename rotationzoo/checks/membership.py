@@ -12,11 +12,12 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import check_artifacts, check_bound
+from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
-from rotationzoo.model.geometry import Geometry, cached_layers, geometry_on_meta
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable

@@ -3,7 +3,7 @@
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say
-from rotationzoo.engines.registry import ENGINES
+from rotationzoo.codec.engines import ENGINES
 from rotationzoo.words import counted
 
 

@@ -7,13 +7,13 @@ from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import CONTEXT, bits_per_element
 from rotationzoo.errors import ModelUnavailable
-from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json, has_latents
+from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
 from rotationzoo.model.loading import load_processor, load_tokenizer
 from rotationzoo.model.source import fetch
 from rotationzoo.recipe import Recipe
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import CONTEXT, bits_per_element
 from rotationzoo.words import counted, size_words
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, arms_of
 from rotationzoo.artifact.store import REPORT, Artifact
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.simulation.size import CONTEXT, EXACT_BITS
+from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.words import counted
 
 

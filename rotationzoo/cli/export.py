@@ -9,7 +9,7 @@ from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.engines.registry import EngineName
+from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
 
 

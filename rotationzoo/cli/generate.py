@@ -197,7 +197,7 @@ def suggest_next(
 ) -> None:
     """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
     what the rotations cost the model; model and engine are named as the user named them."""
-    from rotationzoo.engines.registry import ENGINES
+    from rotationzoo.codec.engines import ENGINES
 
     served = ["--for", engine] if engine and ENGINES[engine].format else []
     if "answer" in report and report["rotations"] is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from rotationzoo.codec.engines import EngineName
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.engines.registry import EngineName
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.registry import HUB_NAMES

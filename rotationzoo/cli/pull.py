@@ -9,7 +9,7 @@ from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.engines.registry import ENGINES, PullEngineName
+from rotationzoo.codec.engines import ENGINES, PullEngineName
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

@@ -69,7 +69,7 @@ def serve_command(
     notes = claim(read_command(words, handed_on))
     if has_weights(source):
         check_weights([artifact], source, anyway)
-    if artifact.rotations.has_budget and not settings.arm.rotations.has_budget:
+    if artifact.rotations.has_budget and not settings.codec.rotations.has_budget:
         out.note(
             "The budget of bits is left out: beside layers with a sliding window, all others have "
             "blocks of the same bytes"

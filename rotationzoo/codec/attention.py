@@ -127,9 +127,20 @@ def attend(
     values.append(packed.value.restore().to(dtype))
     masks.append(_reads(keys[-1].shape[2], packed.starts, packed.lengths[:, None], new))
     # The order of tokens does not matter.
-    key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2)
+    read = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2)
+    return attend_rows(query, *read, scores)
+
+
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """The attention output `[B, H_q, T, D_v]` of queries `[B, H_q, T, D]` over rows `[B, H, L, D]`,
+    in the type of the queries. `mask`, boolean `[B, T, L]`, says which rows each query reads; one
+    that reads none gets zeros. Computed as `attend` is."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    key = key.to(dtype).repeat_interleave(group, 1)
+    value = value.to(dtype).repeat_interleave(group, 1)
     logits = query.to(dtype) @ key.mT * scores.scale
     if scores.soft_cap is not None:
         logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap

@@ -176,7 +176,7 @@ def _unpack(data: torch.Tensor, packing: Packing, bits: int) -> torch.Tensor:
 
 def bits_per_element(dim: int, group_size: int | None = None, format: Format = SGLANG) -> float:
     """Average bits per quantized element: the bits of a code and its share of the group's scale and
-    offset. `simulation.size` counts exact tokens, too."""
+    offset. `codec.size` counts exact tokens, too."""
     metadata = format.metadata_numbers * format.metadata_bits
     return format.bits + format.fine_channels / dim + metadata / (group_size or dim)
 

@@ -18,15 +18,10 @@ from rotationzoo.engines.weight_edits import (
     write_changed_copy,
 )
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
+from rotationzoo.geometry import Geometry, cached_layers, has_latents, same_shapes
 from rotationzoo.linalg.compositions import invert
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import (
-    Geometry,
-    cached_layers,
-    geometry_on_meta,
-    has_latents,
-    same_shapes,
-)
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.latent import DOWN, NORM, UP, find_latent_parts
 from rotationzoo.model.quantized import quantization_of
 from rotationzoo.model.rope import same_scaling, scaling_of

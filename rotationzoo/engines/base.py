@@ -4,15 +4,17 @@ Outside `formats/`, a rotation R is always applied as `x @ R`. Each module in `f
 whether its engine wants R transposed.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
-from rotationzoo.model.geometry import Geometry, cached_layers, head_dims
+from rotationzoo.codec.engines import ENGINES
+from rotationzoo.geometry import Geometry, cached_layers, head_dims
 
 
 @dataclass(frozen=True)
@@ -123,3 +125,9 @@ def clip_text(ratio: float, off: float) -> str:
     """A clip ratio as text. No clipping, 1 in this package, becomes the engine's number `off`."""
     number = off if ratio == 1 else ratio
     return f"{number:g}"
+
+
+def load_engine(name: str) -> Engine:
+    """The module that writes an engine's files. Raises `KeyError` for an unknown name."""
+    module = importlib.import_module(f"rotationzoo.engines.formats.{ENGINES[name].module}")
+    return cast(Engine, module)

@@ -31,11 +31,7 @@ from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.engines.rotation_checks import check_pair
 from rotationzoo.engines.rotation_file import Pair, RotationFile, normalise
 from rotationzoo.errors import RotationZooError, first_sentence
-from rotationzoo.linalg import compositions
-from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL
-from rotationzoo.linalg.moments import Average, Averages
-from rotationzoo.model import centering, loading
-from rotationzoo.model.geometry import (
+from rotationzoo.geometry import (
     Geometry,
     Layer,
     cached_layers,
@@ -44,6 +40,10 @@ from rotationzoo.model.geometry import (
     head_dims,
     shifted_layers,
 )
+from rotationzoo.linalg import compositions
+from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL
+from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.model import centering, loading
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Recipe, name_of
 from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations

@@ -9,8 +9,9 @@ from itertools import pairwise
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, Layer, cached_layers, geometry_on_meta
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, config_hash, find, has_weights, weights_fingerprint
 
 

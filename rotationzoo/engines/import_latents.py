@@ -11,9 +11,10 @@ from rotationzoo.engines.formats.reading import check_layer
 from rotationzoo.engines.rotation_checks import check_matrices
 from rotationzoo.engines.rotation_file import RotationFile, normalise
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.geometry import Geometry, cached_layers, has_latents
 from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, cached_layers, geometry_on_meta, has_latents
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import LATENT

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import find_model
+from rotationzoo.calibration.pooling import reduced_rotations
+from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
-from rotationzoo.engines.registry import find_engine
-from rotationzoo.evaluation.arms import reduced_rotations
 from rotationzoo.rotations import LATENT, SIDES, Rotations
 from rotationzoo.storage.files import digest
 

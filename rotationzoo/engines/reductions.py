@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.engines import check_sides, choose_format, find_engine
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
-from rotationzoo.engines.registry import check_sides, choose_format, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.rotations import LATENT
 

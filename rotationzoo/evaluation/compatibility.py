@@ -9,8 +9,7 @@ from transformers import PretrainedConfig
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model import centering
-from rotationzoo.model.geometry import (
+from rotationzoo.geometry import (
     Geometry,
     check_group_size,
     has_latents,
@@ -18,6 +17,7 @@ from rotationzoo.model.geometry import (
     same_shapes,
     shifted_layers,
 )
+from rotationzoo.model import centering
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import complete_scaling, position_count, same_scaling, scaling_of
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint

@@ -26,7 +26,7 @@ from rotationzoo.evaluation.verdict import LEVEL, Answered, holm, read_correct, 
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.words import counted, percent
 
-RIVALS: dict[Action, str] = {
+SIMPLEST: dict[Action, str] = {
     "identity": "no rotation",
     "hadamard": "an uncalibrated rotation",
 }
@@ -68,7 +68,7 @@ def decide(
     shares = {name: kept_share(asked, given) or 0.0 for name, given in arms.items()}
     given, whole = _add_up(right & mine, sizes), _add_up(right, sizes)
     kept, interval = shares[arm], _kept_interval(shares[arm], given, whole, tasks, level)
-    others = {name: read_correct(arms[name]) for name in RIVALS if name in arms}
+    others = {name: read_correct(arms[name]) for name in SIMPLEST if name in arms}
     gains = {name: _add_up(mine.int() - other.int(), sizes) for name, other in others.items()}
     values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
     rivals, more = [], 0
@@ -111,7 +111,7 @@ def _undecided(arm: str, level: float, was_asked: bool) -> Decision:
         advice = "Ask what it can do: other --tasks, or shorter --lengths."
     words = [
         f"{reason}, so nothing shows what {plain_name(arm)} keeps.",
-        f"It is not clearly better than {' or '.join(RIVALS.values())}.",
+        f"It is not clearly better than {' or '.join(SIMPLEST.values())}.",
         advice,
     ]
     return Decision(arm=arm, action="nothing" if was_asked else "ask", level=level, words=words)
@@ -178,7 +178,7 @@ def _compare(
         torch.cat([gain / weights, opposed]), torch.cat([weights, half]), [*tasks, 2]
     )
     assert error is not None, "there are at least three"
-    alpha = 1 / len(RIVALS) / 2
+    alpha = 1 / len(SIMPLEST) / 2
     reach = float(stdtrit(max(1, len(sizes) - len(tasks)), 1 - level * alpha)) * error
     interval = [center - reach, center + reach]
     difference = (gain.sum() / weights.sum()).item()
@@ -214,11 +214,11 @@ def _compare_words(arm: str, rivals: Sequence[Rival], kept: Mapping[str, float])
     """How an arm compares, and the shares that its rivals keep, which have nearest codes."""
     name, has_feedback = plain_name(arm), arm.endswith("+feedback")
     if not rivals:
-        return f"Not compared with {' or '.join(RIVALS.values())}."
-    shares = [f"{RIVALS[rival.name]} keeps {percent(kept[rival.name])}" for rival in rivals]
+        return f"Not compared with {' or '.join(SIMPLEST.values())}."
+    shares = [f"{SIMPLEST[rival.name]} keeps {percent(kept[rival.name])}" for rival in rivals]
     parts = []
     for outlook, phrase in _PHRASES.items():
-        names = [RIVALS[rival.name] for rival in rivals if rival.outlook == outlook]
+        names = [SIMPLEST[rival.name] for rival in rivals if rival.outlook == outlook]
         if len(names) > 1:
             names = ["either" if outlook == "open" else "both"]
         parts += [f"{phrase} {each}" for each in names]

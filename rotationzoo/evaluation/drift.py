@@ -7,15 +7,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.scores import ArmDrift, Drift, StepMeasures
-from rotationzoo.evaluation.arms import BASELINES, RIVALS
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.forward import Through, Trial
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import continue_greedily, divergence_of
 from rotationzoo.model.rope import position_count
 from rotationzoo.progress import Progress
-
-_LEFT_OUT = {*BASELINES, *RIVALS} - {"identity"}
 
 
 @torch.no_grad()
@@ -35,20 +33,24 @@ def measure_drift(
     """
     room = (position_count(model.config) or 2**31) - tokens
     prompts = [ids[:, :room] for ids in batches if ids.shape[1] > trial.start]
-    arms = [arm for arm in trial.arms if arm.name not in _LEFT_OUT]
-    steps: dict[str, list[torch.Tensor]] = {arm.name: [] for arm in arms}
-    cache, runs, done = trial.caches[0], len(prompts) * len(arms), 0
+    codecs = {}
+    for arm in trial.arms:
+        is_read = arm.about.kind == "artifact" or arm.name == "identity"
+        if is_read and isinstance(arm.codec, RotatedCodec):
+            codecs[arm.name] = arm.codec
+    steps: dict[str, list[torch.Tensor]] = {name: [] for name in codecs}
+    cache, runs, done = trial.caches[0], len(prompts) * len(codecs), 0
     for prompt in prompts:
         progress("generating", done, runs)
         text = prompt.to(input_device(model))
         layout = replace(cache, prefill_chunk=cache.prefill_chunk or text.shape[1])
         written, exact = continue_greedily(model, text, None, tokens)
         text = torch.cat([text, written[:, :-1]], dim=1)
-        for arm in arms:
-            logits = through(model, arm, layout)(text, tokens, decoded=tokens - 1).logits
+        for name, codec in codecs.items():
+            logits = through(model, codec, layout)(text, tokens, decoded=tokens - 1).logits
             same = (exact.argmax(-1) == logits.argmax(-1)).float()
             kl = divergence_of(exact, logits)
-            steps[arm.name].append(torch.stack([same, kl], dim=-1).double().cpu())
+            steps[name].append(torch.stack([same, kl], dim=-1).double().cpu())
             done += 1
             progress("generating", done, runs)
     lengths = [len(row) for ids in prompts for row in ids]

@@ -12,17 +12,18 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.evaluation.pace import Pace
+from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, intercept
-from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
 Running = Callable[[], AbstractContextManager[None]]
@@ -37,7 +38,7 @@ class CacheReader(Protocol):
     def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **options: Any) -> Any: ...
 
 
-Through = Callable[[PreTrainedModel, Arm, CacheLayout], CacheReader]
+Through = Callable[[PreTrainedModel, RotatedCodec, CacheLayout], CacheReader]
 """`runtime.through_cache.ThroughCache`, which stands above this package: callers hand it in."""
 
 
@@ -113,7 +114,7 @@ def run_models(
             metrics = arms[cache, arm.name]
             queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(
-                arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
+                arm.codec, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
             running = partial(simulation.running, model, modules, metrics.observers)
         read = partial(_read, running, model, trial.start, metrics)

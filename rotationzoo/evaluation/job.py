@@ -12,22 +12,23 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from rotationzoo.artifact.measured import Measured, Probe, Text
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.budget import average_fine_channels
+from rotationzoo.calibration.pooling import check_pooled, has_statistics, reduced_rotations
 from rotationzoo.codec import int2
+from rotationzoo.codec.budget import (
+    Bits,
+    average_fine_channels,
+    bits_beside_windows,
+    check_bits,
+)
 from rotationzoo.codec.formats import BUDGETED
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import (
     BASELINES,
     RIVALS,
-    Bits,
-    bits_beside_windows,
     build_arms,
-    check_bits,
-    check_pooled,
     check_rivals,
-    has_statistics,
     judged_arms,
-    reduced_rotations,
     shared_recipe,
 )
 from rotationzoo.evaluation.compatibility import (
@@ -41,7 +42,7 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
-from rotationzoo.evaluation.decision import RIVALS as SIMPLEST
+from rotationzoo.evaluation.decision import SIMPLEST
 from rotationzoo.evaluation.drift import measure_drift
 from rotationzoo.evaluation.forward import Through, Trial, run_models
 from rotationzoo.evaluation.pace import Pace, Tell, tell_nobody
@@ -53,8 +54,9 @@ from rotationzoo.evaluation.tasks.answering import (
     describe_rounds,
 )
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
+from rotationzoo.geometry import Geometry, has_latents
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta, has_latents
+from rotationzoo.model.geometry import geometry_of, geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
@@ -63,7 +65,6 @@ from rotationzoo.model.rope import check_positions, position_count, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
 from rotationzoo.words import duration, nearest
 
@@ -198,9 +199,11 @@ def evaluate(
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
         variants = pooled, job.uncentered, job.bits
-        tested = build_arms(artifacts, geometry, job.baselines, *variants)
-        arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
-        judged = judged_arms(tested, job.rounding, job.pooled)
+        arms = build_arms(artifacts, geometry, job.baselines, *variants)
+        layers, judged = (
+            _layers_in_2_bits(job, geometry),
+            judged_arms(arms, job.rounding, job.pooled),
+        )
         deciding, pace = (*judged, *SIMPLEST), Pace(tell)
         tell_length = partial(_tell_length, pace, job, plan, deciding)
 
@@ -234,7 +237,7 @@ def evaluate(
                     name = artifact.folder.resolve().name
                     notes.append(f"{name} gets no record of what a server answers: {error}")
     layout = caches[0].prefill_layout if job.prefill_chunk else None
-    results = Results(trial, [each.about for each in tested], judged, measured, answers)
+    results = Results(trial, judged, measured, answers)
     report = assemble_report(
         results,
         text=Text(
@@ -320,7 +323,8 @@ def _leave_windows(
     full = loading.full_attention_layers(config)
     if not job.beside_windows or full is None:
         return job
-    bits = bits_beside_windows(job.bits, artifacts, config)
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    bits = bits_beside_windows(job.bits, has_budget, has_windows=True)
     if bits == "equal":
         notes = [*job.notes, "Beside layers with a sliding window, the budget of bits is left out"]
         job = replace(job, bits=bits, format=job.beside_windows, notes=notes)

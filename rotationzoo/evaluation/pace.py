@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.codec.layout import CacheLayout
 
 Reader = tuple[CacheLayout, str] | None
 """A cache and the name of an arm; None for the exact model."""

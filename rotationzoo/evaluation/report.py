@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rotationzoo.artifact.measured import (
-    AboutArm,
     Exact,
     Measured,
     MeasuredArm,
@@ -16,24 +15,24 @@ from rotationzoo.artifact.measured import (
 )
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import EVALUATION, Artifact
-from rotationzoo.evaluation.decision import RIVALS, decide
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import CONTEXT, codec_bits
+from rotationzoo.evaluation.arms import Arm
+from rotationzoo.evaluation.decision import SIMPLEST, decide
 from rotationzoo.evaluation.forward import Measurements, Trial
 from rotationzoo.evaluation.tasks.answering import TaskAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.evaluation.verdict import judge_window
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import CONTEXT, arm_bits
 from rotationzoo.storage import strict_json
 from rotationzoo.writer import add_files
 
 
 @dataclass(frozen=True)
 class Results:
-    """The results of the forward passes of an evaluation. `about` says what each of the trial's
-    arms is, and `judged` which of them decide."""
+    """The results of the forward passes of an evaluation. `judged` says which of the trial's arms
+    decide."""
 
     trial: Trial
-    about: Sequence[AboutArm]
     judged: Sequence[str]
     measured: Measurements
     answers: TaskAnswers
@@ -49,7 +48,7 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
     length = conditions["text"].length
     windows = []
     for cache in trial.caches:
-        arms = {about.name: _assemble_arm(results, cache, about, length) for about in results.about}
+        arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
         decisions = decide_all(results.answers, cache, results.judged)
         windows.append(_judge(cache.sink, cache.recent, arms, exact, decisions))
     notes = conditions.pop("notes") + results.answers.notes
@@ -65,19 +64,16 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
     )
 
 
-def _assemble_arm(
-    results: Results, cache: CacheLayout, about: AboutArm, length: int
-) -> MeasuredArm:
+def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm, length: int) -> MeasuredArm:
     trial, measured = results.trial, results.measured
-    arm = next(arm for arm in trial.arms if arm.name == about.name)
     tasks, all_tasks = score_arm(results.answers, cache, arm.name)
     return MeasuredArm(
-        **dict(about),
+        **dict(arm.about),
         **dict(measured.arms[cache, arm.name].measure_arm(measured.exact)),
         tasks=tasks,
         all_tasks=all_tasks,
-        bits_per_element=arm_bits(trial.geometry, arm, cache, CONTEXT),
-        bits_at_length=arm_bits(trial.geometry, arm, cache, length),
+        bits_per_element=codec_bits(trial.geometry, arm.codec, cache, CONTEXT),
+        bits_at_length=codec_bits(trial.geometry, arm.codec, cache, length),
     )
 
 
@@ -85,7 +81,7 @@ def decide_all(answers: TaskAnswers, cache: CacheLayout, judged: Sequence[str]) 
     """The decision on each of the `judged` arms with one cache."""
     exact, _ = score_exact(answers)
     names = [arm for of_cache, arm in answers.arms if of_cache == cache]
-    shown = [name for name in names if name in (*judged, *RIVALS)]
+    shown = [name for name in names if name in (*judged, *SIMPLEST)]
     arms = {name: score_arm(answers, cache, name)[0] for name in shown}
     looks = len(answers.plan.settings.looks)
     return [decide(name, arms, exact, answers.questions, looks) for name in judged]

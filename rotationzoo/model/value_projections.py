@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
+from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.model.capture import Attention, decoder, intercept
-from rotationzoo.model.geometry import Geometry, Layer
 
 SERVE_UNABSORBED = (
     "serve the model as it is and rotate its values on the way to the cache, with the artifact"

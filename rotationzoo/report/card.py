@@ -14,14 +14,14 @@ from rotationzoo.artifact.layout import tensor_name
 from rotationzoo.artifact.manifest import Manifest
 from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import cached_layers, geometry_from_json
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
+from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
 from rotationzoo.report.conditions import describe_arms, describe_prefill
 from rotationzoo.report.tables import Table, cost_table, recall_tables
 from rotationzoo.rotations import LATENT
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.words import counted, numbers, perplexity, sentence
 
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names

@@ -4,8 +4,8 @@ the terminal, the card and the pages share."""
 from collections.abc import Iterable
 
 from rotationzoo.artifact.measured import ArmSummary, Conditions, Measured
+from rotationzoo.codec.size import CONTEXT
 from rotationzoo.rotations import SIDES
-from rotationzoo.simulation.size import CONTEXT
 from rotationzoo.words import counted, number, numbers, percent, sentence
 
 _ABOUT_FEEDBACK = (

@@ -7,13 +7,13 @@ from typing import Self
 from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import FINE, SGLANG, SIMULATED
-from rotationzoo.model.geometry import Layer, cached_layers
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
+from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.report.figures import Section
 from rotationzoo.report.tables import Table
 from rotationzoo.rotations import LATENT, SIDES
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import CONTEXT, EXACT_BITS, arm_bits
 from rotationzoo.words import byte_count
 
 _CONTEXTS = 8192, 32768, 131072
@@ -88,8 +88,8 @@ def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> f
         arm = plain_arm(measured.window.arms, artifact.identity)
         assert arm is not None, "such an evaluation is not read"
         return Request(tokens).arm_bits(arm, measured)
-    mine = Arm("", artifact.rotations, artifact.recipe.group_size)
-    return arm_bits(artifact.geometry, mine, layout_of(artifact, None), tokens)
+    codec = RotatedCodec(artifact.rotations, artifact.recipe.group_size)
+    return codec_bits(artifact.geometry, codec, layout_of(artifact, None), tokens)
 
 
 def describe_memory(artifact: Artifact, measured: Measured | None, context: int) -> Section:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from rotationzoo.artifact.manifest import ValidationSummary
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
-from rotationzoo.model.geometry import cached_layers
+from rotationzoo.geometry import cached_layers
 from rotationzoo.report.card import describe_serving
 from rotationzoo.report.commands import RECIPE_FILE, reproduce_command
 from rotationzoo.report.figures import Section

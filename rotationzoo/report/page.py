@@ -13,7 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
-from rotationzoo.model.geometry import cached_layers
+from rotationzoo.codec.size import CONTEXT
+from rotationzoo.geometry import cached_layers
 from rotationzoo.report.arms import gather_arms
 from rotationzoo.report.charts import draw_png
 from rotationzoo.report.commands import (
@@ -27,7 +28,6 @@ from rotationzoo.report.figures import Section
 from rotationzoo.report.memory import Request, describe_memory, stored_bits
 from rotationzoo.report.origin import Badge, describe_identity, describe_making, validation_badge
 from rotationzoo.report.results import VERDICT, describe_measurement, describe_verdict
-from rotationzoo.simulation.size import CONTEXT
 
 _FOLDER = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"

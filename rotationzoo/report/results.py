@@ -4,13 +4,13 @@ tables of the evaluation."""
 from collections.abc import Iterable
 
 from rotationzoo.artifact.scores import kept_share
+from rotationzoo.codec.size import EXACT_BITS
 from rotationzoo.report.arms import EXACT, Arms
 from rotationzoo.report.charts import Point, draw_answers
 from rotationzoo.report.conditions import describe_conditions, list_caveats, list_exact_parts
 from rotationzoo.report.figures import Figure, Section
 from rotationzoo.report.memory import Request
 from rotationzoo.report.tables import evaluation_tables
-from rotationzoo.simulation.size import EXACT_BITS
 from rotationzoo.words import numbers, percent
 
 VERDICT = "Verdict"

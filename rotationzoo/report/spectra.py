@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.geometry import cached_layers
 from rotationzoo.linalg.compositions import orthogonality_error, strongest
 from rotationzoo.linalg.error_feedback import remaining_share
-from rotationzoo.model.geometry import cached_layers
 from rotationzoo.rotations import Rotation
 
 _TOP = 8  # strongest directions, whose joint share of the trace is shown

@@ -12,10 +12,12 @@ from transformers.cache_utils import (
 )
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.settings import CacheOptions, CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
 from rotationzoo.model.cache_names import cache_argument, returned_cache
-from rotationzoo.model.geometry import geometry_of, shifted_layers
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.artifacts import open_artifact, warn_of_other_weights
@@ -25,10 +27,9 @@ from rotationzoo.runtime.layer import (
     RotatedSlidingLayer,
     states_of,
 )
-from rotationzoo.runtime.options import CacheOptions, Given, build_settings
+from rotationzoo.runtime.options import Given, build_settings
 from rotationzoo.runtime.padding import Padding, watch_padding
 from rotationzoo.runtime.paged_attention import PageReading, watch_attention
-from rotationzoo.runtime.settings import CacheSettings
 
 
 class RotatedCache(DynamicCache):
@@ -85,7 +86,7 @@ class RotatedCache(DynamicCache):
         self.layers = [] if one_by_one else self._planned
         next_layer: Any = self._next_layer if one_by_one else None
         self.layer_class_to_replicate = next_layer
-        _check_means(settings.arm.rotations, model)
+        _check_means(settings.codec.rotations, model)
         watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
         watch_attention(model)
@@ -173,7 +174,7 @@ class RotatedCache(DynamicCache):
     def _build_layers(self, model: PreTrainedModel) -> list[Any]:
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = [*DynamicCache(config=config).layers]
-        rotations = self.settings.arm.rotations
+        rotations = self.settings.codec.rotations
         if unknown := [index for index in rotations if index >= len(layers)]:
             raise RotationZooError(
                 f"the rotations are for layer {unknown[0]}, and {type(model).__name__} caches "

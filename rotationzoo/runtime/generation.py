@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.errors import UsageError
 from rotationzoo.model.loading import RunSettings
-from rotationzoo.runtime.options import CacheOptions, check_options
+from rotationzoo.runtime.options import check_options
 
 MAX_NEW_TOKENS = 256
 

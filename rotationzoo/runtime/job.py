@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.settings import CacheOptions, as_engine
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import (
@@ -17,8 +18,9 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
+from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import check_group_size, geometry_on_meta, head_dims
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import position_count, scaling_of
@@ -35,7 +37,7 @@ from rotationzoo.runtime.continuation import (
     describe_text,
 )
 from rotationzoo.runtime.generation import MAX_NEW_TOKENS, Generation
-from rotationzoo.runtime.options import CacheOptions, as_engine, build_settings, served_bits
+from rotationzoo.runtime.options import build_settings, served_bits
 from rotationzoo.runtime.prompt import LEAD, Prompt, encode_prompt, put_text_before, write_example
 from rotationzoo.runtime.text_stream import TextStream, Write
 from rotationzoo.text.rows import start_note

@@ -12,11 +12,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.decoding_step import MOST_CANDIDATES, DecodingStep, LazyRows, MaskCheck
 from rotationzoo.runtime.padding import Padding
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.stream import Reach, Rows, Stream
 from rotationzoo.words import counted
 

@@ -3,63 +3,35 @@ make."""
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, get_args
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.pooling import reduced_rotations
+from rotationzoo.codec.budget import Bits, bits_beside_windows
+from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.engines.registry import (
-    DEFAULT,
-    ENGINE_NAMES,
-    check_sides,
-    choose_format,
-    find_engine,
+from rotationzoo.codec.settings import (
+    CacheOptions,
+    CacheSettings,
+    Layout,
+    Reading,
+    Rounding,
+    as_engine,
+    complete_settings,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import Bits, bits_beside_windows, check_bits, reduced_rotations
-from rotationzoo.model.geometry import check_group_size, geometry_of
+from rotationzoo.geometry import check_group_size
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.loading import full_attention_layers
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.artifacts import check_fits
-from rotationzoo.runtime.settings import CacheSettings, Reading
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.words import nearest
 
-Rounding = Literal["nearest", "feedback"]
-Layout = Literal["server", "window"]
 Given = str | Path | Artifact | Rotations | None
-
-
-class CacheOptions(TypedDict, total=False):
-    """Further options of `RotatedCache`."""
-
-    engine: str
-    """Store an artifact as this engine does, such as `mlx`, where other options do not say
-    otherwise. The default, `transformers`, loses nothing of it."""
-    format: str
-    """`sglang` (the default), `fine` (that of a budget of bits), `vllm` or `mlx`."""
-    bits: float
-    """Another budget of bits an element than the artifact's, which must have one."""
-    sink: int
-    recent: int
-    """How many first and last tokens stay exact. They default to the recipe's."""
-    group_size: int
-    """Channels that share a scale; by default the recipe's, or the whole head."""
-    rounding: Rounding
-    """How rows get their codes: by error `feedback` where the artifact was calibrated for it, which
-    loses fewer answers, and else the `nearest`, as engines write them."""
-    prefill_layout: Layout
-    """Which earlier tokens a chunk of a prompt reads exact: with `server`, the default, the sink
-    alone; with `window`, as vLLM, the `recent` tokens before it as well."""
-    reading: Reading
-    """The form in which a decoding step reads: `rows` that are restored and rotated back, layer by
-    layer, or the `pages` of codes themselves. `auto`, the default, reads pages where there is a
-    kernel for it: on an NVIDIA GPU. Whatever cannot read pages reads rows."""
-    slack: int
-    """How many candidate tokens assisted decoding may take back, 64 by default."""
 
 
 def build_settings(
@@ -72,9 +44,9 @@ def build_settings(
             raise UsageError("settings of a cache take no options", hint="leave out the options")
         return rotations
     check_options({**options})
-    recipe, name, engine = Recipe(), "this cache", options.get("engine", DEFAULT)
+    recipe, engine = Recipe(), options.get("engine", DEFAULT)
     if isinstance(rotations, Artifact):
-        recipe, name = rotations.recipe, str(rotations.folder)
+        recipe = rotations.recipe
         check_fits(rotations, model)
         bits = served_bits(options, [rotations], model.config)
         rotations = served_rotations(rotations, engine, bits)
@@ -88,29 +60,10 @@ def build_settings(
     elif options.get("bits") is not None:
         raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
     options = as_engine(options, rotations.has_budget)
-    settings = settle(name, recipe, rotations, options)
+    settings = complete_settings(recipe, rotations, options)
     dims = {rotation.dim for _, _, rotation in rotations.each()}
     check_group_size(settings.layout.group_size, dims)
     return settings
-
-
-def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
-    """The options with all that the engine decides for rotations that may have a budget of bits.
-    Raises `UsageError` for an engine whose codec is not simulated, and as `check_bits` does."""
-    name = options.get("engine", DEFAULT)
-    engine = find_engine(name)
-    chosen: CacheOptions = {
-        "engine": name,
-        "format": choose_format(name, has_budget),
-        "prefill_layout": engine.prefill_layout,
-    }
-    if not engine.feedback:
-        chosen["rounding"] = "nearest"
-    if not engine.windows:
-        chosen |= {"sink": 0, "recent": 0}
-    chosen |= options
-    check_bits(chosen.get("bits"), has_budget, chosen["format"])
-    return chosen
 
 
 def served_bits(
@@ -121,7 +74,9 @@ def served_bits(
     bits: Bits = options.get("bits")
     if find_engine(options.get("engine", DEFAULT)).sliding:
         return bits
-    return bits_beside_windows(bits, artifacts, config)
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    has_windows = full_attention_layers(config) is not None
+    return bits_beside_windows(bits, has_budget, has_windows)
 
 
 def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rotations:
@@ -129,22 +84,6 @@ def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rota
     entry = find_engine(engine)
     check_sides(engine, artifact.rotations.sides)
     return reduced_rotations(artifact, not entry.heads, entry.uncentered, bits)
-
-
-def settle(name: str, recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
-    """The settings that options make, with all that the engine decides in them, and a recipe."""
-    layout = CacheLayout(
-        SIMULATED[options["format"]],
-        options.get("sink", recipe.sink),
-        options.get("recent", recipe.recent),
-        prefill_layout=options["prefill_layout"],
-        group_size=options.get("group_size", recipe.group_size),
-    )
-    default: Rounding = "feedback" if rotations.has_feedback else "nearest"
-    arm = Arm(name, rotations, layout.group_size, options.get("rounding", default))
-    slack = options.get("slack", CacheSettings.slack)
-    reading = options.get("reading", CacheSettings.reading)
-    return CacheSettings(arm, layout, slack, reading=reading)
 
 
 def check_options(options: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@ last block is full, another is made."""
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from rotationzoo.codec import attention, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.rotations import LATENT, SIDES
-from rotationzoo.runtime.settings import CacheSettings
 
 READ_TOGETHER = {"key": 16, "value": 2, LATENT: 16}
 """Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block
@@ -46,8 +46,8 @@ class Stream:
     def __init__(self, settings: CacheSettings, layer: int, key: torch.Tensor, value: torch.Tensor):
         """An empty stream for keys and values like these, which may hold any number of tokens."""
         self.settings, self.layer = settings, layer
-        self.arm, self.layout = settings.arm, settings.layout
-        self.sides = self.arm.rotations[layer].sides
+        self.codec, self.layout = settings.codec, settings.layout
+        self.sides = self.codec.rotations[layer].sides
         self.blocks = {side: Blocks(settings.page_layout(layer, side)) for side in self.sides}
         names = (LATENT, _ROPE) if LATENT in self.sides else SIDES
         self.tail = {name: rows[:, :, :0] for name, rows in zip(names, (key, value), strict=True)}
@@ -131,10 +131,10 @@ class Stream:
             # A block at a time, because the codec takes float32 copies of what it quantizes.
             for begin in range(forgotten - start, end - start, step):
                 rows = leaving[:, :, begin : begin + step]
-                blocks.append(self.arm.pack(rows, self.layer, side, format))
+                blocks.append(self.codec.pack(rows, self.layer, side, format))
             if end - start > 1 or blocks.length % step == 0:
                 # Not after each token of decoding, because it waits for the GPU.
-                self.arm.check_packed(self.layer, side, format, leaving.device)
+                self.codec.check_packed(self.layer, side, format, leaving.device)
         for name, rows in self.tail.items():
             # A copy, so that a long prompt is freed after its last reader.
             tail[name] = rows[:, :, end - self.tail_start :].clone()
@@ -154,8 +154,8 @@ class Stream:
         if side == _ROPE:
             kept = [rows[side] for rows in (self.head, self.tail) if side in rows]
             return torch.cat(kept, dim=2)[:, :, start:]
-        arm, sink, blocks = self.arm, self.layout.sink, self.blocks[side]
-        exact = arm.keep_exact(self.tail[side], self.layer, side)
+        codec, sink, blocks = self.codec, self.layout.sink, self.blocks[side]
+        exact = codec.keep_exact(self.tail[side], self.layer, side)
         if not self.head:
             return exact[:, :, start:]
         batch, heads, _, dim = exact.shape
@@ -166,10 +166,10 @@ class Stream:
             kept, begin = rows[:, :, skipped:], first + skipped - start
             read[:, :, begin : begin + kept.shape[2]] = kept
 
-        write(0, arm.keep_exact(self.head[side], self.layer, side))
+        write(0, codec.keep_exact(self.head[side], self.layer, side))
         for first, stored in blocks.read(start - sink, READ_TOGETHER[side]):
             # No name is kept for what is restored: it would outlive the next ones.
-            write(sink + first, arm.restore(blocks.layout.dequantize(stored), self.layer, side))
+            write(sink + first, codec.restore(blocks.layout.dequantize(stored), self.layer, side))
         write(self.tail_start, exact)
         return read
 
@@ -210,13 +210,9 @@ class Stream:
         blocks = self.blocks[side]
         if not blocks.table:
             blocks.allocate(0, self.batch, self.tail[side].device)
-        return PackedSide(
-            list(blocks.table.values()),
-            blocks.layout,
-            self.arm.inverse(self.layer, side),
-            self.arm.rotations[self.layer][side].mean,
-            blocks.addresses(),
-        )
+        pages = list(blocks.table.values())
+        packed = self.codec.packed_side(self.layer, side, blocks.layout, pages)
+        return replace(packed, table=blocks.addresses())
 
     def crop(self, count: int) -> None:
         """Take back the last tokens, at most `exact_tokens`."""

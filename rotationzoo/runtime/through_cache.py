@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 
 class ThroughCache:
@@ -23,9 +23,9 @@ class ThroughCache:
     `decoded` tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, arm: Arm, layout: CacheLayout):
+    def __init__(self, model: PreTrainedModel, codec: RotatedCodec, layout: CacheLayout):
         self.model, self.layout = model, layout
-        self.settings = CacheSettings(arm, layout)
+        self.settings = CacheSettings(codec, layout)
         self.device = model.device
 
     @torch.no_grad()

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.capture import Attention
 from rotationzoo.model.long_masks import LongMask, query_blocks, seen_keys
-from rotationzoo.simulation.layout import CacheLayout
 
 KEPT_BYTES = 2**28
 """Bytes of blocks that are kept for the layers that follow: all blocks of 16,384 tokens. Blocks of

@@ -10,17 +10,18 @@ position (see `masks`). The model's own sliding windows, soft cap and attention 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.codec.int2 import Format
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import Sized
+from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, intercept
-from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.latent import expand
 from rotationzoo.rotations import LATENT, SIDES
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
 
 TOKENS = 16384
@@ -38,6 +39,23 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
+class SimulatedCodec(Sized, Protocol):
+    """What a simulation asks of a codec: `RotatedCodec`, or a rival's."""
+
+    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]` of a layer as the exact windows store them."""
+
+    def fake_quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: Format
+    ) -> torch.Tensor:
+        """Rows `[B, H, T, D]`, the first that of the first token after the sink, as a reader gets
+        them back, in their type. Rows of an incomplete group of tokens come back as they are."""
+
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """`(max - min) / rms` `[B, H, T]` of the rows as they are rounded; None where they are not
+        rounded one by one."""
+
+
 @dataclass(frozen=True)
 class Observers:
     """Receivers of what a simulation compares, layer by layer. One that is left out ignores it."""
@@ -52,14 +70,14 @@ class Observers:
     at these positions `[Q]`, averaged over the query heads that read each of H KV heads."""
     row_range: Callable[[int, str, torch.Tensor], None] = _ignore
     """`(layer, side, ranges)`: the ranges `[B, H, T]` of the rows past the sink that the layer
-    reads, as `Arm.row_range` has them. Only for sides that have them."""
+    reads, as `SimulatedCodec.row_range` has them. Only for sides that have them."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A model that reads its keys and values as one arm stores them, through one cache."""
+    """A model that reads its keys and values as a codec stores them, through one cache."""
 
-    arm: Arm
+    codec: SimulatedCodec
     cache: CacheLayout
     geometry: Geometry
     layers: set[int]
@@ -113,7 +131,7 @@ class _SimulatedAttention:
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         self.kv_heads = {layer.index: layer.kv_heads for layer in simulation.geometry}
         self.latents = {each.index for each in simulation.geometry if LATENT in each.sides}
-        token_group = simulation.arm.token_group
+        token_group = simulation.codec.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
         self.switched_off = False
         self._latest: torch.Tensor | None = None
@@ -188,24 +206,24 @@ class _SimulatedAttention:
         if not self._stores(side):
             # Both copies are exact, but the mask still expects two.
             return torch.cat([rows, rows], dim=2)
-        arm, cache = self.simulation.arm, self.simulation.cache
-        exact = arm.keep_exact(rows, owner, side)
+        codec, cache = self.simulation.codec, self.simulation.cache
+        exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
         sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
         # Whole groups of tokens are quantized on their own.
-        parts = past.split(TOKENS // arm.token_group * arm.token_group, dim=2)
-        quantized = [arm.fake_quantize(part, owner, side, cache.format) for part in parts]
+        parts = past.split(TOKENS // codec.token_group * codec.token_group, dim=2)
+        quantized = [codec.fake_quantize(part, owner, side, cache.format) for part in parts]
         return torch.cat([exact, sink, *quantized], dim=2)
 
     def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
         """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
         if self.observers is None:
             return
-        arm, owner = self.simulation.arm, self.owners[layer]
+        codec, owner = self.simulation.codec, self.owners[layer]
         for side in filter(self._stores, sides):
             past = sides[side][:, :, self.simulation.cache.sink :]
-            parts = (arm.row_range(part, owner, side) for part in past.split(TOKENS, dim=2))
-            # Some arms have none to tell.
+            parts = (codec.row_range(part, owner, side) for part in past.split(TOKENS, dim=2))
+            # Some codecs have none to tell.
             if ranges := [part for part in parts if part is not None]:
                 self.observers.row_range(layer, side, torch.cat(ranges, dim=2))
 

@@ -11,10 +11,10 @@ from rotationzoo.artifact.measured import plain_arm
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import bits_per_element
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.report.card import render_card
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import bits_per_element
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB

@@ -35,31 +35,32 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
+from cache_readers import Reader, answers_of, arm_of, exact, losses_of, rival_of, simulated, through
 from measuring import make_parser
 
 from rotationzoo.artifact.layout import rotation_tensors, rotations_from
-from rotationzoo.calibration.budget import COARSE, spend_bits
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit, sum_moments
 from rotationzoo.calibration.recipe_checks import settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.codec import cuda
+from rotationzoo.codec.budget import COARSE, spend_bits
 from rotationzoo.codec.formats import FINE, SGLANG
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
+from rotationzoo.geometry import Geometry, has_latents, shifted_layers
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_on_meta, has_latents, shifted_layers
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.runtime.through_cache import ThroughCache
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
-from rotationzoo.simulation.kivi import KiviArm
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.rivals import ENGINE_CACHES, RivalCodec, store_as_kivi
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 
@@ -233,10 +234,10 @@ def lose_answers(study: Study, rotations: Rotations) -> Rotations:
     text, cache = read_corpus(data, study.tokenizer), CacheLayout(COARSE)
     plan = plan_tasks(TaskSettings(questions=24), data, text, study.tokenizer, [cache])
     prompts = [prompt for each in plan.series for prompt in each.prompts]
-    arm = Arm("sensitive", rotations, rounding="feedback")
+    codec = RotatedCodec(rotations, rounding="feedback")
 
     def lose(layer: int, side: str, rotation: Rotation) -> Rotation:
-        simulation = Simulation(arm, cache, study.geometry, {layer}, (side,))
+        simulation = Simulation(codec, cache, study.geometry, {layer}, (side,))
         with torch.no_grad(), simulation.running(study.model):
             stored = answers_of(study.model, prompts, 32).log_probability
         loss = (wanted - stored)[right].double().mean().nan_to_num(0).clamp(min=0)
@@ -250,8 +251,8 @@ def lose_answers(study: Study, rotations: Rotations) -> Rotations:
 
 def both(name: str, rotations: Rotations) -> Iterator[Arm]:
     """An arm with nearest codes, and one with error feedback."""
-    yield Arm(name, rotations)
-    yield Arm(name + FEEDBACK, rotations, rounding="feedback")
+    yield arm_of(name, rotations)
+    yield arm_of(name + FEEDBACK, rotations, rounding="feedback")
 
 
 def damped(study: Study, rotations: Rotations, damping: float) -> Rotations:
@@ -289,16 +290,16 @@ def stored_arms(name: str, study: Study) -> Iterator[Arm]:
     with patch.object(error_feedback, "SHARE", share):
         rotations = study.rotations(DEFAULT, composition=composition, whiten=share > 0)
     for stored in STORED:
-        yield Arm(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
+        yield arm_of(f"{name}{FEEDBACK}{stored}", rotations, rounding="feedback")
 
 
 def code_arms(codes: str, study: Study) -> Iterator[Arm]:
     """No rotation, and Hadamard and the default with each writer, in codes of some bits."""
     for name in ("hadamard centered", DEFAULT):
         rotations = study.rotations(name, whiten=True)
-        yield Arm(f"{name} whitened{FEEDBACK}{codes}", rotations, rounding="feedback")
+        yield arm_of(f"{name} whitened{FEEDBACK}{codes}", rotations, rounding="feedback")
     for name in ("hadamard centered", DEFAULT, "identity"):
-        yield Arm(f"{name} written nearest{codes}", study.rotations(name))
+        yield arm_of(f"{name} written nearest{codes}", study.rotations(name))
 
 
 def budget_arms(name: str, study: Study) -> Iterator[Arm]:
@@ -310,14 +311,14 @@ def budget_arms(name: str, study: Study) -> Iterator[Arm]:
     for _, side, rotation in rotations.each():
         spent[side].append(rotation.fine_channels.item())
     print(f"{study.name}, {name}: {spent}", flush=True)
-    yield Arm(f"{name}{FEEDBACK}, budget", rotations, rounding="feedback")
-    yield Arm(f"{name}, nearest, budget", rotations)
+    yield arm_of(f"{name}{FEEDBACK}, budget", rotations, rounding="feedback")
+    yield arm_of(f"{name}, nearest, budget", rotations)
 
 
 def clip_arms(name: str, study: Study) -> Iterator[Arm]:
     key, value = CLIPS[name]
     base = name.partition(",")[0]
-    yield Arm(name, study.rotations(base, key_clip=key, value_clip=value))
+    yield arm_of(name, study.rotations(base, key_clip=key, value_clip=value))
 
 
 def constant_arms(study: Study) -> Iterator[Arm]:
@@ -325,7 +326,7 @@ def constant_arms(study: Study) -> Iterator[Arm]:
     rotations = study.rotations(DEFAULT)
     for damping in (0.001, 0.1):
         changed = damped(study, rotations, damping)
-        yield Arm(f"{DEFAULT}+fb, damping {damping:g}", changed, rounding="feedback")
+        yield arm_of(f"{DEFAULT}+fb, damping {damping:g}", changed, rounding="feedback")
 
 
 def range_arms(study: Study) -> Iterator[Arm]:
@@ -336,27 +337,27 @@ def range_arms(study: Study) -> Iterator[Arm]:
         cuda.compiled.cache_clear()
         with patch.object(cuda, "FEEDBACK_SOURCE", changed):
             name = f"{DEFAULT}+fb, cuts {ONE_RANGE}"
-            yield Arm(name, study.rotations(DEFAULT), rounding="feedback")
+            yield arm_of(name, study.rotations(DEFAULT), rounding="feedback")
         cuda.compiled.cache_clear()
 
 
 def side_arms(study: Study) -> Iterator[Arm]:
     """Error feedback for one side."""
     rotations = study.rotations(DEFAULT)
-    yield Arm(f"{DEFAULT}+keys", without("value", rotations), rounding="feedback")
-    yield Arm(f"{DEFAULT}+values", without("key", rotations), rounding="feedback")
+    yield arm_of(f"{DEFAULT}+keys", without("value", rotations), rounding="feedback")
+    yield arm_of(f"{DEFAULT}+values", without("key", rotations), rounding="feedback")
     neither = without("key", without("value", rotations))
-    yield Arm(f"{DEFAULT}, ranges alone", neither, rounding="feedback")
+    yield arm_of(f"{DEFAULT}, ranges alone", neither, rounding="feedback")
 
 
 def kivi_arms(study: Study) -> Iterator[Arm]:
-    plain = study.rotations("identity", feedback=False)
-    yield KiviArm("kivi-64", plain, tokens=64, channels=64)
+    yield rival_of("kivi-64", RivalCodec(functools.partial(store_as_kivi, tokens=64, channels=64)))
 
 
 def rival_arms(study: Study) -> Iterator[Arm]:
     """Other engines' caches, which need no statistics, with the exact windows of all arms."""
-    yield from map(EngineArm, ENGINE_CACHES)
+    for name in ENGINE_CACHES:
+        yield rival_of(name, RivalCodec.of_engine(name))
 
 
 ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
@@ -378,9 +379,9 @@ ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
 
 def read_stored(study: Study, questions: Questions) -> Reader:
     """The default recipe, read from a cache that stores 2 bits."""
-    arm = Arm(DEFAULT, study.rotations(DEFAULT), rounding="feedback")
+    arm = arm_of(DEFAULT, study.rotations(DEFAULT), rounding="feedback")
     bits = simulated(study.loaded, arm, questions.cache, questions.length).bits
-    return Reader(ThroughCache(study.model, arm, questions.cache), nullcontext, bits)
+    return Reader(ThroughCache(study.model, arm.codec, questions.cache), nullcontext, bits)
 
 
 def read_library(name: str, study: Study, questions: Questions) -> Reader:

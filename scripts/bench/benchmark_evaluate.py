@@ -13,10 +13,10 @@ from loading import load_chosen, make_text_parser
 from measuring import Job, compare
 
 from rotationzoo.calibration.fit import fit
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.forward import attention_modules, token_losses
 from rotationzoo.recipe import PRESETS
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Observers, Simulation
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     loaded = load_chosen(args)
     batches, cache, start = loaded.batches(1), CacheLayout(), CacheLayout().first_quantized
-    arm = Arm("hadamard", fit(None, PRESETS["hadamard"], loaded.geometry))
+    arm = RotatedCodec(fit(None, PRESETS["hadamard"], loaded.geometry))
     layers = {layer.index for layer in loaded.geometry}
     modules = attention_modules(loaded.model, batches[0][:, :32])
 

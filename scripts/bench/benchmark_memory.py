@@ -43,15 +43,15 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 from rotationzoo import RotatedCache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheOptions, CacheSettings
+from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.cache_names import cache_argument
-from rotationzoo.model.geometry import Geometry, Layer, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotation, Rotations
-from rotationzoo.runtime.options import CacheOptions
-from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
@@ -232,12 +232,12 @@ def measure_encoders() -> Record:
     """Tokens per second that one layer's keys are rotated and quantized with, in pieces, and the
     time of one token, by kernels and by definitions."""
     rotations = fit(None, PRESETS["hadamard"], [KEYS]).replace(with_factor)
-    kernels = Arm.encoder
+    kernels = RotatedCodec.encoder
     report: Record = {}
     for rounding in ("nearest", "feedback"):
-        arm = Arm("", rotations, rounding=rounding)
+        arm = RotatedCodec(rotations, rounding=rounding)
         for encoder, choose in (("kernel", kernels), ("definition", lambda *_: None)):
-            with patch.object(Arm, "encoder", choose):
+            with patch.object(RotatedCodec, "encoder", choose):
                 speeds = time_encoder(CacheSettings(arm, CacheLayout(SIMULATED["sglang"])))
             report[f"{rounding}, {encoder}"] = speeds
             print(
@@ -259,13 +259,13 @@ def with_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
 
 def time_encoder(settings: CacheSettings) -> Record:
     """Tokens a second in pieces of 2,048 tokens, and milliseconds of a single one."""
-    rotation, format = settings.arm.rotations[0].key, settings.layout.format
+    rotation, format = settings.codec.rotations[0].key, settings.layout.format
     shape = 1, len(rotation.clip), 2048, rotation.dim
     rows = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
     settings = settings.for_layer(0, rows, rows)
     seconds = {}
     for count in (2048, 1):
-        encode = partial(settings.arm.pack, rows[:, :, :count], 0, "key", format)
+        encode = partial(settings.codec.pack, rows[:, :, :count], 0, "key", format)
         encode()
         seconds[count] = statistics.mean(seconds_of(encode) for _ in range(4))
     return {

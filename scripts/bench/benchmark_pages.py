@@ -36,14 +36,14 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.model.geometry import Layer
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.pages import LayerPages
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 PAGE = 64
 
@@ -61,7 +61,7 @@ def settings_of(shape: Shape, format: str) -> CacheSettings:
     rotations = fit(None, PRESETS["random"], geometry).replace(complete)
     layout = CacheLayout(SIMULATED[format], 64, 256, prefill_layout="window")
     like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device="cuda")
-    settings = CacheSettings(Arm("", rotations, rounding="feedback"), layout)
+    settings = CacheSettings(RotatedCodec(rotations, rounding="feedback"), layout)
     return settings.for_layer(0, like, like)
 
 
@@ -73,7 +73,7 @@ class Server:
         each = -(-(shape.context + 1) // PAGE)
         count = shape.batch * each + 1
         layouts = [
-            settings.arm.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES
+            settings.codec.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES
         ]
         size = sum(layout.bytes for layout in layouts)
         self.planner = Planner(

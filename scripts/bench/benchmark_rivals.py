@@ -11,7 +11,7 @@ Arms, all on by default; those whose packages are missing are reported and left 
 * `kivi-32`, `kivi-64`: keys per channel over so many tokens, values per token over so many
   channels; and both with the first artifact's rotations;
 * transformers' own caches (`transformers_caches`): `hqq-2`, `quanto-4` and others, really read;
-* other engines' caches (`simulation.engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and
+* other engines' caches (`simulation.rivals`): `q4_0`, `fp8`, `turboquant_3bit_nc` and
   others, simulated in all layers. They keep no token exact but those of an incomplete tile of
   KVarN, and nothing of them is calibrated. vLLM itself leaves the first two and the last two layers
   of a dense model out of TurboQuant.
@@ -41,24 +41,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
+from cache_readers import (
+    Reader,
+    answers_of,
+    exact,
+    list_kivi,
+    losses_of,
+    rival_of,
+    simulated,
+    through,
+)
 from loading import Loaded, load
 from measuring import DEVICE, describe_error, make_parser
 from transformers_caches import CACHES
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.evaluation.arms import build_arms
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.evaluation.arms import Arm, build_arms
 from rotationzoo.evaluation.verdict import sign_flip
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
-from rotationzoo.simulation.kivi import KiviArm
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.rivals import ENGINE_CACHES, RivalCodec
 from rotationzoo.text.documents import HELD_OUT
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -87,7 +94,7 @@ def main() -> int:
     questions = ask(loaded, cache, options)
     results: dict[str, dict[str, Any]] = {}
     artifacts = [Artifact.open(folder) for folder in options.artifacts]
-    arms = [each.arm for each in build_arms(artifacts, loaded.geometry)]
+    arms = build_arms(artifacts, loaded.geometry)
     for name, create in list_readers(loaded, arms, cache, options.length).items():
         if options.arms and name != "exact" and name not in options.arms.split(","):
             continue
@@ -148,15 +155,14 @@ def list_readers(
     loaded: Loaded, arms: list[Arm], cache: CacheLayout, length: int
 ) -> dict[str, Callable[[], Reader]]:
     """Name -> what makes the arm's reader, for the arms of `evaluate` and for all others."""
-    rotated = [arm for arm in arms if not isinstance(arm, KiviArm)]
-    rotated += list_kivi(rotated)
+    simulated_arms = [arm for arm in arms if arm.name != "kivi"] + list_kivi()
     readers: dict[str, Callable[[], Reader]] = {"exact": partial(exact, loaded)}
-    for arm in rotated:
+    for arm in simulated_arms:
         readers[arm.name] = partial(simulated, loaded, arm, cache, length)
     readers |= {name: partial(through, loaded, name, cache, length) for name in CACHES}
     none = CacheLayout(sink=0, recent=0)
     for name in ENGINE_CACHES:
-        arm = EngineArm(name)
+        arm = rival_of(name, RivalCodec.of_engine(name))
         readers[name] = partial(simulated, loaded, arm, none, length)
     return readers
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,17 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers_caches import CACHES, ThroughCache
 
+from rotationzoo.artifact.measured import AboutArm
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.size import codec_bits
+from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.simulated import Simulation
-from rotationzoo.simulation.size import arm_bits
+from rotationzoo.rotations import Rotations
+from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
+from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 KIVI_GROUPS = (32, 64)
 
@@ -60,8 +64,8 @@ def exact(loaded: Loaded) -> Reader:
 def simulated(loaded: Loaded, arm: Arm, cache: CacheLayout, length: int) -> Reader:
     """The model, reading what an arm stores; `length` tokens are those of which bits are told."""
     layers = {layer.index for layer in loaded.geometry}
-    simulation = Simulation(arm, cache, loaded.geometry, layers)
-    bits = arm_bits(loaded.geometry, arm, cache, length)
+    simulation = Simulation(arm.codec, cache, loaded.geometry, layers)
+    bits = codec_bits(loaded.geometry, arm.codec, cache, length)
     return Reader(loaded.model, lambda: simulation.running(loaded.model), bits)
 
 
@@ -73,16 +77,20 @@ def through(loaded: Loaded, name: str, cache: CacheLayout, length: int) -> Reade
     return Reader(ThroughCache(loaded.model, quantized), nullcontext, bits)
 
 
-def list_kivi(arms: list[Arm]) -> list[Arm]:
-    """KIVI with both group sizes, without a rotation and, if there is an artifact, with the first
-    one's."""
-    plain = next(arm for arm in arms if arm.name == "identity")
-    bases = {"": plain}
-    if arms[0] is not plain:
-        bases[f"+{arms[0].name}"] = arms[0]
-    kivi: list[Arm] = []
-    for suffix, arm in bases.items():
-        for size in KIVI_GROUPS:
-            name = f"kivi-{size}{suffix}"
-            kivi.append(KiviArm(name, arm.rotations, tokens=size, channels=size))
-    return kivi
+def arm_of(name: str, rotations: Rotations, **settings: Any) -> Arm:
+    """An arm with a codec of these rotations and settings."""
+    return rival_of(name, RotatedCodec(rotations, **settings))
+
+
+def rival_of(name: str, codec: SimulatedCodec) -> Arm:
+    """An arm that is no artifact's."""
+    return Arm(AboutArm(name=name, kind="baseline"), codec)
+
+
+def list_kivi() -> list[Arm]:
+    """KIVI with both group sizes."""
+    arms = []
+    for size in KIVI_GROUPS:
+        codec = RivalCodec(partial(store_as_kivi, tokens=size, channels=size))
+        arms.append(rival_of(f"kivi-{size}", codec))
+    return arms

@@ -7,8 +7,9 @@ import torch
 from measuring import DEVICE, make_parser
 from transformers import PreTrainedModel
 
+from rotationzoo.geometry import Geometry
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Geometry, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recipe import Data
 from rotationzoo.text.rows import Corpus, read_corpus

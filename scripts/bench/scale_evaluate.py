@@ -16,8 +16,11 @@ from measuring import seconds_of
 from scale_models import device_peak, random_text
 from scale_statistics import Bench, Text
 
+from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.calibration.fit import fit
-from rotationzoo.evaluation.arms import BASELINES
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.evaluation.arms import BASELINES, Arm
 from rotationzoo.evaluation.compatibility import judged_text
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
@@ -27,8 +30,6 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 
@@ -39,7 +40,8 @@ def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
     """Times and memory at texts of `length` tokens, for one arm with fitted rotations."""
     small = replace(bench, text=Text(tokens=_WARMING, length=_WARMING, batch=1))
     rotations = fit(small.collect(PRESETS["oscar"]), PRESETS["oscar"], bench.geometry)
-    arm = Arm("oscar", rotations, PRESETS["oscar"].group_size)
+    codec = RotatedCodec(rotations, PRESETS["oscar"].group_size)
+    arm = Arm(AboutArm(name="oscar", kind="baseline"), codec)
     plan = _write_prompts(length)
     prompts = [series.prompts[0] for series in plan.series]
     blind = [series.blind[0] for series in plan.series]
@@ -98,7 +100,9 @@ def _ask(bench: Bench, prompts: list[Prompt], arm: Arm | None = None) -> None:
     for prompt in prompts:
         running: AbstractContextManager[None] = nullcontext()
         if arm is not None:
-            running = Simulation(arm, CacheLayout(), bench.geometry, layers).running(bench.model)
+            running = Simulation(arm.codec, CacheLayout(), bench.geometry, layers).running(
+                bench.model
+            )
         with running:
             read_answers(bench.model, [prompt])
 

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.sensitivity import LONGEST, ROWS, measure_sensitivities
+from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import decoder
-from rotationzoo.model.geometry import Geometry, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe
 

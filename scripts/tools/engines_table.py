@@ -10,8 +10,8 @@ was done.
 from pathlib import Path
 from typing import NamedTuple
 
+from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, Entry
 from rotationzoo.codec.formats import BUDGETED
-from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES, Entry
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 PICKED = [

@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 from rotationzoo import api
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration import sensitivity
-from rotationzoo.calibration.budget import (
+from rotationzoo.calibration.claim import Claim
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.pooling import reduced_rotations
+from rotationzoo.calibration.recipe_checks import check_recipe
+from rotationzoo.cli.app import app
+from rotationzoo.codec.budget import (
     PER_BIT,
     Place,
     average_fine_channels,
@@ -22,26 +29,20 @@ from rotationzoo.calibration.budget import (
     choose_bits,
     spend_bits,
 )
-from rotationzoo.calibration.claim import Claim
-from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.recipe_checks import check_recipe
-from rotationzoo.cli.app import app
 from rotationzoo.codec.formats import FINE
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.size import codec_bits
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.arms import reduced_rotations
+from rotationzoo.geometry import Layer
 from rotationzoo.model import loading
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback
 from rotationzoo.report.page import make_report
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import arm_bits
 
 BITS = 3.5
 RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), bits=BITS)
@@ -64,9 +65,9 @@ def made(folder, tmp_path_factory) -> Artifact:
 
 def stored_bits(artifact, rotations):
     """Bits an element of a cache without exact tokens."""
-    arm = Arm("arm", rotations, rounding="feedback")
+    arm = RotatedCodec(rotations, rounding="feedback")
     cache = CacheLayout(FINE, sink=0, recent=0)
-    return arm_bits(artifact.geometry, arm, cache, 1000)
+    return codec_bits(artifact.geometry, arm, cache, 1000)
 
 
 def test_layers_that_lose_more_get_more_bits(made):
@@ -116,7 +117,7 @@ def test_no_more_bits_are_spent_than_the_budget_has(made):
 
 def test_a_page_counts_the_bits_of_the_budget(made):
     cache = CacheLayout.of_recipe(made.recipe, FINE)
-    bits = arm_bits(made.geometry, Arm("arm", made.rotations), cache, 131_072)
+    bits = codec_bits(made.geometry, RotatedCodec(made.rotations), cache, 131_072)
     assert bits < 3.6  # those of SGLang, for rows of 16 channels, are 6
     words = " ".join(make_report(made, context=131_072).verdict.words)
     assert f"{16 / bits:.1f} times smaller" in words

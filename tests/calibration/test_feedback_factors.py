@@ -13,6 +13,7 @@ from rotationzoo.calibration.fit import add_factors, factor_problems, fit
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.soundness import check
 from rotationzoo.checks.verify import verify
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import DAMPING
 from rotationzoo.linalg.moments import sums
@@ -22,7 +23,6 @@ from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.report.spectra import summarize
 from rotationzoo.rotations import SIDES
-from rotationzoo.simulation.arm import Arm
 from rotationzoo.text.rows import read_corpus
 
 WINDOWS = {"sink": 4, "recent": 6}
@@ -118,7 +118,7 @@ def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_pat
     assert not any("feedback" in name for name in stored_rotations(plain))
     assert plain.content["recipe"]["feedback"] is False
     with pytest.raises(RotationZooError, match="no factors to choose codes") as refused:
-        Arm("plain", plain.rotations, rounding="feedback")
+        RotatedCodec(plain.rotations, rounding="feedback")
     assert refused.value.hint == "calibrate with --feedback"
 
 

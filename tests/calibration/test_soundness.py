@@ -19,8 +19,9 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, Unsound
+from rotationzoo.geometry import geometry_json
 from rotationzoo.linalg.moments import average
-from rotationzoo.model.geometry import geometry_json, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.rotations import Rotations
 

@@ -7,7 +7,7 @@ from support.popular import PARAMETERS, shape_of
 from rotationzoo.capacity.cache_bytes import Storage, longest_context, request_bytes
 from rotationzoo.capacity.shape import CachedLayer, Shape
 from rotationzoo.codec.formats import FORMATS, SGLANG
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.codec.layout import CacheLayout
 
 CONTEXT = 131072
 
@@ -52,7 +52,7 @@ def test_layers_with_a_sliding_window():
 
 
 def test_a_window_forgets_the_sink():
-    """Exact tokens, counted one by one as `simulation.layout` defines them, where nothing is
+    """Exact tokens, counted one by one as `codec.layout` defines them, where nothing is
     forgotten yet; and the last ones only where the first are."""
     shape, storage = Shape((CachedLayer(1, 8, 8, window=100),), 1, True), Storage(SGLANG, 4, 10)
     for context in (3, 14, 50, 100):

@@ -16,8 +16,8 @@ import rotationzoo
 from rotationzoo.cli import options as choices
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
+from rotationzoo.codec.engines import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.engines.registry import ENGINES, EngineName, PullEngineName
 from rotationzoo.recipe import PRESETS
 from rotationzoo.zoo.hubs.registry import HUBS, HubName
 

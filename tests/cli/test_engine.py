@@ -13,10 +13,10 @@ from support.vllm import pretend
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.reductions import choose_measures
-from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import job as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
@@ -64,12 +64,12 @@ def test_what_is_measured_is_what_is_written(tiny_of_heads, tmp_path, engine):
     arms = build_arms([artifact], artifact.geometry, (), job.pooled, job.uncentered)
     judged = arms[-1] if job.pooled else arms[0]
     settings = build_settings(artifact, _loaded(model), {"engine": engine})
-    for rotations in (judged.arm.rotations, settings.arm.rotations):
+    for rotations in (judged.codec.rotations, settings.codec.rotations):
         for layer, matrix in matrices.items():
             key = rotations[layer].key
             assert torch.equal(key.matrix.squeeze(0), matrix)
             assert (key.mean is None) == (engine == "vllm-oscar")
-    assert settings.arm.rounding == job.rounding == "nearest"
+    assert settings.codec.rounding == job.rounding == "nearest"
     served = (settings.layout.sink, settings.layout.recent)
     assert served == ((0, 0) if engine == "vllm-oscar" else (8, 16))
     assert job.windows == ([(0, 0)] if engine == "vllm-oscar" else [])
@@ -87,7 +87,7 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     read = build_settings(artifact, _loaded(model), {"engine": "vllm"})
     assert read.layout == served.layout
     assert served.layout.prefill_layout == "window"
-    assert read.arm.rounding == served.arm.rounding == "feedback"
+    assert read.codec.rounding == served.codec.rounding == "feedback"
     for layer, side, _ in artifact.rotations.each():
         pages = [each.page_layout(layer, side) for each in (read, served)]
         assert pages[0] == pages[1]
@@ -105,7 +105,7 @@ def test_options_come_before_what_the_engine_picks(tiny_of_heads):
     assert (job.format, job.windows, job.pooled) == ("mlx", [(4, 16)], False)
     assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
     settings = build_settings(artifact, _loaded(model), {"engine": "mlx", "rounding": "feedback"})
-    assert settings.arm.rounding == "feedback"
+    assert settings.codec.rounding == "feedback"
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +148,8 @@ def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, cho
     assert trial.layers == [3]
     (cache,), arms = trial.caches, [each for each in trial.arms if "made" in each.name]
     for arm, side in product(arms, SIDES):
-        measured = arm.page_layout(3, side, 64, cache.format)
-        assert measured == served.arm.page_layout(3, side, 64, served.layout.format)
+        measured = arm.codec.page_layout(3, side, 64, cache.format)
+        assert measured == served.codec.page_layout(3, side, 64, served.layout.format)
 
 
 def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowed):
@@ -157,9 +157,9 @@ def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowe
     served = make_settings(Options(artifact=str(artifact.folder)), find(model))
     for_vllm = build_settings(artifact, _loaded(model), {"engine": "vllm"})
     for side in SIDES:
-        stored = for_vllm.arm.page_layout(3, side, 64, for_vllm.layout.format)
-        assert stored == served.arm.page_layout(3, side, 64, served.layout.format)
-    assert build_settings(artifact, _loaded(model), {}).arm.rotations.has_budget
+        stored = for_vllm.codec.page_layout(3, side, 64, for_vllm.layout.format)
+        assert stored == served.codec.page_layout(3, side, 64, served.layout.format)
+    assert build_settings(artifact, _loaded(model), {}).codec.rotations.has_budget
     written = generate(model, "a b", rotations=artifact, engine="vllm", max_new_tokens=1)
     assert written["format"] == "vllm"
 

@@ -77,10 +77,10 @@ def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm
     assert ("The budget of bits is left out" in done.stderr) == windows
     options = json.loads(shlex.split(done.stdout)[-1])["rotationzoo"]
     settings = make_settings(Options(**options), find(str(model)))
-    assert settings.arm.rotations.has_budget != windows
+    assert settings.codec.rotations.has_budget != windows
     assert settings.layout.format == SIMULATED["vllm" if windows else "fine"]
     if not windows:
-        bits = [int(each.fine_channels) for _, _, each in settings.arm.rotations.each()]
+        bits = [int(each.fine_channels) for _, _, each in settings.codec.rotations.each()]
         assert sum(bits) == 0, "rows of 16 channels with a scale take 3 bits an element"
 
 

@@ -11,11 +11,11 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.checks.comparison import draw_rows, edge_rows
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.codec.formats import FINE
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Layer
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
-from rotationzoo.simulation.arm import Arm
 
 SYMMETRIC = replace(FINE, fine_channels=0)
 # Every way to lay out a row, with and without third bits: a whole row of them, some that end
@@ -144,10 +144,10 @@ def test_a_simulation_encodes_with_the_kernel_of_error_feedback(
         return replace(rotation, feedback=factor_of_heads())
 
     rotations = fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)])
-    arm = Arm("", rotations.replace(add_factor), 16, rounding="feedback")
+    arm = RotatedCodec(rotations.replace(add_factor), 16, rounding="feedback")
     rows = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(1)).to(device)
     with monkeypatch.context() as patch:
-        patch.setattr(Arm, "encoder", lambda *_: None)
+        patch.setattr(RotatedCodec, "encoder", lambda *_: None)
         expected = arm.fake_quantize(rows, 0, "key", int2.FORMATS[format])
     if device == "cpu":
         request.getfixturevalue("source_on_cpu")

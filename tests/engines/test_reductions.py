@@ -9,10 +9,10 @@ from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.calibration.soundness import Verification
+from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines import export as exporting
 from rotationzoo.engines.export import export, launch_line
 from rotationzoo.engines.payload import Request
-from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import write_artifact
 

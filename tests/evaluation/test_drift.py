@@ -10,6 +10,8 @@ from support.command_line import only_error
 from support.float64 import to_float64
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.drift import measure_drift
@@ -21,9 +23,7 @@ from rotationzoo.model.prediction import continue_greedily
 from rotationzoo.progress import silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.through_cache import ThroughCache
-from rotationzoo.simulation.layout import CacheLayout
 
 IDS = torch.randint(5, 60, (3, 25), generator=torch.Generator().manual_seed(1))
 TEXT = Data(tokens=2048, length=512)
@@ -34,7 +34,7 @@ def tiny():
     """A model in float64, and no rotation of it."""
     model = architectures.build("llama", torch.float64)
     arm = build_baselines(Recipe(), geometry_of(model))[0]
-    return model, replace(arm, rotations=to_float64(arm.rotations))
+    return model, replace(arm, codec=replace(arm.codec, rotations=to_float64(arm.codec.rotations)))
 
 
 def drift_of(tiny, layout, tokens):
@@ -68,7 +68,7 @@ def test_the_greedy_text_of_the_cache_is_another_after_as_many_tokens(tiny, chun
     assert drift.by_step[-1].kl > 1e-3
     prompt = IDS[2:, :20]
     exact, _ = continue_greedily(model, prompt, None, 12)
-    cache = RotatedCache(CacheSettings(arm, layout), model)
+    cache = RotatedCache(CacheSettings(arm.codec, layout), model)
     for start in range(0, 20 - (chunk or 20), chunk or 20):
         model(input_ids=prompt[:, start : start + chunk], past_key_values=cache)
     rest = prompt[:, cache.get_seq_length() :]

@@ -76,7 +76,7 @@ def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, 
     arms = build_arms(artifacts, artifacts[0].geometry)
     # The second would give its arm with error feedback the name of the first.
     hashed = f"mine {artifacts[0].identity[:8]}"
-    assert [each.arm.name for each in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
+    assert [each.name for each in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
     assert len({each.about.name for each in arms}) == len(arms) == 6 + len(BASELINES)
     assert [each.about.rounding for each in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
 
@@ -168,4 +168,4 @@ def test_names_are_unique_beside_those_of_pooled_arms(copied, tmp_path):
     artifact = Artifact.open(copied)
     taken = Artifact.open(shutil.copytree(copied, tmp_path / "copied+pooled"))
     arms = build_arms([artifact, taken], artifact.geometry, baselines=(), pooled=True)
-    assert len({each.arm.name for each in arms}) == len(arms) == 6
+    assert len({each.name for each in arms}) == len(arms) == 6

@@ -4,22 +4,25 @@ heads, beside plain attention computed query by query."""
 import math
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from support import architectures
 from support.architectures import WINDOW
 
+from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.calibration.fit import fit
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.metrics import Buckets, HeadSums, Metrics
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 
 BUCKETS = Buckets.between(2, 6)
 
@@ -110,7 +113,9 @@ def blocks(monkeypatch):
 
 def arms_of(geometry):
     rotations = fit(None, PRESETS["random"], geometry)
-    return [Arm("random", rotations), KiviArm("kivi", rotations, tokens=4)]
+    kivi = RivalCodec(partial(store_as_kivi, tokens=4))
+    codecs = {"random": RotatedCodec(rotations), "kivi": kivi}
+    return [Arm(AboutArm(name=name, kind="baseline"), codec) for name, codec in codecs.items()]
 
 
 def trial_of(model, **changes) -> Trial:
@@ -150,7 +155,7 @@ def plain_heads(model, arm: Arm, window: int | None):
     count, past = 0, slice(CACHE.first_quantized, None)
     for query, key, value, output in calls_of(model):
         stored_key, stored_value = (
-            arm.fake_quantize(rows[None].float(), LAYER, side, CACHE.format)[0].double()
+            arm.codec.fake_quantize(rows[None].float(), LAYER, side, CACHE.format)[0].double()
             for side, rows in (("key", key), ("value", value))
         )
         group, position = len(query) // len(key), torch.arange(key.shape[1])
@@ -203,7 +208,7 @@ def plain_ranges(rows: list[torch.Tensor], matrix: torch.Tensor) -> list[float]:
 def test_ranges_are_those_of_rotated_rows():
     model = architectures.build("qwen3")
     trial = trial_of(model)
-    rotations = trial.arms[0].rotations
+    rotations = trial.arms[0].codec.rotations
     matrices = rotations[LAYER].key.matrix, rotations[LAYER].value.matrix
     keys, values = (
         plain_ranges([call[place] for call in calls_of(model)], matrix.expand(2, -1, -1))
@@ -214,7 +219,8 @@ def test_ranges_are_those_of_rotated_rows():
     assert measures["value_row_range"] == pytest.approx(values, rel=1e-5)
     kivi = measure_layer(model, trial, arm="kivi")["heads"]
     assert kivi["key_row_range"] == [None, None], "rounded channel by channel"
-    assert kivi["value_row_range"] == pytest.approx(values, rel=1e-5)
+    unrotated = plain_ranges([call[2] for call in calls_of(model)], torch.eye(16).expand(2, -1, -1))
+    assert kivi["value_row_range"] == pytest.approx(unrotated, rel=1e-5)
 
 
 def test_what_is_not_measured_is_null():

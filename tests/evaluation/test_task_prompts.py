@@ -6,6 +6,7 @@ from support.models import save_family
 from support.places import ROOT
 from support.reports import evaluate
 
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
@@ -13,7 +14,6 @@ from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recipe import Data
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 

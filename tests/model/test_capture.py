@@ -9,10 +9,11 @@ from support.places import ROOT
 from rotationzoo.artifact.layout import statistics_tensors
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.geometry import cached_layers, shifted_layers
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, check_transparent, decoder, intercept
-from rotationzoo.model.geometry import cached_layers, geometry_of, geometry_on_meta, shifted_layers
+from rotationzoo.model.geometry import geometry_of, geometry_on_meta
 from rotationzoo.recipe import Recipe
 
 TABLE = ROOT / "docs" / "architectures.md"

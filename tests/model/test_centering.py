@@ -23,14 +23,10 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import geometry_from_json, geometry_json, shifted_layers
 from rotationzoo.model import centering, loading
 from rotationzoo.model.capture import Attention, check_transparent
-from rotationzoo.model.geometry import (
-    geometry_from_json,
-    geometry_json,
-    geometry_on_meta,
-    shifted_layers,
-)
+from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry

@@ -7,6 +7,8 @@ from support import architectures
 from support.float64 import CLOSE, all_in_float64, to_float64
 
 from rotationzoo.calibration.fit import fit
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.model import long_masks
 from rotationzoo.model.capture import Attention, capture
 from rotationzoo.model.geometry import geometry_of
@@ -14,8 +16,6 @@ from rotationzoo.model.long_masks import LongMask, NeedsWholeMask
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation import simulated
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Observers, Simulation
 
 MASKED = ["phi3", "gemma2", "gemma3", "gemma4", "gpt_oss", "mimo_v2_flash", "llama4", "gemma3-vlm"]
@@ -64,7 +64,7 @@ def test_a_model_computes_the_same_with_masks_in_blocks(name, short):
 def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkeypatch):
     model = architectures.build(name, torch.float64)
     geometry = geometry_of(model, IDS[:1])
-    arm = Arm("hadamard", to_float64(fit(None, PRESETS["hadamard"], geometry)))
+    arm = RotatedCodec(to_float64(fit(None, PRESETS["hadamard"], geometry)))
     layers = {layer.index for layer in geometry}
     queries = torch.tensor([9, 15, 23])
     simulation = Simulation(arm, CacheLayout(sink=2, recent=4), geometry, layers, queries=queries)

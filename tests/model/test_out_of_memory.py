@@ -13,6 +13,7 @@ from support import architectures
 from rotationzoo.calibration import running_sums
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.forward import Trial, run_models
@@ -22,7 +23,6 @@ from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.out_of_memory import RowLimit, is_out_of_memory
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe
-from rotationzoo.simulation.layout import CacheLayout
 
 RECIPE = Recipe(sink=4)
 IDS = torch.randint(3, 59, (7, 32), generator=torch.Generator().manual_seed(2))
@@ -143,7 +143,7 @@ def test_a_full_main_memory_is_recognised():
 
 def test_an_evaluation_measures_each_text_once(model):
     geometry = geometry_of(model)
-    arms = [each.arm for each in build_arms([], geometry)]
+    arms = build_arms([], geometry)
     caches = [CacheLayout(int2.SIMULATED["sglang"], 4, 8)]
     trial = Trial(geometry, arms, caches, [0, 1, 2], ("key", "value"), 4, 12)
     expected = run_models(model, [IDS[:2], IDS[2:4]], trial, silent)

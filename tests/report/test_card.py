@@ -18,12 +18,12 @@ from support.reports import make_artifact, summary
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import Layer
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import bits_per_element
+from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS, override
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import name_in_commands, reproduce_command
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import bits_per_element
 
 
 def made(model, folder, **changes) -> Artifact:

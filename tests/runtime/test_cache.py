@@ -21,14 +21,14 @@ from transformers import DynamicCache
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 # How many tokens a call brings, and what it reads. All windows are smaller than the sliding windows
@@ -60,7 +60,7 @@ def test_it_is_read_as_the_simulation_says(name, step, windows):
 def test_means_are_honored(name):
     model, (step, windows) = architectures.build(name, torch.float64), LAYOUTS["token by token"]
     plain = random_arm(model)
-    arm = Arm("centered", with_means(plain.rotations))
+    arm = RotatedCodec(with_means(plain.rotations))
     simulated = simulate(model, arm, windows, IDS)
     read = read_in_calls(model, cache_for(model, arm, windows), IDS, step)
     assert distance(read, simulated) <= CLOSE
@@ -70,7 +70,7 @@ def test_means_are_honored(name):
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_keys_keep_their_mean_where_attention_depends_on_it(name):
     model = architectures.build(name, torch.float64)
-    arm = Arm("centered", with_means(random_arm(model).rotations))
+    arm = RotatedCodec(with_means(random_arm(model).rotations))
     with pytest.raises(RotationZooError, match="cannot be centered: attention depends on"):
         cache_for(model, arm, CacheLayout())
 
@@ -100,7 +100,7 @@ def test_rotations_of_other_layers_are_refused():
 def test_layers_that_keep_more_than_keys_and_values_are_refused():
     model = architectures.build("deepseek_v32", torch.float64)
     with pytest.raises(UnsupportedModel, match="keeps a DynamicIndexedLayer, which this cache"):
-        cache_for(model, Arm("none", {}), CacheLayout())
+        cache_for(model, RotatedCodec({}), CacheLayout())
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
@@ -120,20 +120,20 @@ def test_whitened_rows_are_read_as_the_simulation_says(format, name):
             bits = counts[torch.randint(len(counts), (), generator=generator)]
         return replace(rotation, whitening=white, feedback=factor, fine_channels=bits)
 
-    arm = Arm("whitened", random_arm(model).rotations.replace(whiten), rounding="feedback")
+    arm = RotatedCodec(random_arm(model).rotations.replace(whiten), rounding="feedback")
     stored = SGLANG if format == "sglang" else replace(FINE, fine_channels=8)
     windows = replace(windows, format=stored)
     simulated = simulate(model, arm, windows, IDS)
     read = read_in_calls(model, cache_for(model, arm, windows), IDS, step)
     assert distance(read, simulated) <= CLOSE
-    alone = Arm("alone", arm.rotations)
+    alone = RotatedCodec(arm.rotations)
     assert distance(simulate(model, alone, windows, IDS), simulated) > 0.01
 
 
 def test_codes_of_other_bits_are_refused():
     layout = CacheLayout(replace(FORMATS["sglang"], bits=4))
     with pytest.raises(RotationZooError, match="stores codes of 2 bits, and the format has 4"):
-        CacheSettings(Arm("", {}), layout)
+        CacheSettings(RotatedCodec({}), layout)
 
 
 # ---- latents (MLA): their codes, and keys with RoPE that all stay exact

@@ -10,8 +10,8 @@ from support.caches import random_arm
 from support.float64 import CLOSE
 from support.naive_cache import naive_cache
 
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
-from rotationzoo.simulation.layout import CacheLayout
 
 PROMPT = torch.randint(5, 60, (1, 18), generator=torch.Generator().manual_seed(3))
 WINDOWS = CacheLayout(sink=2, recent=5)

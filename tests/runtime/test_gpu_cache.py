@@ -12,15 +12,16 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.geometry import Layer
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime import stream as stream_module
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.layer import RotatedLayer
 from rotationzoo.runtime.padding import Padding
-from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -37,7 +38,7 @@ def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
         calls.append(arguments)
         return attention.attend(*arguments)
 
-    arm = Arm("", fit(None, PRESETS["random"], geometry_of(model)))
+    arm = RotatedCodec(fit(None, PRESETS["random"], geometry_of(model)))
     caches = [
         cache_for(model, arm, CacheLayout(sink=4, recent=8), block=32, reading=reading)
         for reading in ("auto", "auto", "rows")
@@ -58,7 +59,7 @@ def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
 def test_windows_lie_as_the_kernel_reads_them(monkeypatch):
     """They are not copied in each step, though models hand over transposed rows."""
     model = architectures.build("llama")
-    arm = Arm("", fit(None, PRESETS["random"], geometry_of(model)))
+    arm = RotatedCodec(fit(None, PRESETS["random"], geometry_of(model)))
     cache = cache_for(model, arm, CacheLayout(sink=4, recent=8), block=256)
     decode(model, cache)
     stream = cache.layers[0].streams[0]
@@ -78,7 +79,9 @@ def test_windows_lie_as_the_kernel_reads_them(monkeypatch):
 def layer_on(device, codec):
     """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
     rotations = with_factors(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
-    arm = Arm("", rotations, rounding="feedback" if codec in ("feedback", "fine") else "nearest")
+    arm = RotatedCodec(
+        rotations, rounding="feedback" if codec in ("feedback", "fine") else "nearest"
+    )
     format = {"feedback": SGLANG, "fine": FINE}.get(codec) or FORMATS[codec]
     windows = CacheLayout(format, sink=4, recent=32)
     layer = RotatedLayer(CacheSettings(arm, windows), 0, Padding())

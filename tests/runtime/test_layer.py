@@ -12,15 +12,15 @@ from support.naive_cache import NaiveLayer
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.size import codec_bits
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Layer
+from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.layer import RotatedLayer, RotatedSlidingLayer
 from rotationzoo.runtime.padding import Padding
-from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import arm_bits
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 16, 12
 GEOMETRY = [Layer(0, 0, 4, HEADS, KEY_DIM, VALUE_DIM)]
@@ -30,9 +30,9 @@ CALLS = [5, 1, 1, 9, 1, 1, 1, 1, 12, 3, 1, 1, 1, 1, 1, 1]
 
 RANDOM = with_means(to_float64(fit(None, PRESETS["random"], GEOMETRY)))
 ARMS = {
-    "one group": Arm("", RANDOM),
-    "groups": Arm("", RANDOM, group_size=4),
-    "feedback": Arm("", with_factors(RANDOM), rounding="feedback"),
+    "one group": RotatedCodec(RANDOM),
+    "groups": RotatedCodec(RANDOM, group_size=4),
+    "feedback": RotatedCodec(with_factors(RANDOM), rounding="feedback"),
 }
 
 
@@ -233,13 +233,13 @@ def test_blocks_stay_where_they_are():
 
 def test_each_token_is_quantized_once(monkeypatch):
     arm, quantized = ARMS["groups"], Counter()
-    original = Arm.quantize
+    original = RotatedCodec.quantize
 
     def count(self, rows, layer, side, format):
         quantized[side] += rows.shape[2]
         return original(self, rows, layer, side, format)
 
-    monkeypatch.setattr(Arm, "quantize", count)
+    monkeypatch.setattr(RotatedCodec, "quantize", count)
     windows = CacheLayout(sink=3, recent=6)
     feed(layer_of(arm, windows), draw(2, sum(CALLS)), CALLS)
     expected = windows.quantized_tokens(sum(CALLS))
@@ -255,7 +255,7 @@ def test_bytes_at_the_geometry_of_an_8b_model(format, least):
     """Every tensor is counted at a length that a CPU can fill, and the same count is projected to
     131,072 tokens, where it agrees with the size that reports state."""
     windows, block = CacheLayout(format), 256
-    arm = Arm("", fit(None, PRESETS["identity"], QWEN3_8B[:1]))
+    arm = RotatedCodec(fit(None, PRESETS["identity"], QWEN3_8B[:1]))
 
     def expected(tokens):
         blocks = -(-(tokens - windows.sink - windows.recent) // block)
@@ -274,7 +274,7 @@ def test_bytes_at_the_geometry_of_an_8b_model(format, least):
     # Measured: 6.31 and 7.00.
     assert bf16 / expected(131072) >= least
     bits = 16 * expected(131072) / bf16
-    assert bits == pytest.approx(arm_bits(QWEN3_8B, arm, windows), rel=0.001), "the last block"
+    assert bits == pytest.approx(codec_bits(QWEN3_8B, arm, windows), rel=0.001), "the last block"
 
 
 def test_a_layer_without_a_rotation_is_refused():

@@ -42,23 +42,23 @@ def test_all_ways_to_name_rotations(demo, made, monkeypatch):
 def test_settings_come_from_the_recipe_and_the_options(demo, made):
     settings = RotatedCache(made, demo).settings
     assert (settings.layout.sink, settings.layout.recent) == (64, 256)
-    assert (settings.layout.format, settings.arm.group_size, settings.slack) == (SGLANG, None, 64)
+    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (SGLANG, None, 64)
     assert settings.layout.prefill_layout == "server"
     assert settings.reading == "auto"
     options = {"format": "mlx", "group_size": 32, "slack": 7, "prefill_layout": "window"}
     settings = RotatedCache(made, demo, **options, reading="rows").settings
-    assert (settings.layout.format, settings.arm.group_size, settings.slack) == (MLX, 32, 7)
+    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (MLX, 32, 7)
     assert settings.layout.prefill_layout == "window"
     assert settings.reading == "rows"
 
 
 def test_error_feedback_is_used_where_an_artifact_has_its_factors(demo, made):
     rotations = Artifact.open(made).rotations
-    assert RotatedCache(rotations, demo).settings.arm.rounding == "feedback"
-    assert RotatedCache(rotations, demo, rounding="nearest").settings.arm.rounding == "nearest"
+    assert RotatedCache(rotations, demo).settings.codec.rounding == "feedback"
+    assert RotatedCache(rotations, demo, rounding="nearest").settings.codec.rounding == "nearest"
     plain = without_factors(rotations)
-    assert RotatedCache(plain, demo).settings.arm.rounding == "nearest"
-    with pytest.raises(RotationZooError, match="has no factors"):
+    assert RotatedCache(plain, demo).settings.codec.rounding == "nearest"
+    with pytest.raises(RotationZooError, match="have no factors"):
         RotatedCache(plain, demo, rounding="feedback")
 
 

@@ -19,16 +19,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.formats import FORMATS, SGLANG
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.geometry import Layer
 from rotationzoo.model.capture import capture
-from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
 from rotationzoo.runtime.paged_attention import PageReader
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.stream import READ_TOGETHER, Blocks, Reach, Stream
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 WINDOWS = CacheLayout(sink=2, recent=5)
 IDS = torch.randint(5, 60, (2, 22), generator=torch.Generator().manual_seed(1))
@@ -100,9 +100,9 @@ def test_every_codec_is_read_as_rows_are(codec, reads):
     model = architectures.build("llama", torch.float64)
     rotations = random_arm(model).rotations
     windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
-    arm = Arm("", rotations, group_size=4 if codec == "groups" else None)
+    arm = RotatedCodec(rotations, group_size=4 if codec == "groups" else None)
     if codec == "feedback":
-        arm = Arm("", with_factors(with_means(rotations)), rounding="feedback")
+        arm = RotatedCodec(with_factors(with_means(rotations)), rounding="feedback")
     rows, pages = (decode(model, empty(model, each, arm, windows)) for each in ("rows", "pages"))
     assert reads["pages"] > 40
     assert distance(pages, rows) <= CLOSE
@@ -306,7 +306,7 @@ def rotations_of_a_layer():
 def test_a_long_context_takes_little_beside_its_rows():
     """Measured: 5.5 blocks of float32 rows beside both sides; with eight blocks together, and
     those restored before them still held, 44."""
-    stream = stream_of(Arm("", rotations_of_a_layer()), "sglang", 100 * BLOCK)
+    stream = stream_of(RotatedCodec(rotations_of_a_layer()), "sglang", 100 * BLOCK)
     most, _, rows = allocated(stream.read)
     one = 4 * HEADS * BLOCK * DIM
     beside = (most - sum(each.nbytes for each in rows)) / one
@@ -316,7 +316,7 @@ def test_a_long_context_takes_little_beside_its_rows():
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_blocks_read_together_are_those_read_alone(format, monkeypatch):
-    stream = stream_of(Arm("", rotations_of_a_layer(), 16), format, 7 * BLOCK + 5, batch=3)
+    stream = stream_of(RotatedCodec(rotations_of_a_layer(), 16), format, 7 * BLOCK + 5, batch=3)
     for start in (0, 2, 3 * BLOCK, 7 * BLOCK):
         together = stream.read(start)
         with monkeypatch.context() as patch:

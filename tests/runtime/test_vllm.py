@@ -25,14 +25,14 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.server import Server
 from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import PRESETS, Data, with_budget
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.vllm.probe import record_probes
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
 pytestmark = NEEDS_VLLM
@@ -268,7 +268,7 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, 
     artifact, model = Artifact.open(made), load(DEMO)
     layout = CacheLayout.of_recipe(artifact.recipe, FORMATS["vllm"])
     layout = replace(layout, prefill_chunk=CHUNK, prefill_layout="window")
-    arm = Arm("", artifact.rotations, rounding="feedback")
+    arm = RotatedCodec(artifact.rotations, rounding="feedback")
     layers = {layer.index for layer in artifact.geometry}
     with Simulation(arm, layout, artifact.geometry, layers).running(model):
         simulated = read_answers(model, questions).correct.tolist()

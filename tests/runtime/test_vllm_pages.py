@@ -11,19 +11,19 @@ from support.float64 import to_float64
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Layer
+from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.layer import RotatedLayer
 from rotationzoo.runtime.padding import Padding
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm import steps
-from rotationzoo.runtime.vllm.pages import LayerPages, attend_rows
+from rotationzoo.runtime.vllm.pages import LayerPages, attend_causally
 from rotationzoo.runtime.vllm.settings import cell_bytes, select_heads
 from rotationzoo.runtime.vllm.steps import Known, Planner
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 
 HEADS, DIM, TOKENS = 2, 16, 8
 GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
@@ -44,7 +44,7 @@ def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=Fals
     if not kernel:
         rotations = to_float64(rotations)
     layout = CacheLayout(STORED[format], sink, recent, prefill_layout="window")
-    return CacheSettings(Arm("", rotations, rounding=rounding), layout, block=8)
+    return CacheSettings(RotatedCodec(rotations, rounding=rounding), layout, block=8)
 
 
 class Server:
@@ -142,7 +142,7 @@ def read_in_transformers(settings: CacheSettings, rows, calls=CALLS) -> list[tor
     layer, outputs = RotatedLayer(settings, 0, Padding()), []
     for new in calls_of(rows, calls):
         key, value = layer.update(*(new[side].transpose(0, 1)[None] for side in SIDES))
-        outputs.append(attend_rows(query_of(new["key"]), key, value, SCORES))
+        outputs.append(attend_causally(query_of(new["key"]), key, value, SCORES))
     return outputs
 
 
@@ -205,12 +205,12 @@ def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read
         server.begin(request)
         server.run({request: draw(40, seed=request + 1)})
     step = server.plan({"first": 1})
-    assert step.reading.starts.tolist() == [0], "the sink, too"
-    assert step.reading.ends.tolist() == [40], "the new token alone is exact"
+    assert step.decode.starts.tolist() == [0], "the sink, too"
+    assert step.decode.ends.tolist() == [40], "the new token alone is exact"
     assert int((server.planner.slot_of > 0).sum()) <= server.planner.slots - 1
     fresh = server.plan({2: 1})
-    assert fresh.reading.starts.tolist() == [3]
-    assert fresh.reading.ends.tolist() == [41 - 6]
+    assert fresh.decode.starts.tolist() == [3]
+    assert fresh.decode.ends.tolist() == [41 - 6]
 
 
 def test_offsets_of_pages_may_exceed_two_gigabytes():
@@ -219,7 +219,7 @@ def test_offsets_of_pages_may_exceed_two_gigabytes():
     server.begin(0)
     step = server.plan({0: 20})
     expected = [page * 2**30 for page in server.tables[0]]
-    assert step.reading.offsets[0, : len(expected)].tolist() == expected
+    assert step.decode.page_table[0, : len(expected)].tolist() == expected
 
 
 def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
@@ -230,9 +230,9 @@ def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
     server.begin("second")
     server.run({"second": draw(30)})
     after = server.plan({"first": 1})
-    for name in ("pages", "places", "slots"):
+    for name in ("pages", "page_offsets", "slots"):
         assert getattr(after, name).data_ptr() == getattr(before, name).data_ptr()
-    assert after.reading.offsets.data_ptr() == before.reading.offsets.data_ptr()
+    assert after.decode.page_table.data_ptr() == before.decode.page_table.data_ptr()
 
 
 def test_padding_writes_to_nobodys_page():
@@ -252,13 +252,13 @@ def test_padding_writes_to_nobodys_page():
 
 def test_a_process_holds_its_heads():
     settings = settings_of("budget")
-    white = torch.eye(settings.arm.rotations[0].key.dim).repeat(2, 1, 1)
-    whitened = settings.arm.rotations.replace(
+    white = torch.eye(settings.codec.rotations[0].key.dim).repeat(2, 1, 1)
+    whitened = settings.codec.rotations.replace(
         lambda _, side, rotation: replace(rotation, whitening=white)
     )
-    settings = replace(settings, arm=replace(settings.arm, rotations=whitened))
-    chosen = select_heads(settings, slice(1, 2)).arm.rotations[0].key
-    whole = settings.arm.rotations[0].key
+    settings = replace(settings, codec=replace(settings.codec, rotations=whitened))
+    chosen = select_heads(settings, slice(1, 2)).codec.rotations[0].key
+    whole = settings.codec.rotations[0].key
     assert torch.equal(chosen.mean, whole.mean[1:])
     assert torch.equal(chosen.feedback, whole.feedback[1:])
     assert torch.equal(chosen.matrix, whole.matrix[1:])
@@ -289,10 +289,10 @@ def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
 
 def describe(server, step) -> list:
     """A plan without the numbers of slots, of which any that is free may be taken."""
-    reading, page_of = step.reading, server.planner._page_of
-    windows = [reading.sink, reading.recent]
-    tensors = [reading.starts, reading.ends, reading.recent.starts, reading.offsets]
-    tensors += [step.pages, step.places, page_of[step.slots]]
+    decode, page_of = step.decode, server.planner._page_of
+    windows = [decode.sink, decode.recent]
+    tensors = [decode.starts, decode.ends, decode.recent.starts, decode.page_table]
+    tensors += [step.pages, step.page_offsets, page_of[step.slots]]
     tensors += [window.lengths for window in windows]
     tensors += [page_of[window.slots.long()] for window in windows]
     return [tensor.tolist() for tensor in tensors]
@@ -359,7 +359,7 @@ def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
     rotations = fit(None, PRESETS["random"], geometry).replace(
         lambda layer, side, each: replace(each, fine_channels=torch.tensor(bits[layer][side]))
     )
-    return replace(settings, arm=replace(settings.arm, rotations=rotations))
+    return replace(settings, codec=replace(settings.codec, rotations=rotations))
 
 
 def test_the_cells_of_a_layer_take_what_its_budget_says():

@@ -11,8 +11,7 @@ from scipy.linalg import hadamard
 
 from rotationzoo.codec.formats import SGLANG
 from rotationzoo.errors import UsageError
-from rotationzoo.model.geometry import Layer
-from rotationzoo.simulation.engine_caches import ENGINE_CACHES, EngineArm
+from rotationzoo.geometry import Layer
 from rotationzoo.simulation.engine_formats import (
     gaussian_centroids,
     read_exl3,
@@ -26,6 +25,7 @@ from rotationzoo.simulation.engine_formats import (
     read_q8_0,
     scale_tile,
 )
+from rotationzoo.simulation.rivals import ENGINE_CACHES, RivalCodec, check_engine_cache
 
 ROWS = torch.randn(3, 2, 17, 128, generator=torch.Generator().manual_seed(0))
 ROWS[0, 0, 0, :32] = 0  # a block whose scale is zero
@@ -236,7 +236,7 @@ def test_llama_cpp_spreads_a_towering_channel_over_the_row(name):
 
 
 def stored_bits(name, side, dim=128):
-    return EngineArm(name).stored_bits(side, dim, SGLANG)
+    return RivalCodec.of_engine(name).stored_bits(0, side, dim, SGLANG)
 
 
 def test_bits_are_those_of_the_packed_rows():
@@ -259,23 +259,23 @@ def test_bits_are_those_of_the_packed_rows():
 
 
 def test_tokens_of_an_incomplete_tile_stay_exact():
-    arm = EngineArm("kvarn-k4v2")
-    assert arm.token_group == 128
+    codec = RivalCodec.of_engine("kvarn-k4v2")
+    assert codec.token_group == 128
     for side, bits in (("key", 4), ("value", 2)):
-        stored = arm.fake_quantize(LONG, 0, side, None)
+        stored = codec.fake_quantize(LONG, 0, side, SGLANG)
         assert torch.equal(stored[:, :, 256:], LONG[:, :, 256:])
         tile = LONG[1, 1, 128:256]
         expected = read_kvarn(tile, bits, per_channel=side == "key")
         error = (stored[1, 1, 128:256] - expected).norm() / tile.norm()
         # Measured: 0. Sums in another order may round a code otherwise, and no tile reads another.
         assert error < 1e-2
-        assert torch.equal(arm.fake_quantize(LONG[:, :, :100], 0, side, None), LONG[:, :, :100])
+        assert torch.equal(codec.fake_quantize(LONG[:, :, :100], 0, side, SGLANG), LONG[:, :, :100])
 
 
 @pytest.mark.parametrize(("name", "channels"), [("mlx-2", 64), ("nvfp4", 16), ("q4_0", 32)])
 def test_heads_that_a_cache_cannot_store_are_refused(name, channels):
     fits = Layer(0, 0, query_heads=4, kv_heads=2, key_dim=2 * channels, value_dim=channels)
-    EngineArm(name).check([fits])
+    check_engine_cache(name, [fits])
     odd = Layer(1, 1, query_heads=4, kv_heads=2, key_dim=channels, value_dim=channels + 8)
     with pytest.raises(UsageError, match=f"{channels} channels together, and values of layer 1"):
-        EngineArm(name).check([fits, odd])
+        check_engine_cache(name, [fits, odd])

@@ -1,6 +1,7 @@
 """Which positions a cache keeps exact for whom, and how many bits an element takes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ from support import architectures
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.size import CONTEXT, bits_per_element, codec_bits
+from rotationzoo.geometry import Layer
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.size import CONTEXT, arm_bits, bits_per_element
+from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 
 
 def visible(cache: CacheLayout, length: int) -> list[list[int]]:
@@ -64,14 +66,14 @@ def test_the_first_query_that_reads_a_quantized_position(cache):
 GEOMETRY = geometry_of(architectures.build("llama"))
 ROTATIONS = fit(None, PRESETS["identity"], GEOMETRY)
 ARMS = [
-    Arm("one group", ROTATIONS),
-    Arm("groups of 8", ROTATIONS, 8),
-    KiviArm("kivi", ROTATIONS),
-    KiviArm("kivi", ROTATIONS, tokens=64, channels=8),
+    RotatedCodec(ROTATIONS),
+    RotatedCodec(ROTATIONS, 8),
+    RivalCodec(store_as_kivi),
+    RivalCodec(partial(store_as_kivi, tokens=64, channels=8)),
 ]
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: f"{arm.name}-{arm.token_group}")
+@pytest.mark.parametrize("arm", ARMS, ids=["one group", "groups of 8", "kivi", "kivi-64"])
 @pytest.mark.parametrize("length", [10, 400, 511, 2048])
 def test_every_token_counts(arm, length):
     cache = CacheLayout(int2.SGLANG, sink=16, recent=64)
@@ -79,9 +81,9 @@ def test_every_token_counts(arm, length):
     exact = grouped.exact_for(torch.arange(length), length)[-1].sum().item()
     assert grouped.quantized_tokens(length) == length - exact
     # Head dimension 16 on both sides, so that each side is half of the elements.
-    stored = sum(arm.stored_bits(side, 16, int2.SGLANG) for side in ("key", "value")) / 2
+    stored = sum(arm.stored_bits(0, side, 16, int2.SGLANG) for side in ("key", "value")) / 2
     expected = (16 * exact + stored * (length - exact)) / length
-    assert arm_bits(GEOMETRY, arm, cache, length) == pytest.approx(expected)
+    assert codec_bits(GEOMETRY, arm, cache, length) == pytest.approx(expected)
 
 
 def test_bits_per_element_count_exact_tokens():
@@ -96,4 +98,4 @@ def test_bits_per_element_count_exact_tokens():
 def test_an_arm_of_rotations_takes_what_its_recipe_says():
     cache = CacheLayout()
     bits = bits_per_element(GEOMETRY, replace(cache, group_size=8))
-    assert arm_bits(GEOMETRY, ARMS[1], cache, CONTEXT) == pytest.approx(bits)
+    assert codec_bits(GEOMETRY, ARMS[1], cache, CONTEXT) == pytest.approx(bits)

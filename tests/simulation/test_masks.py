@@ -5,10 +5,10 @@ import pytest
 import torch
 from support import architectures
 
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.model import long_masks
 from rotationzoo.model.capture import Attention
 from rotationzoo.simulation import masks
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks
 
 

@@ -1,6 +1,7 @@
 """The simulated cache in every family of models; `tests/runtime/test_cache.py` holds it against one
 that is really read call by call."""
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,12 +15,13 @@ from support.naive_cache import naive_cache
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS, SGLANG
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.forward import attention_modules
+from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import long_masks
-from rotationzoo.model.geometry import geometry_of, shifted_layers
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 from rotationzoo.simulation.simulated import Observers, Simulation
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -79,7 +81,7 @@ def test_what_centring_moves_is_seen(name):
         mean = 3 * torch.randn(len(rotation.clip), rotation.dim, generator=generator)
         return replace(rotation, mean=mean)
 
-    arm = Arm("centered", random_arm(model).rotations.replace(center))
+    arm = RotatedCodec(random_arm(model).rotations.replace(center))
     cache = CacheLayout(sink=24, recent=0)
     simulated, _, divergences = observe(model, arm, cache, queries=torch.arange(24))
     moved = distance(simulated, read_whole(model, IDS))
@@ -104,15 +106,16 @@ def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
     assert torch.equal(read_whole(model, IDS), plain), "not restored"
 
 
-@pytest.mark.parametrize("kind", [Arm, KiviArm])
-def test_more_bits_come_closer_to_the_exact_model(kind):
+KIVI = RivalCodec(functools.partial(store_as_kivi, tokens=8, channels=8))
+
+
+@pytest.mark.parametrize("name", ["rotated", "kivi"])
+def test_more_bits_come_closer_to_the_exact_model(name):
     model, errors = architectures.build("llama", torch.float64), []
     unclipped = random_arm(model).rotations.replace(
         lambda _, __, rotation: replace(rotation, clip=torch.ones_like(rotation.clip))
     )
-    arm = kind("", unclipped)
-    if kind is KiviArm:
-        arm = replace(arm, tokens=8, channels=8)
+    arm = KIVI if name == "kivi" else RotatedCodec(unclipped)
     for bits in BITS:
         layout = CacheLayout(replace(SGLANG, bits=bits), sink=1, recent=2)
         _, outputs, _ = observe(model, arm, layout)
@@ -131,10 +134,6 @@ CACHE = CacheLayout(sink=3, recent=5)
 GROUP = 8
 
 
-def arm_for(model, preset: str = "identity") -> KiviArm:
-    return KiviArm("kivi", random_arm(model, preset).rotations, tokens=GROUP, channels=8)
-
-
 def quantize_block(block: torch.Tensor, dim: int) -> torch.Tensor:
     """KIVI's own formula: minimum and scale over `dim`, both in float16, rounded to 0 to 3."""
     minimum = block.amin(dim, keepdim=True).half().float()
@@ -147,23 +146,18 @@ def quantize_block(block: torch.Tensor, dim: int) -> torch.Tensor:
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_blocks_are_rounded_by_the_formula_of_kivi(side):
     """Keys over groups of tokens, values over groups of channels."""
-    model = architectures.build("llama")
-    arm = arm_for(model, "random")
-    rows = torch.randn(1, 2, 3 * GROUP, 16, generator=torch.Generator().manual_seed(0)).double()
-    matrix, dim = arm.rotations[0][side].matrix, {"key": 2, "value": 3}[side]
-    blocks = (rows @ matrix).float().split(8, dim)
-    expected = torch.cat([quantize_block(block, dim) for block in blocks], dim)
-    stored = arm.fake_quantize(rows, 0, side, int2.SGLANG)
-    assert (stored - expected.double() @ matrix.mT).abs().max() < 1e-5
+    rows = torch.randn(1, 2, 3 * GROUP, 16, generator=torch.Generator().manual_seed(0))
+    dim = {"key": 2, "value": 3}[side]
+    expected = torch.cat([quantize_block(block, dim) for block in rows.split(8, dim)], dim)
+    stored = KIVI.fake_quantize(rows, 0, side, int2.SGLANG)
+    assert (stored - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("preset", ["identity", "random"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_the_simulation_is_what_a_cache_filled_token_by_token_gives(name, preset):
+def test_the_simulation_is_what_a_cache_filled_token_by_token_gives(name):
     model = architectures.build(name, torch.float64)
-    arm = arm_for(model, preset)
-    plain, simulated = read_whole(model, LONGER), simulate(model, arm, CACHE, LONGER)
-    served = read_in_calls(model, naive_cache(arm, CACHE), LONGER, 1)
+    plain, simulated = read_whole(model, LONGER), simulate(model, KIVI, CACHE, LONGER)
+    served = read_in_calls(model, naive_cache(KIVI, CACHE), LONGER, 1)
     assert distance(simulated, served) <= CLOSE
     first = CACHE.sink + CACHE.recent + GROUP - 1
     assert (simulated - plain)[:, :first].abs().max() <= CLOSE * plain.abs().max()

@@ -6,20 +6,20 @@ from dataclasses import replace
 import torch
 
 from rotationzoo.calibration.fit import fit
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 from support.float64 import to_float64
 
 
-def random_arm(model, preset: str = "random") -> Arm:
+def random_arm(model, preset: str = "random") -> RotatedCodec:
     """An arm with rotations that need no data, by which rows are rotated in float64."""
-    return Arm(preset, to_float64(fit(None, PRESETS[preset], geometry_of(model))))
+    return RotatedCodec(to_float64(fit(None, PRESETS[preset], geometry_of(model))))
 
 
 def with_means(rotations: Rotations) -> Rotations:
@@ -44,12 +44,12 @@ def with_factors(rotations: Rotations) -> Rotations:
     return rotations.replace(add)
 
 
-def cache_for(model, arm: Arm, windows: CacheLayout, **settings) -> RotatedCache:
+def cache_for(model, arm: RotatedCodec, windows: CacheLayout, **settings) -> RotatedCache:
     """An empty cache of what an arm stores, in blocks of 8 tokens."""
     return RotatedCache(CacheSettings(arm, windows, **{"block": 8, **settings}), model)
 
 
-def simulation_of(model, arm: Arm, windows: CacheLayout) -> Simulation:
+def simulation_of(model, arm: RotatedCodec, windows: CacheLayout) -> Simulation:
     """The simulation of all layers of a model."""
     geometry = geometry_of(model)
     return Simulation(arm, windows, geometry, {layer.index for layer in geometry})
@@ -61,7 +61,7 @@ def read_whole(model, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-def simulate(model, arm: Arm, windows: CacheLayout, ids: torch.Tensor) -> torch.Tensor:
+def simulate(model, arm: RotatedCodec, windows: CacheLayout, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a model whose cache is simulated."""
     with simulation_of(model, arm, windows).running(model):
         return read_whole(model, ids)

@@ -10,14 +10,15 @@ import torch
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.pooling import pooled_rotations
 from rotationzoo.codec import int2
+from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
-from rotationzoo.engines.registry import ENGINES
-from rotationzoo.evaluation.arms import pooled_rotations
+from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.linalg.moments import average
-from rotationzoo.model.geometry import Layer, cached_layers, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Recipe
 from rotationzoo.writer import write_artifact
 from support import architectures

@@ -5,15 +5,15 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
 from support.architectures import LAYERS
 
 
 class NaiveLayer(DynamicLayer):
     """One layer with full attention, for rows without padding."""
 
-    def __init__(self, arm: Arm, windows: CacheLayout, index: int = 0):
+    def __init__(self, arm: RotatedCodec, windows: CacheLayout, index: int = 0):
         super().__init__()
         self.arm, self.windows, self.index = arm, windows, index
         self.record_past = False
@@ -54,7 +54,7 @@ class NaiveLayer(DynamicLayer):
         return torch.where(is_exact[:, None], exact, quantized)
 
 
-def naive_cache(arm: Arm, windows: CacheLayout) -> DynamicCache:
+def naive_cache(arm: RotatedCodec, windows: CacheLayout) -> DynamicCache:
     """A cache of such layers for a tiny model of `architectures`."""
     cache = DynamicCache()
     cache.layers = [NaiveLayer(arm, windows, index) for index in range(LAYERS)]

@@ -12,7 +12,7 @@ from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation import job
-from rotationzoo.model.geometry import Layer, geometry_json
+from rotationzoo.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.writer import add_files, library_versions, write_artifact

@@ -17,8 +17,8 @@ from rotationzoo.engines.base import Payload
 from rotationzoo.engines.formats.gguf_file import read_field
 from rotationzoo.engines.formats.gguf_rotations import ROTATION_NAME
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import read_json, text_config
-from rotationzoo.model.geometry import cached_layers
 from rotationzoo.model.source import Source, config_hash, find
 
 _HINT = "give the base that was converted from the model of the artifact"

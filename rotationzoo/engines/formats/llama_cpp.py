@@ -12,7 +12,7 @@ from rotationzoo.engines.formats.gguf_file import gguf_package, open_gguf, read_
 from rotationzoo.engines.formats.gguf_rotations import rotation_tensors
 from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, objective_name
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import cached_layers
+from rotationzoo.geometry import cached_layers
 
 # Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
 # which neither clips nor keeps tokens exact.

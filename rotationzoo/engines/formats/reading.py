@@ -11,8 +11,8 @@ import torch
 
 from rotationzoo.engines.base import Payload
 from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import MOST_LAYERS
-from rotationzoo.model.geometry import cached_layers
 
 PAGE = "docs/engines.md says what each engine takes"
 """The hint for limits that no flag can lift."""

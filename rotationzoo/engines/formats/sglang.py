@@ -12,7 +12,7 @@ from rotationzoo.engines.base import Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats.oscar_pt import locked_pair, write_pair
 from rotationzoo.engines.formats.reading import check_power_of_two
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import cached_layers
+from rotationzoo.geometry import cached_layers
 
 _PAGE = 8  # tokens leave the exact window in pages of this size
 

@@ -8,7 +8,7 @@ from rotationzoo.engines.base import Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, check_one_group_size
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import cached_layers
+from rotationzoo.geometry import cached_layers
 
 _NAME = "vLLM's pull request"
 

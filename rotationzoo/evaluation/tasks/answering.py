@@ -7,7 +7,9 @@ from itertools import chain, pairwise, product
 
 from transformers import PreTrainedModel
 
-from rotationzoo.evaluation.arms import SIMULATED_ALONE
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import CacheReader, Trial
 from rotationzoo.evaluation.pace import Pace, Reader
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
@@ -15,8 +17,6 @@ from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.words import duration
 
@@ -213,10 +213,10 @@ def _request(
     """The prompts of a series, read from an arm's cache: a real one if the trial has its reader,
     and if ours stores what the arm does."""
     place = cache, arm.name
-    if trial.through and arm.name not in SIMULATED_ALONE:
-        return Request(prompts, reader=trial.through(model, arm, cache), timed_as=place)
+    if trial.through and isinstance(arm.codec, RotatedCodec):
+        return Request(prompts, reader=trial.through(model, arm.codec, cache), timed_as=place)
     layers = set(trial.layers)
-    simulation = Simulation(arm, cache, trial.geometry, layers, trial.sides)
+    simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
     return Request(prompts, simulation, timed_as=place)
 
 

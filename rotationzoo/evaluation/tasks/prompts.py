@@ -9,12 +9,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Tasks
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.rope import check_positions
 from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, write_prompts
 from rotationzoo.recipe import Data
-from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 from rotationzoo.words import nearest
 

@@ -19,12 +19,12 @@ from rotationzoo.artifact.scores import (
     Score,
     TaskRecall,
 )
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.evaluation.metrics import Buckets
 from rotationzoo.evaluation.tasks.answering import ExactAnswers, TaskAnswers
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.recall.answers import Answers
-from rotationzoo.simulation.layout import CacheLayout
 
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DECIMALS = 6  # of the log probabilities that are kept for every question

@@ -324,7 +324,7 @@ def _in_two_bits(spec: Any, layer: int | None) -> Any:
     assert settings is not None
     cell = cell_bytes(settings, spec.head_size, layer)
     stored = replace(spec, state_content_bytes=cell)
-    if settings.arm.rotations.has_budget:
+    if settings.codec.rotations.has_budget:
         # A cell may not be a whole number of the model's elements.
         stored = replace(stored, dtype=torch.uint8)
     layers = _current.compilation_config.static_forward_context.values()

@@ -6,7 +6,7 @@ and a prompt fills it in parts. So a token is written as codes as soon as it is 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -20,10 +20,10 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, S
 from rotationzoo.codec.cuda import Argument, Launcher, Packed, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
-from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.runtime.vllm.steps import Chunk, Reading, Step, Window
+from rotationzoo.runtime.vllm.steps import Chunk, DecodeMetadata, Step, Window
 
 _STORE = Path(__file__).with_name("store.cu")
 
@@ -35,8 +35,8 @@ class PageBlocks(Sequence[torch.Tensor]):
 
     memory: torch.Tensor
     """uint8 `[pages, bytes of the section]`."""
-    offsets: torch.Tensor
-    """int64 `[B, N]`, as in `Reading`."""
+    page_table: torch.Tensor
+    """int64 `[B, N]`, as in `DecodeMetadata`."""
     room: int
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class PageBlocks(Sequence[torch.Tensor]):
             return [self[each] for each in range(self.room)[number]]
         if number >= self.room:
             raise IndexError(number)
-        return self.memory[self.offsets[:, number] // self.memory.stride(0)]
+        return self.memory[self.page_table[:, number] // self.memory.stride(0)]
 
 
 class LayerPages:
@@ -68,7 +68,7 @@ class LayerPages:
         """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
         slots of copies of this type. `settings` have the rotations on the tensor's device. Raises
         `RotationZooError` for pages of other bytes than this layer's."""
-        self.arm, self.format, self.layer = settings.arm, settings.layout.format, layer
+        self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
         memory = cache.view(torch.uint8).flatten(1)
@@ -78,7 +78,7 @@ class LayerPages:
         begin = 0
         # A page holds the keys of its tokens, and then their values.
         for side in SIDES:
-            layout = self.arm.page_layout(layer, side, self.tokens, self.format)
+            layout = self.codec.page_layout(layer, side, self.tokens, self.format)
             self.layouts[side] = layout
             self.memory[side] = memory[:, begin : begin + layout.bytes]
             shape = slots, self.heads, self.tokens, layout.dim
@@ -96,18 +96,18 @@ class LayerPages:
     def write(self, step: Step, rows: dict[str, torch.Tensor]) -> None:
         """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
         for side, of_side in rows.items():
-            encoder = self.arm.encoder(self.layer, side, self.format, of_side.device)
+            encoder = self.codec.encoder(self.layer, side, self.format, of_side.device)
             if encoder is not None:
-                rotated = self.arm.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
+                rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
                 self._store(step, side, of_side, encoder.store(rotated))
                 continue
-            stored = self.arm.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
+            stored = self.codec.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
             layout = self.layouts[side]
             sections = layout.view(self.memory[side])
             for section, value in zip(sections, layout.split(stored), strict=True):
                 by_token = value[0].transpose(0, 1).to(section.dtype)
-                section[step.pages, :, step.places] = by_token
-            self.copies[side][step.slots, :, step.places] = of_side
+                section[step.pages, :, step.page_offsets] = by_token
+            self.copies[side][step.slots, :, step.page_offsets] = of_side
 
     def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
         """Write packed rows to pages, and the rows to copies, in one launch."""
@@ -118,7 +118,7 @@ class LayerPages:
         sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
         arguments: list[Argument] = [
             *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
-            *(step.pages, step.places, step.slots, memory, *sizes),
+            *(step.pages, step.page_offsets, step.slots, memory, *sizes),
             *layout.starts[1:4],  # of third bits, scales and offsets
             *(layout.groups, packed.metadata.element_size()),
             *(copies, layout.dim * copies.element_size()),
@@ -149,23 +149,23 @@ class LayerPages:
         copies are read from their codes, and so are those before them in the window.
         """
         if step.singles is None:
-            output[:] = self._attend_single(step.reading, step.room, query, scores)
+            output[:] = self._attend_single(step.decode, step.room, query, scores)
             return
-        requests, places = step.singles
+        requests, tokens = step.singles
         if len(requests):
-            reading = step.reading.select(requests)
-            output[places] = self._attend_single(reading, step.room, query[places], scores)
+            decode = step.decode.select(requests)
+            output[tokens] = self._attend_single(decode, step.room, query[tokens], scores)
         for chunk in step.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
             new = {side: each[part] for side, each in rows.items()}
             output[part] = self._attend_chunk(step, chunk, query[part], new, scores)
 
     def _attend_single(
-        self, reading: Reading, room: int, query: torch.Tensor, scores: Scores
+        self, decode: DecodeMetadata, room: int, query: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        key, value = (self._packed(reading, room, side) for side in SIDES)
-        packed = PackedTokens(key, value, reading.ends, reading.starts)
-        windows = self._window(reading.sink), self._window(reading.recent)
+        key, value = (self._packed(decode, room, side) for side in SIDES)
+        packed = PackedTokens(key, value, decode.ends, decode.starts)
+        windows = self._window(decode.sink), self._window(decode.recent)
         exact = sum(window.tokens for window in windows)
         has_kernel = kernels_run_on(query.device) and cuda_attention.supports(
             key.layout, value.layout, query.dtype, exact
@@ -173,16 +173,11 @@ class LayerPages:
         attend = cuda_attention.attend if has_kernel else attention.attend
         return attend(query[:, :, None], packed, *windows, scores)[:, :, 0]
 
-    def _packed(self, reading: Reading, room: int, side: str) -> PackedSide:
-        memory = self.memory[side]
-        return PackedSide(
-            PageBlocks(memory, reading.offsets, room),
-            self.layouts[side],
-            self.arm.inverse(self.layer, side),
-            self.arm.rotations[self.layer][side].mean,
-            reading.offsets,
-            memory.data_ptr(),
-        )
+    def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
+        memory, table = self.memory[side], decode.page_table
+        blocks = PageBlocks(memory, table, room)
+        packed = self.codec.packed_side(self.layer, side, self.layouts[side], blocks)
+        return replace(packed, table=table, base=memory.data_ptr())
 
     def _window(self, window: Window) -> ExactWindow:
         copies = self.copies["key"], self.copies["value"]
@@ -199,61 +194,47 @@ class LayerPages:
         """What several new tokens of one request read `[T, H_q, D]`."""
         read = {}
         for side, rows in new.items():
-            read[side] = self.arm.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
+            read[side] = self.codec.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
             if chunk.length > chunk.count:
                 earlier = self._read_earlier(step, chunk, side).to(rows.dtype)
                 read[side] = torch.cat([earlier, read[side]], 2)
-        return attend_rows(query, read["key"], read["value"], scores)
+        return attend_causally(query, read["key"], read["value"], scores)
 
     def _read_earlier(self, step: Step, chunk: Chunk, side: str) -> torch.Tensor:
         """The rows `[1, H, L, D]` of the tokens before a chunk, as its queries read them in the
         model's frame: keys without their mean where they are centered."""
         start = chunk.length - chunk.count
         memory = self.memory[side]
-        offsets = step.reading.offsets[chunk.row, : -(-start // self.tokens)]
-        pages = offsets // memory.stride(0)
+        page_table = step.decode.page_table[chunk.row, : -(-start // self.tokens)]
+        pages = page_table // memory.stride(0)
         sections = self.layouts[side].view(memory[pages])
         parts = (section.transpose(0, 1).flatten(1, 2)[None, :, :start] for section in sections)
         stored = self.layouts[side].dequantize(Sections(*parts))
-        restored = self.arm.restore(stored, self.layer, side)
+        restored = self.codec.restore(stored, self.layer, side)
         position = torch.arange(start, device=restored.device)
-        sink, recent = step.reading.starts[chunk.row], step.chunk_starts[chunk.row]
+        sink, recent = step.decode.starts[chunk.row], step.chunk_starts[chunk.row]
         exact = (position < sink) | (position >= recent)
         slots = step.slot_of[pages][position // self.tokens]
-        # Slot 0 for all that is read from codes: its copies are nobody's.
+        # Slot 0 for all that is read from codes: its copies belong to no page.
         copies = self.copies[side][torch.where(exact, slots, 0), :, position % self.tokens]
-        kept = self.arm.keep_exact(copies.transpose(0, 1)[None], self.layer, side)
+        kept = self.codec.keep_exact(copies.transpose(0, 1)[None], self.layer, side)
         return torch.where(exact[:, None], kept.to(restored.dtype), restored)
 
 
-def attend_rows(
+def attend_causally(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """The attention output `[T, H_q, D]` of the last T tokens' queries over rows `[1, H, L, D]`."""
     queries = query.transpose(0, 1)[None]
-    # As many heads as queries have: fast kernels know nothing else with this mask.
-    group = queries.shape[1] // key.shape[1]
-    key, value = (rows.repeat_interleave(group, 1) for rows in (key, value))
+    count, length = queries.shape[2], key.shape[2]
     if scores.soft_cap is None and scores.sinks is None:
-        mask = causal_lower_right(queries.shape[2], key.shape[2])
+        # As many heads as queries have: fast kernels know nothing else with this mask.
+        group = queries.shape[1] // key.shape[1]
+        key, value = (rows.repeat_interleave(group, 1) for rows in (key, value))
+        mask = causal_lower_right(count, length)
         read = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scores.scale)
     else:
-        read = _attend_by_definition(queries, key, value, scores)
+        position = torch.arange(length, device=query.device)
+        read_rows = position <= position[length - count :, None]
+        read = attention.attend_rows(queries, key, value, read_rows[None], scores)
     return read[0].transpose(0, 1)
-
-
-def _attend_by_definition(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-) -> torch.Tensor:
-    """The same with soft caps and sinks, `[1, H_q, T, D]`, computed in float32."""
-    logits = query.float() @ key.float().mT * scores.scale
-    if scores.soft_cap is not None:
-        logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap
-    count, length = logits.shape[2:]
-    position = torch.arange(length, device=logits.device)
-    logits = logits.masked_fill(position > position[length - count :, None], -torch.inf)
-    if scores.sinks is not None:
-        column = scores.sinks.float()[:, None, None].expand(1, -1, count, 1)
-        logits = torch.cat([logits, column], dim=-1)
-    weights = logits.softmax(-1)[..., :length]
-    return (weights @ value.float()).to(query.dtype)

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import other_weights_note
 from rotationzoo.model.loading import forward_errors, full_attention_layers, input_device
@@ -14,7 +15,6 @@ from rotationzoo.model.rope import position_count
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import Data
 from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.settings import Options, make_settings
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus

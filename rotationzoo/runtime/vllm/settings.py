@@ -14,17 +14,22 @@ from pydantic import Field
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda_attention
+from rotationzoo.codec.budget import bits_beside_windows, reduce_rotations
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.engines import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
-from rotationzoo.engines.registry import check_sides
+from rotationzoo.codec.settings import (
+    CacheOptions,
+    CacheSettings,
+    Rounding,
+    as_engine,
+    complete_settings,
+)
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.evaluation.arms import bits_beside_windows
 from rotationzoo.model.loading import full_attention_layers, load_config
 from rotationzoo.model.source import Source, config_hash, find
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.options import CacheOptions, Rounding, as_engine, served_rotations, settle
-from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm import BACKENDS, KEY, WORKER
 from rotationzoo.runtime.vllm.steps import count_slots
 from rotationzoo.storage import strict_json
@@ -88,11 +93,13 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     check_model(artifact, source)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
-    bits = bits_beside_windows(options.bits, [artifact], load_config(source))
-    rotations = served_rotations(artifact, "vllm", bits)
+    has_windows = full_attention_layers(load_config(source)) is not None
+    bits = bits_beside_windows(options.bits, artifact.rotations.has_budget, has_windows)
+    uncentered = find_engine("vllm").uncentered
+    rotations = reduce_rotations(artifact.rotations, recipe, uncentered, bits)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
     chosen = as_engine(chosen | asked, rotations.has_budget)
-    return settle(artifact.folder.name, recipe, rotations, chosen)
+    return complete_settings(recipe, rotations, chosen)
 
 
 def check_model(artifact: Artifact, source: Source) -> None:
@@ -173,20 +180,20 @@ def _changed_keys(model: Any) -> list[str]:
 def served_layers(settings: CacheSettings, config: Any) -> set[int]:
     """The layers of a `VllmConfig` that are stored in 2 bits: those with full attention."""
     full = full_attention_layers(config.model_config.hf_config)
-    return {*settings.arm.rotations} if full is None else full
+    return {*settings.codec.rotations} if full is None else full
 
 
 def describe(settings: CacheSettings, config: Any) -> list[str]:
     """What people should know of a server."""
-    arm, layout, requests = settings.arm, settings.layout, config.scheduler_config.max_num_seqs
+    codec, layout, requests = settings.codec, settings.layout, config.scheduler_config.max_num_seqs
     layers, tokens = served_layers(settings, config), 64
     if not layers:
         return ["Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits"]
-    pages = [arm.page_layout(*each, tokens, layout.format) for each in product(layers, SIDES)]
+    pages = [codec.page_layout(*each, tokens, layout.format) for each in product(layers, SIDES)]
     elements = count_slots(layout, tokens, requests) * sum(each.heads * each.dim for each in pages)
     copies = byte_count(tokens * elements * config.model_config.dtype.itemsize)
     notes = [
-        f"Serving codes written by {arm.rounding} rounding, the first {layout.sink} and the last "
+        f"Serving codes written by {codec.rounding} rounding, the first {layout.sink} and the last "
         f"{layout.recent} tokens exact, which takes {copies} for {requests} requests at a time "
         "(--max-num-seqs)"
     ]
@@ -201,9 +208,9 @@ def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
         raise RotationZooError(
             "reading pages on this GPU needs NVIDIA's cuda.core", hint=f"install it with: {INSTALL}"
         )
-    arm, format = settings.arm, settings.layout.format
-    for layer in arm.rotations:
-        key, value = (arm.page_layout(layer, side, 64, format) for side in SIDES)
+    codec, format = settings.codec, settings.layout.format
+    for layer in codec.rotations:
+        key, value = (codec.page_layout(layer, side, 64, format) for side in SIDES)
         if not cuda_attention.supports(key, value, dtype):
             raise UnsupportedModel(
                 f"no kernel reads heads of {key.dim} channels in {key.groups} groups with {dtype}"
@@ -224,8 +231,8 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
         }
         return replace(rotation, **chosen)
 
-    arm = replace(settings.arm, rotations=settings.arm.rotations.replace(select))
-    return replace(settings, arm=arm)
+    codec = replace(settings.codec, rotations=settings.codec.rotations.replace(select))
+    return replace(settings, codec=codec)
 
 
 def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None) -> int:
@@ -233,15 +240,15 @@ def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None
     value. Without a layer, those of all layers. Raises `UnsupportedModel` for another head size
     than the rotations', and `RotationZooError` for one that the format cannot store, and where no
     layer is given and their bytes differ."""
-    arm, format, tokens = settings.arm, settings.layout.format, 64
-    sizes = dict.fromkeys(arm.rotations if layer is None else [layer], 0)
+    codec, format, tokens = settings.codec, settings.layout.format, 64
+    sizes = dict.fromkeys(codec.rotations if layer is None else [layer], 0)
     for number, side in product(sizes, SIDES):
-        page = arm.page_layout(number, side, tokens, format)
+        page = codec.page_layout(number, side, tokens, format)
         if page.dim != head_size:
             raise UnsupportedModel(
                 f"the model has heads of {head_size}, and the rotations are for {page.dim}"
             )
-        check_shape(head_size, arm.group_size or head_size, page.format)
+        check_shape(head_size, codec.group_size or head_size, page.format)
         sizes[number] += page.bytes // (page.heads * tokens)
     if len({*sizes.values()}) > 1:
         raise RotationZooError(

@@ -15,7 +15,7 @@ import torch
 
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.codec.layout import CacheLayout
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
@@ -40,10 +40,10 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the newest tokens of B requests read."""
+class DecodeMetadata:
+    """What the single new tokens of B requests read."""
 
-    offsets: torch.Tensor
+    page_table: torch.Tensor
     """int64 `[B, N]`: where their pages begin, in bytes after page 0."""
     starts: torch.Tensor
     """int32 `[B]`: the first token that is read from its codes."""
@@ -52,10 +52,10 @@ class Reading:
     sink: Window
     recent: Window
 
-    def select(self, rows: torch.Tensor) -> "Reading":
+    def select(self, rows: torch.Tensor) -> "DecodeMetadata":
         """The same for some of the requests."""
-        return Reading(
-            self.offsets[rows],
+        return DecodeMetadata(
+            self.page_table[rows],
             self.starts[rows],
             self.ends[rows],
             self.sink.select(rows),
@@ -81,12 +81,12 @@ class Step:
     """What the layers of one step share."""
 
     pages: torch.Tensor
-    """int64 `[T]`: the page of each new token. Page 0 is nobody's."""
-    places: torch.Tensor
-    """int64 `[T]`: its place in the page."""
+    """int64 `[T]`: the page of each new token. Page 0 belongs to no request."""
+    page_offsets: torch.Tensor
+    """int64 `[T]`: its offset in the page, in tokens."""
     slots: torch.Tensor
-    """int64 `[T]`: the slot of the copies of its page. Slot 0 is nobody's."""
-    reading: Reading
+    """int64 `[T]`: the slot of the copies of its page. Slot 0 belongs to no page."""
+    decode: DecodeMetadata
     room: int
     """No request has more pages."""
     singles: tuple[torch.Tensor, torch.Tensor] | None
@@ -124,10 +124,10 @@ class Known:
             return None
         bounds = [*accumulate(self.counts, initial=0)]
         rows = [row for row, count in enumerate(self.counts) if count == 1]
-        places = [bounds[row] for row in rows]
+        tokens = [bounds[row] for row in rows]
         # Pinned, or the copy would wait for the device.
         pinned = device.type == "cuda"
-        both = (torch.tensor(numbers, pin_memory=pinned) for numbers in (rows, places))
+        both = (torch.tensor(numbers, pin_memory=pinned) for numbers in (rows, tokens))
         first, second = (numbers.to(device, non_blocking=True) for numbers in both)
         return first, second
 
@@ -150,7 +150,7 @@ class Planner:
         most_requests: int,
         device: torch.device,
     ):
-        """For pages of so many tokens and bytes on this device, whose number 0 is nobody's."""
+        """For pages of so many tokens and bytes on this device. Page 0 belongs to no request."""
         self.tokens, self.page_bytes, self.sink = tokens, page_bytes, layout.sink
         self.recent = layout.recent  # at least 1: a token reads itself exact
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens)
@@ -174,7 +174,7 @@ class Planner:
         """Plan the step of B requests with T new tokens. Of the tensors on the device, `table`
         int32 `[B, N]` has the numbers of their pages, `lengths` int32 `[B]` their tokens, of which
         the last `counts` `[B]` are new, and `mapping` int64 `[T]` says where each new token is
-        stored: page times tokens of a page plus place, or -1 for padding.
+        stored: page times tokens of a page plus offset, or -1 for padding.
 
         All that a step of single tokens has stays at the same addresses from step to step, for
         graphs that replay.
@@ -184,10 +184,11 @@ class Planner:
         # Graphs replay single tokens alone. The tokens of a prompt must not move their buffers.
         make = _new if known.chunks else self._buffer
         like = partial(make, device=device)
-        offsets = like("offsets", rows, table.shape[1], dtype=torch.int64)
-        offsets.copy_(table).mul_(self.page_bytes)  # in 64 bits: a layer may have gigabytes
-        pages, places, slots = (
-            like(name, len(mapping), dtype=torch.int64) for name in ("pages", "places", "slots")
+        page_table = like("page_table", rows, table.shape[1], dtype=torch.int64)
+        page_table.copy_(table).mul_(self.page_bytes)  # in 64 bits: a layer may have gigabytes
+        pages, page_offsets, slots = (
+            like(name, len(mapping), dtype=torch.int64)
+            for name in ("pages", "page_offsets", "slots")
         )
         starts, ends = like("starts", rows), like("ends", rows)
         sink = Window(like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows))
@@ -196,12 +197,12 @@ class Planner:
             like("recent starts", rows),
             like("recent lengths", rows),
         )
-        reading = Reading(offsets, starts, ends, sink, recent)
+        decode = DecodeMetadata(page_table, starts, ends, sink, recent)
         step = Step(
             pages,
-            places,
+            page_offsets,
             slots,
-            reading,
+            decode,
             -(-known.most_tokens // self.tokens),
             known.singles(device),
             known.chunks,
@@ -228,14 +229,14 @@ class Planner:
         self, step: Step, table: torch.Tensor, lengths: torch.Tensor, mapping: torch.Tensor
     ) -> None:
         """What `_plan_in_torch` computes for single tokens, in one launch."""
-        reading = step.reading
+        decode = step.decode
         given = table.int().contiguous(), lengths.int().contiguous(), mapping.long().contiguous()
         arguments = (
             *(given[0], table.shape[1], *given[1:], len(lengths)),
             *(self.slot_of, self._page_of, self._used, self.slots, self._now),
-            *(step.pages, step.places, step.slots, reading.starts, reading.ends),
-            *(reading.sink.slots, reading.sink.lengths),
-            *(reading.recent.slots, reading.recent.starts, reading.recent.lengths),
+            *(step.pages, step.page_offsets, step.slots, decode.starts, decode.ends),
+            *(decode.sink.slots, decode.sink.lengths),
+            *(decode.recent.slots, decode.recent.starts, decode.recent.lengths),
         )
         Launcher(table.device)(self._kernel, (1, 1, 1), _THREADS, arguments, early=False)
 
@@ -261,21 +262,21 @@ class Planner:
     ) -> Step:
         starts, stored = lengths - counts, mapping.clamp(min=0)
         step.pages.copy_(stored // self.tokens)
-        step.places.copy_(stored % self.tokens)
-        self._forget(torch.where(step.places == 0, step.pages, 0))
+        step.page_offsets.copy_(stored % self.tokens)
+        self._forget(torch.where(step.page_offsets == 0, step.pages, 0))
         self._copy_windows(table, starts, lengths)
         step.slots.copy_(self.slot_of[step.pages])
         sink, sink_slots = self._find_sink(table, lengths)
         begin, recent_slots, skipped = self._find_recent(table, lengths, sink)
-        reading = step.reading
+        decode = step.decode
         for target, source in (
-            (reading.starts, sink),
-            (reading.ends, begin),
-            (reading.sink.slots, sink_slots),
-            (reading.sink.lengths, sink),
-            (reading.recent.slots, recent_slots),
-            (reading.recent.starts, begin - skipped),
-            (reading.recent.lengths, lengths - skipped),
+            (decode.starts, sink),
+            (decode.ends, begin),
+            (decode.sink.slots, sink_slots),
+            (decode.sink.lengths, sink),
+            (decode.recent.slots, recent_slots),
+            (decode.recent.starts, begin - skipped),
+            (decode.recent.lengths, lengths - skipped),
         ):
             assert target is not None
             target.copy_(source)

@@ -11,19 +11,19 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.geometry import Layer
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
-from rotationzoo.simulation.arm import Arm
 
 LAYER = Layer(0, 0, 4, 2, 64, 64)
 
 
 def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
     geometry = geometry_of(architectures.build("llama"))
-    arm = Arm("random", fit(None, PRESETS["random"], geometry))
+    arm = RotatedCodec(fit(None, PRESETS["random"], geometry))
     mean = 50 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
-    centered = Arm(
-        "centered",
+    centered = RotatedCodec(
         arm.rotations.replace(
             lambda _, side, rotation: replace(rotation, mean=mean) if side == "key" else rotation
         ),
@@ -45,7 +45,7 @@ def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
 def test_rows_are_rotated_in_float32_as_in_float64(made, side, format, order):
     """However many of them are multiplied together."""
     rotations = Artifact.open(made).rotations
-    arms = Arm("float32", rotations, 32), Arm("float64", to_float64(rotations), 32)
+    arms = RotatedCodec(rotations, 32), RotatedCodec(to_float64(rotations), 32)
     rows = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
     parts = rows.split(1 if order == "one by one" else 300, dim=2)
     rotated = torch.cat([arms[0].rotate(part, 1, side) for part in parts], dim=2)
@@ -69,7 +69,7 @@ def test_further_bits_clip_a_smaller_share_of_a_row(bits, ratio):
     rotations = fit(None, PRESETS["identity"].model_copy(update={"value_clip": 0.92}), [LAYER])
     rows = torch.randn(1, LAYER.kv_heads, 8, LAYER.value_dim)
     stored = replace(FORMATS["sglang"], bits=bits)
-    quantized = Arm("", rotations).quantize(rows, 0, "value", stored)
+    quantized = RotatedCodec(rotations).quantize(rows, 0, "value", stored)
     expected = int2.quantize(rows, ratio, format=stored)
     assert torch.equal(quantized.codes, expected.codes)
     assert torch.equal(quantized.scale, expected.scale)
@@ -79,7 +79,7 @@ def test_rows_are_whitened_where_error_feedback_chooses_their_codes(made):
     """Nearest codes are those of engines, which have the rotation alone."""
     rotations = to_float64(Artifact.open(made).rotations)
     rows = torch.randn(1, 2, 5, 64, generator=torch.Generator().manual_seed(0)).double()
-    nearest, together = Arm("made", rotations), Arm("made", rotations, rounding="feedback")
+    nearest, together = RotatedCodec(rotations), RotatedCodec(rotations, rounding="feedback")
     for side, rotation in (("key", rotations[1].key), ("value", rotations[1].value)):
         mean = 0 if rotation.mean is None else rotation.mean.double()[:, None]
         assert torch.equal(nearest.rotate(rows, 1, side), (rows - mean) @ rotation.matrix)

@@ -1,21 +1,17 @@
-"""The registry of serving engines, one row each: what an engine takes of an artifact.
+"""Serving engines, one row each: what an engine takes of an artifact.
 
 The command line, `export`, `evaluate`, `generate`, docs/engines.md and the tests take the engines
-from here. To add one, write a module in `formats/` (`base.Engine` says what it defines) and add a
-row here.
+from here. To add one, write a module in `engines/formats` (`engines.base.Engine` says what it
+defines) and add a row here.
 """
 
-import importlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.errors import UsageError
 from rotationzoo.words import nearest
-
-if TYPE_CHECKING:
-    from rotationzoo.engines.base import Engine
 
 # As `rotations` has them, which waits for torch.
 _HEADS = "key", "value"
@@ -52,7 +48,7 @@ class Entry:
     """Whether it stores layers with a sliding window in 2 bits. Where not, a budget of bits is left
     out beside them."""
     prefill_layout: Literal["server", "window"] = "server"
-    """Which tokens of earlier chunks of a prompt stay exact, as in `simulation.layout`."""
+    """Which tokens of earlier chunks of a prompt stay exact, as in `codec.layout`."""
     needs_base: bool = False
     """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
 
@@ -140,9 +136,3 @@ def choose_format(engine: str, has_budget: bool = False) -> str:
         f"{engine} rounds to a codebook of its own, which is not simulated here",
         hint="measure on that engine; for another format, leave out --for: --format sglang",
     )
-
-
-def load_engine(name: str) -> "Engine":
-    """The module that writes an engine's files. Raises `KeyError` for an unknown name."""
-    module = importlib.import_module(f"rotationzoo.engines.formats.{ENGINES[name].module}")
-    return cast("Engine", module)

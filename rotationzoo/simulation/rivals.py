@@ -1,4 +1,4 @@
-"""Quantized caches that engines offer instead, simulated: what a user may pick, at what bits.
+"""Quantized caches that a user may pick instead, simulated: KIVI's and those of engines.
 
 They stand beside the 2-bit formats only in comparisons, because these caches take no calibrated
 rotation. `engine_formats` says how rows are stored. llama.cpp multiplies rows with Hadamard
@@ -6,18 +6,19 @@ matrices first: `src/llama-kv-cache.cpp` (`build_input_k_rot`, `build_input_v_ro
 request 21038.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from rotationzoo.codec import int2
+from rotationzoo.codec.rotated import row_range
 from rotationzoo.errors import UsageError
+from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.hadamard import hadamard
-from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.rotations import Rotations
-from rotationzoo.simulation.arm import Arm
+from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.engine_formats import (
     BLOCK,
     MLX_GROUP,
@@ -36,6 +37,10 @@ from rotationzoo.simulation.engine_formats import (
     read_uniform,
 )
 
+_KIVI = int2.Format(
+    "row", interpolated=False, metadata="float16", offset="minimum", packing="consecutive"
+)
+"""Codes are `(x - minimum) / scale`, rounded, with scale and minimum in float16 and no clip."""
 _SMALLEST_ROTATION = 64  # llama.cpp rotates head dimensions that are multiples of this
 
 
@@ -53,6 +58,8 @@ class Storage:
     """Channels that are quantized together: they divide D."""
     tokens: int = 1
     """Successive tokens that are quantized together: they divide T."""
+    rounds_rows: bool = False
+    """Whether each row is rounded as it is, and not turned first."""
 
 
 @dataclass(frozen=True)
@@ -156,41 +163,51 @@ ENGINE_CACHES = {
 """The caches by the names that their engines give them, or by engine and bits."""
 
 
-@dataclass(frozen=True)
-class EngineArm(Arm):
-    """An arm that stores keys and values as one of these caches does, which is its name.
+def store_as_kivi(side: str, dim: int, bits: int, tokens: int = 32, channels: int = 32) -> Storage:
+    """How KIVI (arXiv 2402.02750) stores a side, with codes of so many bits.
 
-    Most of these engines keep no token exact, not even the one that they decode. An evaluation
-    gives them the windows of the other arms, in their favor. The format of the others does not
-    matter. Where tokens are quantized together, those of an incomplete group stay exact.
+    * Keys: `tokens` successive tokens of a channel share a scale and a minimum.
+    * Values, and latents: `channels` channels of one token do, or their greatest common divisor
+      with the head dimension. KIVI itself quantizes a value as soon as it leaves the window, and
+      not with its key, so this is slightly in its favor.
+    """
+    format = replace(_KIVI, bits=bits)
+
+    def read(rows: torch.Tensor, group: int) -> torch.Tensor:
+        return int2.dequantize(int2.quantize(rows, 1.0, group, format), format)
+
+    if side == "key":
+        a_code = int2.bits_per_element(tokens, format=format)
+        # One row per channel, cut into groups of tokens.
+        return Storage(lambda rows: read(rows.mT, tokens).mT, a_code, tokens=tokens)
+    group = math.gcd(channels, dim)
+    a_code = int2.bits_per_element(group, format=format)
+    return Storage(partial(read, group=group), a_code, group=group, rounds_rows=True)
+
+
+@dataclass(frozen=True)
+class RivalCodec:
+    """The codec of a cache that takes no rotation of ours: `storage` says how it stores a side.
+
+    Most engines keep no token exact, not even the one that they decode. An evaluation gives all of
+    them the windows of the rotated caches, in their favor. Groups of tokens are counted from the
+    end of the sink, and those of an incomplete group stay exact.
     """
 
-    rotations: Rotations = field(default_factory=lambda: Rotations({}))
+    storage: Callable[[str, int, int], Storage]
+    """`(side, head dimension, bits)` to the storage. Bits are those of the rotated caches' codes,
+    which few rivals heed."""
 
-    @property
-    def cache(self) -> EngineCache:
-        """The cache of this name."""
-        return ENGINE_CACHES[self.name]
+    @classmethod
+    def of_engine(cls, name: str) -> "RivalCodec":
+        """The codec of one of `ENGINE_CACHES`."""
+        cache = ENGINE_CACHES[name]
+        return cls(lambda side, dim, bits: cache.side(side))
 
     @property
     def token_group(self) -> int:
-        return self.cache.key.tokens
-
-    def check(self, geometry: Geometry) -> None:
-        """Raise `UsageError` for a model with a head dimension that the cache cannot store."""
-        for layer in cached_layers(geometry):
-            if layer.rope_dim is not None:
-                raise UsageError(
-                    f"{self.name} stores keys and values, and this model caches latents",
-                    hint=f"leave {self.name} out of --rivals",
-                )
-            for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
-                if dim % self.cache.side(side).group:
-                    raise UsageError(
-                        f"{self.name} stores {self.cache.side(side).group} channels together, and "
-                        f"{side}s of layer {layer.index} have {dim}",
-                        hint=f"leave {self.name} out of --rivals",
-                    )
+        """How many tokens are quantized together, as in `CacheLayout`."""
+        return self.storage("key", BLOCK, 2).tokens
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values as they are."""
@@ -199,18 +216,41 @@ class EngineArm(Arm):
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]` as the engine reads them back, in their type."""
-        storage = self.cache.side(side)
+        """Keys or values `[B, H, T, D]` as the engine reads them back, in their type. The first is
+        that of the first token after the sink."""
+        storage = self.storage(side, rows.shape[-1], format.bits)
         complete = rows.shape[2] // storage.tokens * storage.tokens
         if not complete:
             return rows
         stored = storage.read(rows[:, :, :complete].float()).to(rows.dtype)
         return torch.cat([stored, rows[:, :, complete:]], dim=2)
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> None:
-        """Engines do not say in which coordinates they round."""
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """The `row_range` of rows that are rounded as they are, one by one; None for others, whose
+        coordinates engines do not say."""
+        rounds_rows = self.storage(side, rows.shape[-1], 2).rounds_rows
+        return row_range(rows.float()) if rounds_rows else None
 
-    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+    def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """Bits per element, with its share of the scales."""
-        storage = self.cache.side(side)
+        storage = self.storage(side, dim, format.bits)
         return storage.bits + storage.row_bits / dim
+
+
+def check_engine_cache(name: str, geometry: Geometry) -> None:
+    """Raise `UsageError` for a model with a head dimension that one of `ENGINE_CACHES` cannot
+    store."""
+    for layer in cached_layers(geometry):
+        if layer.rope_dim is not None:
+            raise UsageError(
+                f"{name} stores keys and values, and this model caches latents",
+                hint=f"leave {name} out of --rivals",
+            )
+        for side in SIDES:
+            group, dim = ENGINE_CACHES[name].side(side).group, layer.dims[side]
+            if dim % group:
+                raise UsageError(
+                    f"{name} stores {group} channels together, and {side}s of layer "
+                    f"{layer.index} have {dim}",
+                    hint=f"leave {name} out of --rivals",
+                )

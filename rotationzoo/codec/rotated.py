@@ -1,14 +1,13 @@
-"""One arm of a comparison: rotations under test, and what a cache that uses them returns.
+"""The codec of a rotated cache: from keys and values of a model to packed codes, and back."""
 
-`Arm` stores rows as an artifact's rotations and an engine's format have it. `kivi` overrides it.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
 
 from rotationzoo.codec import clip, cuda_encoder, feedback, int2
+from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.pages import PageLayout
@@ -19,18 +18,17 @@ _HINT = "give the rotations of this model"
 
 
 @dataclass(frozen=True)
-class Arm:
-    """Rotations under test, with a group size (None: the whole head), and a name that is unique in
-    a comparison.
+class RotatedCodec:
+    """Rotations, and how rows get their codes.
 
     A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
-    steps one by one: `pack` when a token leaves the exact window, `dequantize` and `restore` when
-    it is read. Raises `RotationZooError` for `feedback` with rotations that lack its factors.
+    steps one by one: `pack` when a token leaves the exact window, and `restore` when it is
+    read. Raises `RotationZooError` for `feedback` with rotations that lack its factors.
     """
 
-    name: str
     rotations: Rotations
     group_size: int | None = None
+    """Channels that share a scale; None is the whole head."""
     rounding: Literal["nearest", "feedback"] = "nearest"
     """How rows get their codes: each channel the nearest one, as engines write today, or together
     by error feedback (`codec.feedback`). Both are stored in the same bytes."""
@@ -44,7 +42,7 @@ class Arm:
     def __post_init__(self) -> None:
         if self.rounding == "feedback" and not self.rotations.has_feedback:
             raise RotationZooError(
-                f"{self.name} has no factors to choose codes by error feedback with",
+                "the rotations have no factors to choose codes by error feedback with",
                 hint="calibrate with --feedback",
             )
 
@@ -53,10 +51,11 @@ class Arm:
         """How many tokens are quantized together, as in `CacheLayout`."""
         return 1  # each token has scales of its own
 
-    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+    def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """Bits per quantized element of a side with `dim` channels, including its share of scales
         and offsets."""
-        return int2.bits_per_element(dim, self.group_size, format)
+        stored = self.stored_format(layer, side, format)
+        return int2.bits_per_element(dim, self.group_size, stored)
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
@@ -74,19 +73,13 @@ class Arm:
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
         """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
-        The first is that of the first token after the sink, and rows of an incomplete group come
-        back as they are.
 
         Centered keys come back without their mean. Centered values come back with it, because a
         server adds it to the attention output.
         """
-        stored = self.store(self.rotate(rows, layer, side), layer, side, format)
+        quantized = self.quantize(self.rotate(rows, layer, side), layer, side, format)
+        stored = int2.dequantize(quantized, self.stored_format(layer, side, format))
         return self.restore(stored, layer, side).to(rows.dtype)
-
-    def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
-        """Rotated rows `[B, H, T, D]` as a reader gets them back, still rotated."""
-        stored = self.stored_format(layer, side, format)
-        return self.dequantize(self.quantize(rows, layer, side, format), side, stored)
 
     def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
@@ -97,25 +90,15 @@ class Arm:
         return (rows if mean is None else rows - mean) @ matrix
 
     def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]` of the model, rotated and not yet
-        clipped; None where rows are not rounded one by one. A rotation leaves the rms as it is, and
-        four codes cover less of a wide range."""
-        rotated = self.rotate(rows, layer, side)
-        least, greatest = rotated.aminmax(dim=-1)
-        rms: torch.Tensor = torch.linalg.vector_norm(rotated, dim=-1) / rotated.shape[-1] ** 0.5
-        # A row of zeros has no range, and must not become 0 / 0.
-        return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
+        """The `row_range` of rows `[B, H, T, D]` of the model, rotated and not yet clipped."""
+        return row_range(self.rotate(rows, layer, side))
 
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:
-        """Choose the codes of rotated float32 rows `[B, H, T, D]`, where T is a multiple of
-        `token_group`.
-
-        Codes are `[B, H, T, D]`; scales and offsets are `[B, H, T', G]`, where each of the T' is
-        for `T / T'` successive tokens. Codes are chosen nowhere else, neither in a simulation nor
-        in a cache: an arm that chooses them in another way overrides this method.
-        """
+        """Choose the codes `[B, H, T, D]` of rotated float32 rows `[B, H, T, D]`, with their scales
+        and offsets `[B, H, T, G]`. Codes are chosen nowhere else, neither in a simulation nor in a
+        cache."""
         rotation, stored = self.rotations[layer][side], self.stored_format(layer, side, format)
         if self.rounding == "nearest" or rotation.feedback is None:
             ratio = clip.ratio_for_bits(rotation.clip[..., None], stored.bits)
@@ -185,9 +168,12 @@ class Arm:
         stored = self.stored_format(layer, side, format)
         return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
 
-    def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
-        """The inverse of `quantize`: rotated rows `[B, H, T, D]`, float32."""
-        return int2.dequantize(quantized, format)
+    def packed_side(
+        self, layer: int, side: str, layout: PageLayout, blocks: Sequence[torch.Tensor]
+    ) -> PackedSide:
+        """Pages of packed rows as attention reads them."""
+        mean = self.rotations[layer][side].mean
+        return PackedSide(blocks, layout, self.inverse(layer, side), mean)
 
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
@@ -217,7 +203,7 @@ class Arm:
         return self._matrices[layer, side, way]
 
     def for_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Self:
-        """The same arm with the rotations of one layer alone, on the device of its keys and values
+        """The same codec with the rotations of one layer, on the device of its keys and values
         `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
         if layer not in self.rotations:
             raise RotationZooError(f"there is no rotation for layer {layer}", hint=_HINT)
@@ -240,6 +226,15 @@ class Arm:
         centered."""
         mean = self.rotations[layer][side].mean
         return None if mean is None else mean.to(rows.device)[:, None]
+
+
+def row_range(rows: torch.Tensor) -> torch.Tensor:
+    """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]`. A rotation leaves the rms as it is,
+    and four codes cover less of a wide range."""
+    least, greatest = rows.aminmax(dim=-1)
+    rms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1) / rows.shape[-1] ** 0.5
+    # A row of zeros has no range, and must not become 0 / 0.
+    return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
 
 
 def _on(rotation: Rotation, device: torch.device) -> Rotation:

@@ -6,20 +6,22 @@ choice for each row, and scipy's integer program solves it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
-from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.codec import int2
-from rotationzoo.codec.formats import FINE
-from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.recipe import Recipe
+from rotationzoo.codec.formats import BUDGETED, FINE, SIMULATED
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.recipe import Recipe, with_budget
 from rotationzoo.rotations import LATENT, SIDES, Rotation, Rotations
 
+Bits = float | Literal["equal"] | None
+"""Another budget of bits than an artifact's, or `equal` where its own is left out."""
 COARSE = replace(FINE, fine_channels=0)
 """Codes of 2 bits with a scale: what a budget starts from."""
 STEP = 16
@@ -74,6 +76,53 @@ def spend_bits(rotations: Rotations, recipe: Recipe) -> Rotations:
         return replace(rotation, fine_channels=torch.tensor(chosen[layer, side]))
 
     return rotations.replace(give_bits)
+
+
+def reduce_rotations(
+    rotations: Rotations, recipe: Recipe, uncentered: Collection[str], bits: Bits = None
+) -> Rotations:
+    """Rotations made by a recipe as an engine takes them: without the means of the sides
+    `uncentered`, and with the budget of `bits`. Raises as `spend_bits` does."""
+    if bits is not None and bits != "equal":
+        rotations = spend_bits(rotations, with_budget(recipe, bits=bits))
+
+    def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
+        mean = None if side in uncentered else rotation.mean
+        fine = None if bits == "equal" else rotation.fine_channels
+        return replace(rotation, mean=mean, fine_channels=fine)
+
+    return rotations.replace(reduce)
+
+
+def check_bits(bits: Bits, has_budget: bool, format: str) -> None:
+    """Raise `UsageError` for another budget of `bits` where no rotations have one, and where rows
+    of the `format` have no room for it."""
+    if bits in (None, "equal"):
+        return
+    if not has_budget:
+        raise UsageError(
+            "--bits is for rotations that have a budget of bits, and none have",
+            hint="leave it out, or make some with: rotationzoo calibrate MODEL --bits 2.5",
+        )
+    if SIMULATED[format].offset != "none":
+        raise UsageError(
+            f"rows of the format {format} have the same bits in all layers",
+            hint=f"leave out --bits, or add: --format {BUDGETED}",
+        )
+
+
+def bits_beside_windows(bits: Bits, has_budget: bool, has_windows: bool) -> Bits:
+    """The budget in an engine that keeps layers with a sliding window exact: `equal` beside such
+    layers, because it pads the pages of all layers to the largest. Raises `UsageError` where other
+    `bits` are asked for there."""
+    if not has_budget or not has_windows:
+        return bits
+    if bits is not None:
+        raise UsageError(
+            "beside layers with a sliding window, all others have the same bits",
+            hint="leave out --bits",
+        )
+    return "equal"
 
 
 def average_fine_channels(rotations: Rotations) -> int:
@@ -137,9 +186,10 @@ def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
     return max(0.0, bits - least)
 
 
-def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[Problem]:
-    """Sensitivities that are no losses, and bits that rows have no room for or that the budget does
-    not buy. The tensors must have the shapes that the recipe asks for, and be finite."""
+def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[tuple[str, int]]:
+    """Problems of layers: sensitivities that are no losses, and bits that rows have no room for or
+    that the budget does not buy. The tensors must have the shapes that the recipe asks for, and be
+    finite."""
     if not recipe.has_budget:
         return
     for layer, side, rotation in rotations.each():

@@ -1,4 +1,4 @@
-"""The rows of the registry: what else names engines agrees with them."""
+"""The rows of `codec.engines`: what else names engines agrees with them."""
 
 import re
 
@@ -6,10 +6,10 @@ from engines_table import PAGE, current_tables, tables
 from support.engine_artifacts import WRITTEN, base_for, exported
 
 from rotationzoo.cli.app import COMMANDS
+from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, PULL_ENGINE_NAMES
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line
-from rotationzoo.engines.registry import ENGINE_NAMES, ENGINES, PULL_ENGINE_NAMES
 from rotationzoo.recipe import PRESETS
 
 

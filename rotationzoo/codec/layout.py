@@ -30,7 +30,7 @@ class CacheLayout:
     """How many tokens are quantized together, counted from the end of the sink. The tokens of a
     group stay exact until all of them have left the recent window."""
     group_size: int | None = None
-    """Channels that share a scale; None is the whole head. An arm of an evaluation has its own."""
+    """Channels that share a scale; None is the whole head. A codec has its own."""
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, format: int2.Format = int2.SGLANG) -> "CacheLayout":

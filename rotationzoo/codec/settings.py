@@ -1,0 +1,121 @@
+"""The settings of a cache that stores codes, the same for all its layers, and the options that make
+them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypedDict
+
+import torch
+
+from rotationzoo.codec.budget import check_bits
+from rotationzoo.codec.engines import DEFAULT, choose_format, find_engine
+from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import Rotations
+
+Rounding = Literal["nearest", "feedback"]
+Layout = Literal["server", "window"]
+Reading = Literal["auto", "rows", "pages"]
+"""Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How the layers of a cache store their tokens. Raises `RotationZooError` for a format with
+    codes of more than 2 bits, which only a simulation reads."""
+
+    codec: RotatedCodec
+    layout: CacheLayout = field(default_factory=CacheLayout)
+    """The sizes of the exact windows, the format, and what a chunk reads of earlier ones."""
+    slack: int = 64
+    """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
+    block: int = 256
+    """Tokens per block."""
+    reading: Reading = "auto"
+    """The form in which a decoding step of a layer with full attention reads."""
+
+    def __post_init__(self) -> None:
+        if self.layout.format.bits != 2:
+            raise RotationZooError(
+                f"this cache stores codes of 2 bits, and the format has {self.layout.format.bits}",
+                hint="evaluate it in a simulation: rotationzoo evaluate",
+            )
+
+    def page_layout(self, layer: int, side: str) -> PageLayout:
+        """How a page holds the codes of a side."""
+        return self.codec.page_layout(layer, side, self.block, self.layout.format)
+
+    def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "CacheSettings":
+        """The same with the rotations of one layer alone, on the device of its keys and values
+        `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
+        return replace(self, codec=self.codec.for_layer(index, key, value))
+
+    def __deepcopy__(self, memo: object) -> "CacheSettings":
+        return self  # copies of a cache share its rotations
+
+
+class CacheOptions(TypedDict, total=False):
+    """Further options of `RotatedCache`."""
+
+    engine: str
+    """Store an artifact as this engine does, such as `mlx`, where other options do not say
+    otherwise. The default, `transformers`, loses nothing of it."""
+    format: str
+    """`sglang` (the default), `fine` (that of a budget of bits), `vllm` or `mlx`."""
+    bits: float
+    """Another budget of bits an element than the artifact's, which must have one."""
+    sink: int
+    recent: int
+    """How many first and last tokens stay exact. They default to the recipe's."""
+    group_size: int
+    """Channels that share a scale; by default the recipe's, or the whole head."""
+    rounding: Rounding
+    """How rows get their codes: by error `feedback` where the artifact was calibrated for it, which
+    loses fewer answers, and else the `nearest`, as engines write them."""
+    prefill_layout: Layout
+    """Which earlier tokens a chunk of a prompt reads exact: with `server`, the default, the sink
+    alone; with `window`, as vLLM, the `recent` tokens before it as well."""
+    reading: Reading
+    """The form in which a decoding step reads: `rows` that are restored and rotated back, layer by
+    layer, or the `pages` of codes themselves. `auto`, the default, reads pages where there is a
+    kernel for it: on an NVIDIA GPU. Whatever cannot read pages reads rows."""
+    slack: int
+    """How many candidate tokens assisted decoding may take back, 64 by default."""
+
+
+def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
+    """The options with all that the engine decides for rotations that may have a budget of bits.
+    Raises `UsageError` for an engine whose codec is not simulated, and as `check_bits` does."""
+    name = options.get("engine", DEFAULT)
+    engine = find_engine(name)
+    chosen: CacheOptions = {
+        "engine": name,
+        "format": choose_format(name, has_budget),
+        "prefill_layout": engine.prefill_layout,
+    }
+    if not engine.feedback:
+        chosen["rounding"] = "nearest"
+    if not engine.windows:
+        chosen |= {"sink": 0, "recent": 0}
+    chosen |= options
+    check_bits(chosen.get("bits"), has_budget, chosen["format"])
+    return chosen
+
+
+def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
+    """The settings that options make, with all that the engine decides in them, and a recipe."""
+    layout = CacheLayout(
+        SIMULATED[options["format"]],
+        options.get("sink", recipe.sink),
+        options.get("recent", recipe.recent),
+        prefill_layout=options["prefill_layout"],
+        group_size=options.get("group_size", recipe.group_size),
+    )
+    default: Rounding = "feedback" if rotations.has_feedback else "nearest"
+    codec = RotatedCodec(rotations, layout.group_size, options.get("rounding", default))
+    slack = options.get("slack", CacheSettings.slack)
+    reading = options.get("reading", CacheSettings.reading)
+    return CacheSettings(codec, layout, slack, reading=reading)

@@ -1,0 +1,53 @@
+"""The size of a 2-bit cache in bits per element, including its exact windows and its scales."""
+
+from dataclasses import replace
+from typing import Protocol
+
+from rotationzoo.codec.int2 import Format
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.rotations import Rotations
+
+CONTEXT = 131072  # tokens of the request for which sizes are stated
+EXACT_BITS = 16
+
+
+class Sized(Protocol):
+    """A codec that knows the bytes of its rows."""
+
+    @property
+    def token_group(self) -> int:
+        """How many tokens are quantized together, as in `CacheLayout`."""
+
+    def stored_bits(self, layer: int, side: str, dim: int, format: Format) -> float:
+        """Bits per quantized element, including its share of scales and offsets."""
+
+
+def bits_per_element(geometry: Geometry, layout: CacheLayout, context: int = CONTEXT) -> float:
+    """Bits per element of a cache whose layers all store the same bits, as `codec_bits` has
+    them."""
+    codec = RotatedCodec(Rotations({}), layout.group_size)
+    return codec_bits(geometry, codec, layout, context)
+
+
+def codec_bits(
+    geometry: Geometry, codec: Sized, layout: CacheLayout, length: int = CONTEXT
+) -> float:
+    """Bits per element of a cache that holds `length` tokens, averaged over every element that the
+    model caches.
+
+    Exact tokens count 16 bits, including tokens of a group that is not complete yet, and so do keys
+    with RoPE beside a latent. Codecs with as many of these bits take equal bytes.
+    """
+    grouped = replace(layout, token_group=codec.token_group)
+    quantized = grouped.quantized_tokens(length) / length
+    total, elements = 0.0, 0
+    for layer in cached_layers(geometry):
+        for side in layer.sides:
+            dim = layer.dims[side]
+            bits = codec.stored_bits(layer.index, side, dim, layout.format)
+            total += layer.kv_heads * dim * bits
+        total += EXACT_BITS * (layer.rope_dim or 0)
+        elements += layer.elements
+    return quantized * total / elements + (1 - quantized) * EXACT_BITS

@@ -1,0 +1,127 @@
+"""The attention geometry of a model, as data: which layers store keys and values, with what heads
+and dimensions, and which quantization groups divide these.
+
+`model.geometry` reads it from a model.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.rotations import LATENT, SIDES
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The attention of one layer. `owner` is the layer whose cache it reads: itself, or an earlier
+    layer whose cache it shares.
+
+    A layer that caches latents has one KV head, whose key and value are both the latent."""
+
+    index: int
+    owner: int
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    shift_invariant: bool | None = None
+    """Whether its attention ignores what all keys share, so that subtracting their mean changes
+    nothing. None where this was not tried: for files imported without a model, and for latents,
+    which are read with their mean."""
+    rope_dim: int | None = None
+    """Elements of the key with RoPE that is cached beside a latent, and stays exact. None for a
+    layer that caches keys and values of heads."""
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """What is rotated: keys and values, or latents."""
+        return SIDES if self.rope_dim is None else (LATENT,)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dimensions of a head's queries, attention outputs, keys and values; or of a latent
+        and of what reads it."""
+        key, value = self.key_dim, self.value_dim
+        if self.rope_dim is not None:
+            return {"query": key, "output": key, LATENT: key}
+        return {"query": key, "output": value, "key": key, "value": value}
+
+    @property
+    def elements(self) -> int:
+        """How many numbers are cached of a token."""
+        if self.rope_dim is not None:
+            return self.key_dim + self.rope_dim
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+
+Geometry = list[Layer]
+
+
+def cached_layers(geometry: Geometry) -> Geometry:
+    """The layers that store their own keys and values, and therefore get a rotation."""
+    return [layer for layer in geometry if layer.owner == layer.index]
+
+
+def has_latents(geometry: Geometry) -> bool:
+    """Whether any layer caches latents, and not keys and values of heads."""
+    return any(layer.rope_dim is not None for layer in geometry)
+
+
+def shifted_layers(geometry: Geometry) -> list[int]:
+    """The layers whose attention changes when a mean is subtracted from all keys."""
+    return [layer.index for layer in geometry if layer.shift_invariant is False]
+
+
+def same_shapes(geometry: Geometry, other: Geometry) -> bool:
+    """Whether two geometries have the same layers, heads and dimensions."""
+    return _shapes_alone(geometry) == _shapes_alone(other)
+
+
+def _shapes_alone(geometry: Geometry) -> Geometry:
+    return [replace(layer, shift_invariant=None) for layer in geometry]
+
+
+def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:
+    """The `geometry` of a manifest. Properties that were not tried are left out."""
+    layers = []
+    for layer in map(asdict, geometry):
+        layers.append({name: value for name, value in layer.items() if value is not None})
+    return layers
+
+
+def geometry_from_json(content: list[dict[str, Any]]) -> Geometry:
+    """Inverse of `geometry_json`. Raises `RotationZooError` for anything else."""
+    try:
+        return [Layer(**layer) for layer in content]
+    except TypeError as error:
+        raise RotationZooError("the geometry in the manifest is damaged") from error
+
+
+_SMALLEST = 4  # channels: the codes of a byte, and what the kernels take
+
+
+def check_group_size(group_size: int | None, dims: Collection[int]) -> None:
+    """Raise `RotationZooError`, which lists the sizes that work, for a group of channels that does
+    not divide each of these head dimensions. None stands for the whole head."""
+    if group_size is None or all(dim % group_size == 0 for dim in dims):
+        return
+    common = math.gcd(*dims)
+    smaller = [str(size) for size in range(_SMALLEST, common, 4) if common % size == 0]
+    heads = " and ".join(map(str, sorted(dims)))
+    raise RotationZooError(
+        f"groups of {group_size} channels do not divide heads of {heads} channels, but groups of "
+        f"{', '.join([*smaller, str(common)])} do",
+        hint="give one of these as the group size, or none for the whole head",
+    )
+
+
+def head_dims(geometry: Geometry) -> set[int]:
+    """The dimensions of all cached keys and values."""
+    return {dim for layer in cached_layers(geometry) for dim in (layer.key_dim, layer.value_dim)}
