@@ -16,6 +16,7 @@ _INDEX = "model.safetensors.index.json"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
+_SIZE = re.compile("num_(hidden_layers|(attention|key_value)_heads)|head_dim|(hidden|vocab)_size")
 _JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
 _NO_MODEL = "do not use it: this is no config of a model"
@@ -48,6 +49,8 @@ def check_configs(folder: Path, name: str) -> None:
                 tables.append(value)
             elif isinstance(value, int) and _COUNT.search(key):
                 check_count(value, name)
+            if _SIZE.fullmatch(key) and isinstance(value, int) and value < 1:
+                raise ModelUnavailable(f"{name} has {key} {value} in its config", hint=_NO_MODEL)
 
 
 def check_count(layers: int, name: str) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from support.command_line import only_error
-from support.published import publish_folder
 from support.hubs.hub import Answer, Fault
-from support.published import point_clients
+from support.published import point_clients, publish_folder
 
 MODEL = "someone/tiny"
 WORDS = ["calibrate", MODEL, "--dry-run"]
