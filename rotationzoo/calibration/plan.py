@@ -23,7 +23,7 @@ from rotationzoo.calibration.recipe_checks import (
     settle_centering,
     shorten_rows,
 )
-from rotationzoo.errors import UnsupportedModel, as_unavailable
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
@@ -114,8 +114,7 @@ def plan(job: Job) -> Plan:
         if job.recipe.needs_statistics:
             check_loadable(config, source.name, job.torch_device)
         model = loading.on_meta(config, source.name)
-        with as_unavailable(f"{source.name} fails when it runs"):
-            geometry = geometry_on_meta(model)
+        geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe

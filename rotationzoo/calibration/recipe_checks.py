@@ -40,7 +40,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     if has_latents(geometry) and recipe.data.media:
         raise RotationZooError(
             "images and audio are not counted for models that cache latents yet",
-            hint="calibrate on text: leave out --images and --audio",
+            hint=f"calibrate on text, without {' and '.join(recipe.data.media)}",
         )
     dims = head_dims(geometry)
     check_group_size(recipe.group_size, dims)

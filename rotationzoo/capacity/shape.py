@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from rotationzoo.errors import UnsupportedModel, as_unavailable
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
@@ -99,8 +99,7 @@ def _cached_layers(
     source: Source, config: PretrainedConfig, model: PreTrainedModel
 ) -> tuple[list[CachedLayer], int]:
     """The layers with a cache of their own, and how many layers have no attention."""
-    with as_unavailable(f"{source.name} fails when it runs"):
-        geometry = geometry_on_meta(model)
+    geometry = geometry_on_meta(model)
     if geometry is None:
         raise UnsupportedModel(
             f"what the layers of {source.name} cache shows only with its weights",

@@ -17,7 +17,7 @@ from rotationzoo.engines.weight_edits import (
     multiply_rows,
     write_changed_copy,
 )
-from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, cached_layers, has_latents, same_shapes
 from rotationzoo.linalg.compositions import invert
 from rotationzoo.model import loading
@@ -39,8 +39,7 @@ def rotation_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> C
     Raises `UnsupportedModel` if its geometry is not the artifact's, or if a layer cannot absorb a
     rotation.
     """
-    with as_unavailable(f"{name} fails when it runs"):
-        geometry = geometry_on_meta(model)
+    geometry = geometry_on_meta(model)
     if geometry is None or not same_shapes(geometry, artifact.geometry):
         raise UnsupportedModel(
             f"what the layers of {name} do cannot be checked without its weights",

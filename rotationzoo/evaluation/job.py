@@ -297,7 +297,7 @@ def _check_settings(job: Evaluation) -> None:
     if (job.real_cache or job.drift) and (job.layers is not None or len(job.sides) < 2):
         raise UsageError(
             "a real cache stores keys and values of all layers",
-            hint="leave out --real-cache and --drift, or --layers, --keys-only and --values-only",
+            hint=f"leave out {'--real-cache' if job.real_cache else '--drift'}",
         )
     job.tasks.check()
     _ = job.memory_limits  # for its errors
@@ -311,7 +311,7 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
     if len(job.sides) < 2 and has_latents(geometry):
         raise UsageError(
             f"{job.model} caches latents, which are keys and values at once",
-            hint="leave out --keys-only and --values-only",
+            hint=f"leave out --{job.sides[0]}s-only",
         )
 
 

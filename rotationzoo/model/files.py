@@ -18,6 +18,7 @@ _SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
+_SIZE = re.compile("num_(hidden_layers|(attention|key_value)_heads)|head_dim|(hidden|vocab)_size")
 _JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
 # An adapter and a distributed checkpoint: transformers loads them in place of the weights or on top.
@@ -52,6 +53,8 @@ def check_configs(folder: Path, name: str) -> None:
                 tables.append(value)
             elif isinstance(value, int) and _COUNT.search(key):
                 check_count(value, name)
+            if _SIZE.fullmatch(key) and isinstance(value, int) and value < 1:
+                raise ModelUnavailable(f"{name} has {key} {value} in its config", hint=_NO_MODEL)
 
 
 def check_count(layers: int, name: str) -> None:

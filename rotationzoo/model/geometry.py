@@ -6,13 +6,16 @@ weights, and the inputs of attention are compared with what the cache stores. `g
 a model family that cannot be calibrated, with the reason in one sentence.
 """
 
+import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.errors import UnsupportedModel
+from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.capture import Attention, decoder, intercept
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_TOKENS = 8
+_say_once = cache(logging.getLogger("rotationzoo").warning)
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
 
 
@@ -40,17 +44,32 @@ _Shape = tuple[int, int]  # heads and dimension
 
 
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
-    """The attention geometry of a model on `meta`. None where its forward needs values; the caller
-    then looks at real weights. Raises `UnsupportedModel` with the reason."""
-    tower = decoder(model)
+    """The attention geometry of a model on `meta`. None where its attention needs values; the
+    caller then looks at real weights. Raises `UnsupportedModel` with the reason, and
+    `ModelUnavailable` with the config's numbers where they do not fit each other."""
+    name, tower = type(model).__name__, decoder(model)
     # The default experts loop over the tokens that each expert got, which needs values. Batched
     # experts do not, and have the same shapes.
     if getattr(tower.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("batched_mm")
-    try:
-        return geometry_of(model)
-    except (NotImplementedError, RuntimeError):
-        return None
+    table = tower.config.to_dict().items()
+    numbers = [f"{key} {value}" for key, value in table if "head" in key or key == "hidden_size"]
+    hint = "compare its config.json with that of the original"
+    with as_unavailable(f"{name} cannot run with {', '.join(numbers)}", hint):
+        try:
+            return geometry_of(model)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error).lower():  # as in all errors for want of values
+                raise
+    # Of what experts compute, attention reads the shape, here where there are no values.
+    for path, module in tower.named_modules():
+        if path.endswith("experts"):
+            module.forward = lambda rows, *_, **__: torch.empty_like(rows)
+    with suppress(NotImplementedError, RuntimeError):
+        geometry = geometry_of(model)
+        _say_once("Note: experts of %s need values: its layers are read from its config", name)
+        return geometry
+    return None
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from rotationzoo.recipe.rope_scaling import RopeScaling
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_UNSCALED = "give no --rope-scaling, nor a recipe or rotations that were made with one"
 _FULL = "full_attention"
 """The layer type whose RoPE is scaled, where a config has parameters for each type: sliding layers
 read no distances beyond their window."""
@@ -49,7 +50,7 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
     if not parameters or trained is None:
         raise RotationZooError(
             f"{name} has no RoPE of full attention, or of all layers, to be scaled",
-            hint="leave --rope-scaling out",
+            hint=_UNSCALED,
         )
     present = scaling_of(config)
     if present is not None:
@@ -57,7 +58,7 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
             raise RotationZooError(
                 f"the config of {name} scales its RoPE already ({present}), and cannot be scaled "
                 f"by {wanted}",
-                hint="leave --rope-scaling out",
+                hint=_UNSCALED,
             )
         return
     original = wanted.positions or trained
@@ -66,7 +67,7 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
         scaled["original_max_position_embeddings"] = original
     whole = text.rope_parameters
     cannot = f"the RoPE of {name} cannot be scaled by {wanted}"
-    with as_unavailable(cannot, hint="leave --rope-scaling out"):
+    with as_unavailable(cannot, hint=_UNSCALED):
         text.rope_parameters = {**whole, _FULL: scaled} if _FULL in whole else scaled
         text.max_position_embeddings = int(wanted.factor * original)
         text.validate_rope()

@@ -29,11 +29,7 @@ from rotationzoo.model.files import (
     tensor_ends,
     weight_files,
 )
-from rotationzoo.network.huggingface_session import (
-    asking_huggingface,
-    describe_failure,
-    status_of,
-)
+from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress
 from rotationzoo.storage import strict_yaml
@@ -166,8 +162,8 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
             hint="give a branch, a tag or a commit of the repository",
         ) from error
     except LocalEntryNotFoundError as error:
-        what = describe_failure(error.__cause__, use.answer)
-        raise _not_cached(model, revision or "main", what) from error
+        failure = describe_failure(error.__cause__, use.answer)
+        raise _not_cached(model, revision or "main", failure) from error
     except EntryNotFoundError as error:
         raise ModelUnavailable(
             f"{model} is no transformers model: it has no config.json",
@@ -189,14 +185,12 @@ def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
     configs = (cache / "snapshots").glob("[0-9a-f]" * 40 + "/config.json")
     commits = [config.parent.name for config in configs]
     message = f"{what}, and {model} is neither in the hub's cache here nor a folder{_alike(model)}"
-    hint = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder; "
-    hint += "demo needs no network"
+    hint = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder or demo"
     if (cache / "snapshots" / revision).is_dir():
         message = f"{what}, and not all files of {model} at {revision} are in the hub's cache here"
     elif commits:
-        there = " and ".join(commits)
-        message = f"{what}, and the hub's cache here has {model} not at {revision}, but at {there}"
-        hint = f"add: --revision {commits[0]}"
+        message = f"{what}, and the hub's cache here has {model} not at {revision}, but at "
+        message, hint = message + " and ".join(commits), f"add: --revision {commits[0]}"
     return ModelUnavailable(message, hint=hint)
 
 

@@ -189,8 +189,7 @@ def describe_failure(error: BaseException | None, answer: Any) -> str:
         return f"{asked} answered {answer.status_code}"
     lacking = [name for name in ("X-Repo-Commit", "ETag") if name not in answer.headers]
     what = f"{asked} answered without {' or '.join(lacking) or 'a size'}"
-    # Neither we nor the client follow a redirect to another host, which is not to get a token.
-    other = answer.next_request
+    other = answer.next_request  # on another host, which the client does not ask
     return f"{what} and redirected to {other.url.netloc.decode()}" if other else what
 
 

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from support import architectures
 from support.command_line import SMALL, left_behind, only_error
-from support.models import save_tiny
+from support.models import edit_config, save_family, save_tiny
 
 from rotationzoo.cli.calibrate import RECIPES
 from rotationzoo.errors import RotationZooError
@@ -125,6 +125,48 @@ def test_without_a_network(command):
     assert "the hub cannot be reached (127.0.0.1:9: " in says
     assert ", and Qwen/Qwen3-8B is neither in the hub's cache here nor a folder\n" in says
     assert left_behind(command) == []
+
+
+@pytest.mark.parametrize("words", [["plan"], ["calibrate", "--dry-run"], ["evaluate"]])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 7}),
+        ("qwen3", {"num_attention_heads": 32, "num_key_value_heads": 5}),
+        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 64}),
+        ("gemma3", {"num_key_value_heads": 3}),
+        ("mistral", {"num_key_value_heads": 0}),
+        ("llama", {"head_dim": 0}),
+        ("qwen3", {"head_dim": -16}),
+        ("qwen3", {"hidden_size": 0}),
+        ("llama", {"num_attention_heads": 0}),
+        ("llama", {"num_hidden_layers": -1}),
+        ("llama", {"num_attention_heads": 5, "head_dim": None}),
+    ],
+    ids=str,
+)
+def test_an_impossible_config_is_refused_with_its_numbers(inside, words, family, changes):
+    folder = save_family(family, inside.folder / "it", weights=False)
+    edit_config(folder, **changes)
+    says = only_error(inside(words[0], "it", *words[1:]))
+    assert "weights" not in says
+    for key, value in changes.items():
+        assert value is None or (key in says and str(value) in says) or "size (64)" in says, says
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ("--keys-only --drift 8", "leave out --drift"),
+        ("--values-only --real-cache", "leave out --real-cache"),
+        ("--layers 0 --real-cache --drift 8", "leave out --real-cache"),
+    ],
+)
+def test_only_options_that_were_given_are_to_be_left_out(inside, options, advice):
+    says = only_error(inside("evaluate", "demo", *options.split()), code=2)
+    given = [word for word in says.split() if word.startswith("--")]
+    assert advice in says
+    assert {word.rstrip(",") for word in given} <= set(options.split())
 
 
 def test_models_that_cannot_be_calibrated(inside):

@@ -89,7 +89,8 @@ def check(folder: Path, artifact: Artifact, output: Path) -> None:
         if f"layers.{layer}.latent.rotation" in rotations:
             side, norms = "latent", tensors(folder / "model.safetensors")
             # The copy caches latents without the weights of their norm.
-            value = value / norms[f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"].double()
+            latents = sorted(name for name in norms if name.endswith("kv_a_layernorm.weight"))
+            value = value / norms[latents[[*values].index(layer)]].double()
         rotation = rotations[f"layers.{layer}.{side}.rotation"].double()
         size = value.abs().max()
         assert (rotated[layer] - value @ rotation).abs().max() <= 2e-6 * size

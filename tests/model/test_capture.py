@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import cached_layers, shifted_layers
 from rotationzoo.linalg.moments import average
+from rotationzoo.model import geometry as geometries
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, check_transparent, decoder, intercept
 from rotationzoo.model.geometry import geometry_of, geometry_on_meta
@@ -170,6 +173,35 @@ def test_models_without_attention_or_with_a_part_called_decoder():
         geometry_on_meta(loading.on_meta(mamba, "mamba"))
     odd = transformers.ModernBertDecoderConfig(**architectures.BASE, cls_token_id=1, sep_token_id=2)
     assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("longcat_flash", {}),
+        ("llama4", {"num_local_experts": 4}),
+        ("minimax_m2", {}),
+    ],
+)
+def test_experts_that_need_values_do_not_hide_the_layers(name, options, monkeypatch, caplog):
+    """Those of LongCat call `nonzero`, and those of others are made to."""
+    config = architectures.config(name, **options)
+    expected = geometry_of(architectures.build(name, **options))
+    model = loading.on_meta(config, name)
+    for path, module in model.named_modules():
+        if path.endswith("experts") and name != "longcat_flash":
+            plain = module.forward
+            module.forward = lambda *given, plain=plain: plain(*given)[given[0].sum(1).nonzero()]
+    geometries._say_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("rotationzoo"), "propagate", True)
+    assert geometry_on_meta(model) == expected
+    assert f"experts of {type(model).__name__} need values: its layers are read" in caplog.text
+
+
+def test_attention_that_needs_values_is_left_to_the_weights():
+    model = loading.on_meta(architectures.config("llama"), "llama")
+    model.model.layers[1].self_attn.k_proj.forward = lambda rows: rows[rows.sum(-1) > 0]
+    assert geometry_on_meta(model) is None
 
 
 def test_encoders_are_refused():

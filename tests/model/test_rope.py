@@ -95,8 +95,10 @@ def test_a_config_that_scales_otherwise_is_refused():
         "original_max_position_embeddings": 64,
     }
     config = architectures.config("llama", rope_parameters=llama3)
-    with pytest.raises(RotationZooError, match=r"scales its RoPE already \(llama3:8:64\)"):
+    with pytest.raises(RotationZooError, match=r"scales its RoPE already \(llama3:8:64\)") as no:
         apply_scaling(config, "yarn:4", "it")
+    assert "leave" not in no.value.hint, "a recipe or rotations may have asked, and no option"
+    assert "nor a recipe or rotations" in no.value.hint
     config = architectures.config("llama", rope_parameters={**YARN, "rope_theta": 1e4})
     with pytest.raises(RotationZooError, match="cannot be scaled by yarn:8"):
         apply_scaling(config, "yarn:8", "it")

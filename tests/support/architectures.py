@@ -1,4 +1,4 @@
-"""Twenty-nine attention families as tiny random models, built in code: what the capture is held
+"""Thirty attention families as tiny random models, built in code: what the capture is held
 against.
 
 Dimensions are as small as each family allows. `EXPECTED` says what calibration makes of each.
@@ -81,6 +81,9 @@ _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", "DeepseekV2", LATENT),
     "deepseek_v3": ("DeepseekV3", "DeepseekV3", LATENT),
     "glm4_moe_lite": ("Glm4MoeLite", "Glm4MoeLite", LATENT),
+    "longcat_flash": ("LongcatFlash", "LongcatFlash", dict(
+        LATENT, head_dim=8, num_layers=2, zero_expert_num=2, ffn_hidden_size=64,
+        expert_ffn_hidden_size=32)),
     "deepseek_v32": ("DeepseekV32", "DeepseekV32", INDEXER),
     "glm_moe_dsa": ("GlmMoeDsa", "GlmMoeDsa", INDEXER),
     "deepseek_v4": ("DeepseekV4", "DeepseekV4", dict(head_dim=16, sliding_window=WINDOW)),
@@ -136,7 +139,7 @@ if IS_OLD:
 # windows, with sinks and experts, with linear attention between, and with latents.
 REPRESENTATIVE = {"llama", "qwen3", "gemma2", "gpt_oss", "qwen3_5", "deepseek_v3"}
 CALIBRATED = [name for name in NAMES if not EXPECTED[name].refusal]
-LATENTS = ["kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE]
+LATENTS = ["kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", *SPARSE]
 LATENTS = [name for name in LATENTS if name in CALIBRATED]
 """Families that cache latents."""
 HEADS = [name for name in CALIBRATED if name not in LATENTS]

@@ -64,11 +64,9 @@ def huggingface_errors(
     except RotationZooError:
         raise
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        what = describe_failure(error, None)
-        raise HubError(
-            f"{repo} on Hugging Face is not read: {what}",
-            hint="check HF_HUB_OFFLINE and the network, then run the same command again",
-        ) from error
+        what = f"{repo} on Hugging Face: {describe_failure(error, None)}"
+        hint = "check HF_HUB_OFFLINE and the network, then run the same command again"
+        raise HubError(what, hint=hint) from error
     except Exception as error:  # the client, its transport and the disk raise types of their own
         raise _as_hub_error(error, f"{repo} on Hugging Face", revision, token) from error
 
