@@ -7,14 +7,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rotationzoo.artifact.tensor_check import DTYPES
 from rotationzoo.artifact.weights import RECORD
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.files import INDEX, entry_file, read_headers, weight_files
+from rotationzoo.model.files import INDEX, Stored, entry_file, read_headers, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress
 from rotationzoo.storage.files import disk_errors
@@ -59,17 +58,7 @@ def multiply_columns(matrix: torch.Tensor) -> Transform:
     return lambda tensor: by_rows(tensor.mT).mT
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter's data is."""
-
-    file: Path
-    begin: int
-    """The offset in bytes from the beginning of the file."""
-    dtype: torch.dtype
-
-
-def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Place]:
+def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Stored]:
     """The place of each parameter.
 
     Raises `RotationZooError` if a parameter does not have exactly one tensor, in floating point and
@@ -80,34 +69,34 @@ def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Plac
     for parameter, change in changes.items():
         entry = _entry_of(parameter, entries)
         shape = list(change.shape)
-        if entry is None or entry["shape"] != shape or entry["dtype"] not in _DTYPES:
+        if entry is None or entry.shape != shape or entry.dtype not in _DTYPES:
             raise RotationZooError(
                 f"the weights of {source.name} have no {parameter} of shape {shape} in floating "
                 "point",
                 hint="write them again with transformers' save_pretrained, and give that folder",
             )
-        places[parameter] = Place(entry["file"], entry["begin"], _DTYPES[entry["dtype"]])
+        places[parameter] = entry
     return places
 
 
-def apply_change(path: Path, place: Place, change: Change, *others: torch.Tensor) -> None:
+def apply_change(path: Path, place: Stored, change: Change, *others: torch.Tensor) -> None:
     """Change one tensor in a copy of its file. It is computed in float64 and rounded once."""
     tensor = read_tensor(path, place, change.shape)
-    result = change.transform(tensor, *others).to(place.dtype).contiguous()
+    result = change.transform(tensor, *others).to(_DTYPES[place.dtype]).contiguous()
     with path.open("r+b") as file:
         file.seek(place.begin)
         file.write(result.view(torch.uint8).numpy().data)
 
 
-def read_tensor(path: Path, place: Place, shape: torch.Size) -> torch.Tensor:
+def read_tensor(path: Path, place: Stored, shape: torch.Size) -> torch.Tensor:
     """A tensor in a file, or in a copy of it, in float64."""
     with path.open("rb") as file:
         file.seek(place.begin)
-        data = bytearray(file.read(shape.numel() * place.dtype.itemsize))
-    return torch.frombuffer(data, dtype=place.dtype).view(shape).double()
+        data = bytearray(file.read(place.end - place.begin))
+    return torch.frombuffer(data, dtype=_DTYPES[place.dtype]).view(shape).double()
 
 
-def _entry_of(parameter: str, entries: Mapping[str, Any]) -> Any:
+def _entry_of(parameter: str, entries: Mapping[str, Stored]) -> Stored | None:
     """The entry of the one tensor that is this parameter; None if none or several match.
 
     In the checkpoints of vision models, names may have another prefix, often made of the same words

@@ -5,6 +5,8 @@ import os
 import re
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers
 _SIZE = re.compile("num_(hidden_layers|(attention|key_value)_heads)|head_dim|(hidden|vocab)_size")
 _JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
-# An adapter and a distributed checkpoint: transformers loads them in place of the weights or on top.
+# An adapter and a distributed checkpoint, which transformers loads on top of weights or in place.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-*-model-*-of-*.safetensors")
 _NO_MODEL = "do not use it: this is no config of a model"
 
@@ -68,22 +70,21 @@ def check_count(layers: int, name: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are a model's weights: a single file, or the shards that the index
-    names. The list is empty unless all of them are present.
+    """The safetensors files that are fingerprinted and loaded as a model's weights: a single file,
+    or the shards that the index names; none unless all are present.
 
-    Fingerprints are of these files, and `loading.load` loads them. Raises `ModelUnavailable` for an
-    index that names anything but files in the folder, and for a folder of which transformers or a
-    server would load something else.
+    Raises `ModelUnavailable` for an index that names anything but files in the folder, and where
+    transformers or a server would load something else.
     """
-    if others := [path for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)]:
+    for other in chain.from_iterable(map(folder.glob, _OTHER_WEIGHTS)):
         raise ModelUnavailable(
-            f"{folder} holds {others[0].name} beside its weights, and transformers would load that",
+            f"{folder} holds {other.name} beside its weights, and transformers would load that",
             hint="remove it, or merge it by peft's merge_and_unload and save the model elsewhere",
         )
     single, shards = folder / _SINGLE, sorted(folder.glob(_SHARDS))
     if not single.is_file():
         paths = [folder / name for name in _named_shards(folder / INDEX)]
-        return paths if all(path.is_file() for path in paths) else []
+        return paths if all(map(Path.is_file, paths)) else []
     # Servers load what the index names, or all files where there is none.
     if shards and not tensor_ends(shards).items() <= tensor_ends([single]).items():
         raise ModelUnavailable(
@@ -100,16 +101,14 @@ def entry_file(paths: list[Path]) -> str:
 
 
 def absent_weights(folder: Path) -> tuple[str, str] | None:
-    """The first file that keeps the weights of a folder from being complete, with the reason; None
-    where it holds no part of any."""
-    shards = {path.name for path in folder.glob(_SHARDS)}
-    named = _named_shards(folder / INDEX)
+    """The file without which the weights of a folder are not complete, with the reason; None where
+    it has no part of any."""
+    named, shards = _named_shards(folder / INDEX), [path.name for path in folder.glob(_SHARDS)]
     absent = [name for name in named if not (folder / name).is_file()]
-    if absent and not shards.difference(named):
+    if absent and set(shards) <= set(named):
         return absent[0], f"which {INDEX} names"
-    if absent:
-        return f"the {INDEX} of its shards", f"and has one that names {absent[0]}"
-    return (INDEX, "which names its shards") if shards else None
+    other = f"one that names {absent[0]}" if absent else "none"
+    return (f"the {INDEX} of its shards", f"and has {other}") if shards else None
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -125,37 +124,45 @@ def indexed_bytes(folder: Path) -> int | None:
     return int(size) if isinstance(size, int | float) and 0 < size < 1 << 60 else None
 
 
-def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Name -> dtype, shape and file of each tensor in safetensors files, and the offsets in bytes
-    from the beginning of the file. Raises `ModelUnavailable` for a malformed file."""
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file, from the byte `begin` to `end`."""
+
+    file: Path
+    begin: int
+    end: int
+    dtype: str
+    shape: list[int]
+
+
+def read_headers(paths: Iterable[Path]) -> dict[str, Stored]:
+    """The tensors of safetensors files by name. Raises `ModelUnavailable` for a malformed file."""
     tensors = {}
     for path in paths:
-        with as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again"):
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > path.stat().st_size:
-                    raise ValueError("its header is longer than the file")
-                header = json.loads(file.read(length))
+        broken = as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again")
+        with broken, path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 begin, end = (8 + length + offset for offset in entry["data_offsets"])
-                kind = {"dtype": entry["dtype"], "shape": entry["shape"]}
-                tensors[name] = {**kind, "file": path, "begin": begin, "end": end}
+                tensors[name] = Stored(path, begin, end, entry["dtype"], entry["shape"])
     return tensors
 
 
 def tensor_ends(paths: Iterable[Path]) -> dict[str, bytes]:
-    """Name -> name, type, shape and the first and last 256 bytes of each tensor in safetensors
-    files. Raises `ModelUnavailable` for a malformed one."""
+    """Name -> name, type, shape and the first and last 256 bytes of each tensor in files."""
     ends = {}
-    for name, entry in read_headers(paths).items():
+    for name, stored in read_headers(paths).items():
         sample = b""
-        with entry["file"].open("rb") as file:
+        with stored.file.open("rb") as file:
             # A tensor of less than 256 bytes is read twice, which does no harm.
-            for position in (entry["begin"], max(entry["begin"], entry["end"] - _END)):
+            for position in (stored.begin, max(stored.begin, stored.end - _END)):
                 file.seek(position)
-                sample += file.read(min(_END, entry["end"] - position))
-        ends[name] = f"{name} {entry['dtype']} {entry['shape']} ".encode() + sample
+                sample += file.read(min(_END, stored.end - position))
+        ends[name] = f"{name} {stored.dtype} {stored.shape} ".encode() + sample
     return ends
 
 

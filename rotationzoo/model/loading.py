@@ -28,7 +28,7 @@ READS_MEDIA = "reads_media"
 HEADLESS = "headless"
 """The mark of a model whose logits mean nothing."""
 _NOTES = "loading_notes"
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_TOKENIZERS = ("tokenizer.[jm]*", "vocab.*", "tekken.json")
 # Scales of caches and activations, which only servers apply, and a constant of old models.
 _NO_WEIGHT = re.compile(
     r"[._]([qkv]|input|output|act|activation)_(scale|zero_point)$|\.masked_bias$"
@@ -154,8 +154,6 @@ def load(
     if quantization_of(config):
         dtype = "auto"
         dequantize(config)
-    with as_unavailable(cannot, hint=_FETCH_HINT):
-        check_codes(stored := read_headers(paths), config, source.name)
     if device == "cuda":
         # In a script that torchrun started, transformers would take the GPU of the local rank, even
         # where the process sees only one.
@@ -169,6 +167,7 @@ def load(
         }
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT):
+            check_codes(stored := read_headers(paths), config, source.name)
             model, loading_info = _model_class(config, source.name).from_pretrained(
                 source.folder,
                 config=config,
@@ -244,10 +243,10 @@ def _find_unused(
     kept = {absent_part(name) for name in names if not ignored.search(name)}
     parts = {absent_part(name) for name in names if ignored.search(name)} - kept
     parts |= {absent_part(name) for name in unexpected}
-    others = {part for part in parts if part and (part in extra or not part.startswith(lists))}
-    buffers = dict(model.named_buffers())
+    others = [part for part in parts if part and (part in extra or not part.startswith(lists))]
     missed = [name for name in unexpected if absent_part(name) not in others]
-    missed = [name for name in missed if name not in buffers and not _NO_WEIGHT.search(name)]
+    used = dict(model.named_buffers())
+    missed = [name for name in missed if name not in used and not _NO_WEIGHT.search(name)]
     return sorted(missed), sorted(others)
 
 
@@ -267,7 +266,7 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises `ModelUnavailable`."""
     from transformers import AutoTokenizer
 
-    files = [name for name in _TOKENIZERS if (source.folder / name).is_file()]
+    files = [file for each in _TOKENIZERS for file in source.folder.glob(each)]
     absent = "" if files else ": its tokenizer.json is not there"
     missing = ModelUnavailable(
         f"{source.name} has no readable tokenizer{absent}",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.errors import UnsupportedModel, first_sentence
+from rotationzoo.model.files import Stored
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -14,18 +15,15 @@ if TYPE_CHECKING:
 # transformers multiplies these without dequantizing only with kernels that it fetches from a hub
 # and runs, or, for compressed-tensors, unpacks them in the first forward pass, when accelerate may
 # have put them elsewhere.
-_DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
-_PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "I64", "I32"}  # I32: packed codes have own modules
-# What stands for `.weight` in the names of scales, of which transformers applies one. The modules of
-# other quantizations have parameters for theirs, and it says which are missing.
-_SCALES: dict[str | None, list[str]] = {
-    None: [],
-    "mxfp4": ["_scales"],
-    "compressed-tensors": [".weight_scale"],
+# Each has what stands for `.weight` in the names of scales, of which transformers applies one.
+_FP8_SCALES = ".weight_scale_inv", "_scale_inv", ".scale", ".qscale_weight"
+_DEQUANTIZED = {
+    "fp8": _FP8_SCALES,
+    "mxfp8": _FP8_SCALES,
+    "mxfp4": ("_scales",),
+    "compressed-tensors": (".weight_scale",),
 }
-_SCALES |= dict.fromkeys(
-    ("fp8", "mxfp8"), [".weight_scale_inv", "_scale_inv", ".scale", ".qscale_weight"]
-)
+_PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "I64", "I32"}  # I32: packed codes have own modules
 # Endings of what goes with codes, and of the masks that old models store beside their weights.
 _NO_WEIGHT = re.compile(r"(scales?|scale_inv|scale_weight|zero_point|g_idx|bias|mask)$")
 _UNQUANTIZED = "give the model that it was quantized from"
@@ -53,7 +51,7 @@ def dequantize(config: "PretrainedConfig") -> None:
         config.quantization_config = {**(quantization_of(config) or {}), "dequantize": True}
 
 
-def check_codes(tensors: Mapping[str, Any], config: "PretrainedConfig", name: str) -> None:
+def check_codes(tensors: Mapping[str, Stored], config: "PretrainedConfig", name: str) -> None:
     """Raise `UnsupportedModel` where transformers would take codes of a checkpoint for weights,
     because it finds no scale of a name that it knows.
 
@@ -61,22 +59,23 @@ def check_codes(tensors: Mapping[str, Any], config: "PretrainedConfig", name: st
     transformers takes their size from the number of scales (`Fp8Dequantize` in 5.17 and 5.23).
     """
     table = quantization_of(config) or {}
-    method, blocks = table.get("quant_method"), table.get("weight_block_size")
-    codes = [key for key, entry in tensors.items() if entry["dtype"] not in _PLAIN]
-    for key in codes if method in _SCALES else ():
+    method, blocks = str(table.get("quant_method", "")), table.get("weight_block_size")
+    for key, stored in tensors.items():
         stem = key.removesuffix("_blocks").removesuffix("_packed").removesuffix(".weight")
-        scales = [f"{stem}{ending}" for ending in _SCALES[method]]
-        if _NO_WEIGHT.search(key) or tensors.keys() & scales:
+        scales = [f"{stem}{ending}" for ending in _DEQUANTIZED.get(method, ())]
+        plain = stored.dtype in _PLAIN or _NO_WEIGHT.search(key) or tensors.keys() & scales
+        # Modules of other quantizations have parameters for scales: it says which are missing.
+        if plain or (method and method not in _DEQUANTIZED):
             continue
         needed = f"{method} needs {scales[0]}" if scales else "its config names no quantization"
         raise UnsupportedModel(
-            f"{name} cannot be loaded, because {key} holds codes "
-            f"({tensors[key]['dtype']}) without a scale that transformers would apply: {needed}",
+            f"{name} cannot be loaded, because {key} holds codes ({stored.dtype}) without a scale "
+            f"that transformers would apply: {needed}",
             hint=_UNQUANTIZED,
         )
     if not is_dequantized(config) or not blocks:
         return
-    shapes = {key: entry["shape"] for key, entry in tensors.items()}
+    shapes = {key: stored.shape for key, stored in tensors.items()}
     for key, grid in shapes.items():
         weight = key.removesuffix("_scale_inv")
         shape = shapes.get(weight, [])

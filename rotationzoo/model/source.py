@@ -128,7 +128,8 @@ def fetch(source: Source, weights: bool = True) -> None:
             hint=source.fetch_hint or f"copy {file} there, from where these files were written",
         )
     convert = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)"
-    raise ModelUnavailable(f"{source.name} has no complete safetensors weights", hint=convert)
+    hint = f"{source.fetch_hint}; or {convert}" if source.revision else convert
+    raise ModelUnavailable(f"{source.name} has no complete safetensors weights", hint=hint)
 
 
 def has_weights(source: Source) -> bool:
