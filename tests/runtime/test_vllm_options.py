@@ -15,6 +15,7 @@ from rotationzoo.runtime.vllm import WORKER
 pytestmark = NEEDS_VLLM
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0}
 EXACT = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+SPREAD = "--hf_overrides.rope_parameters.factor=4 --hf_overrides.rope_parameters.rope_type=linear"
 REFUSED = {
     "--additional_config {}": "another additional_config",
     "--additional-config.foo=1": "another additional_config",
@@ -24,7 +25,7 @@ REFUSED = {
     "--revision=other": "another revision",
     "--worker_cls=vllm.v1.worker.cpu_worker.CPUWorker": "another worker_cls",
     f"--hf-overrides {json.dumps({'rope_parameters': SCALED}, separators=',:')}": "rope_parameters",
-    "--hf_overrides.rope_parameters.rope_theta 5.0": "than the model's own (rope_parameters)",
+    SPREAD: "than the model's own (rope_parameters)",
     '--hf-overrides {"rms_norm_eps":0.1}': "than the model's own (rms_norm_eps)",
     "--hf-config-path=scaled": "than the model's own (rope_parameters)",
     "--load-format=dummy": "with random weights",

@@ -173,8 +173,8 @@ def _changed_keys(model: Any) -> list[str]:
 
     # vLLM completes both in the same way.
     read = get_config(model.model, model.trust_remote_code, model.revision, model.code_revision)
-    own, used = read.to_dict(), model.hf_config.to_dict()
-    return [key for key in own | used if own.get(key) != used.get(key) and key != "_name_or_path"]
+    kept, used = read.to_dict(), model.hf_config.to_dict()
+    return [key for key in kept | used if kept.get(key) != used.get(key) and key != "_name_or_path"]
 
 
 def served_layers(settings: CacheSettings, config: Any) -> set[int]:
