@@ -65,7 +65,9 @@ def run_model(
         # Only its decoder runs, unless predictions are compared.
         how = job.torch_device, job.torch_dtype, placement, job.recipe.has_budget
         model = loading.load(planned.source, planned.config, *how)
-        ids = _first_tokens(model, text)
+        # The first few tokens of the text, or zeros if there is none.
+        row = torch.zeros(_CHECKED_TOKENS, dtype=torch.long) if text is None else text.rows[0]
+        ids = row[None, :_CHECKED_TOKENS].to(loading.input_device(model))
         geometry = planned.geometry
         if geometry is None:  # which `meta` could not show
             geometry = geometry_of(model, ids)
@@ -93,13 +95,6 @@ def run_model(
             rotations = spend_bits(rotations, recipe)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
-
-
-def _first_tokens(model: PreTrainedModel, text: Corpus | None) -> torch.Tensor:
-    """The first few tokens of the text as a batch `[1, T]`, or zeros if there is no text."""
-    zeros = torch.zeros(_CHECKED_TOKENS, dtype=torch.long)
-    row = zeros if text is None else text.rows[0][:_CHECKED_TOKENS]
-    return row[None].to(loading.input_device(model))
 
 
 def _check_capture(

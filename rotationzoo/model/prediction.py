@@ -85,13 +85,9 @@ def divergence_of(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def doubt_loss(loss: float, vocabulary: int) -> list[str]:
     """A warning where a model, at a loss in nats, predicts text worse than a uniform guess."""
-    guess = math.log(vocabulary)
-    if not loss > guess:
-        return []
-    return [
-        f"the model predicts this text worse than chance, with {loss:.1f} nats a token instead of "
-        f"{guess:.1f}: its weights, its start tokens or the text may be wrong"
-    ]
+    words = f"with {loss:.1f} nats a token instead of {math.log(vocabulary):.1f}"
+    words = f"the model predicts this text worse than chance, {words}: its weights, its start"
+    return [f"{words} tokens or the text may be wrong"] if loss > math.log(vocabulary) else []
 
 
 def continue_greedily(

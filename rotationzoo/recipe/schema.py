@@ -73,8 +73,8 @@ class Data(Section):
     """The data set's configuration."""
     split: str = "train"
     column: str | None = None
-    """Column that holds the text or the chat messages. None takes `text` if there is one, and
-    otherwise `messages`."""
+    """Column that holds the text or the chat messages. None takes the first of `text`, `messages`
+    and `conversations`."""
     packing: Literal["packed", "mixed", "document"] = "packed"
     """`packed`: documents are joined and cut into rows of exactly `length` tokens. `mixed`: the
     same, with every second row cut into halves. `document`: each row holds the first tokens of one

@@ -42,7 +42,8 @@ def read_message(given: Any) -> Message:
         message["tool_calls"] = read_functions(message["tool_calls"])
     if "tool_calls" in message or message.get("role") == "tool":
         message.setdefault("content", "")
-    if isinstance(message.get("role"), str) and isinstance(message.get("content"), str | list):
+    kinds = {"role": str, "content": str | list | dict}
+    if all(isinstance(message.get(key), kind) for key, kind in kinds.items()):
         return message
     raise ValueError(given)
 
@@ -69,10 +70,9 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def is_text(content: str | list[Any]) -> bool:
-    """Whether a message's content is a text, or has parts that are texts alone."""
-    parts = [] if isinstance(content, str) else content
-    return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+def _called(messages: list[Message]) -> list[dict[str, Any]]:
+    calls = (message.get("tool_calls", ()) for message in messages)
+    return [call["function"] for call in chain.from_iterable(calls)]
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
@@ -81,17 +81,13 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
     yield messages
     messages = copy.deepcopy(messages)
     for message in messages:
-        if isinstance(message["content"], list) and is_text(message["content"]):
-            message["content"] = "\n".join(part["text"] for part in message["content"])
+        if isinstance(message["content"], list):
+            with suppress(KeyError, TypeError):  # of images
+                message["content"] = "\n".join(part["text"] for part in message["content"])
     yield messages
     for function in _called(messages):
         function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
     yield messages
-
-
-def _called(messages: list[Message]) -> list[dict[str, Any]]:
-    calls = (message.get("tool_calls", ()) for message in messages)
-    return [call["function"] for call in chain.from_iterable(calls)]
 
 
 class ChatTemplate:
@@ -115,19 +111,18 @@ class ChatTemplate:
         tables = [message["content"] for message in messages]
         tables += [function.get("arguments") for function in functions]
         shown = [str(table) for table in tables if table and not isinstance(table, str)]
-        texts, refusals = list[str](), []
+        refusal = ValueError("it shows parts of a content as Python does")
         for chat in _forms(messages):
             try:
-                texts.append(self._ask(chat, options))
-            except ValueError as refusal:
-                refusals.append(refusal)
-            if texts and not any(table in texts[-1] for table in shown):
-                break
-        if not texts:
-            raise refusals[0]
-        if any(function["name"] not in texts[-1] for function in functions):
-            self.note = "the chat template does not write all tools and calls of the chats"
-        return texts[-1]
+                text = self._ask(chat, options)
+            except ValueError as error:
+                refusal = error
+                continue
+            if not any(table in text for table in shown):
+                if any(function["name"] not in text for function in functions):
+                    self.note = "the chat template does not write all tools and calls of the chats"
+                return text
+        raise refusal
 
     def _ask(self, messages: list[Message], options: dict[str, Any]) -> str:
         try:
@@ -163,7 +158,10 @@ def _serve(tokenizer: PreTrainedTokenizerBase, other: Connection, connection: Co
     """Answer chats until the other end of the connection is closed."""
     other.close()  # otherwise this process itself would keep it open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
-    _limit_memory()
+    with suppress(OSError, ValueError):  # where the system says how much memory there is
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + _MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     with suppress(EOFError, OSError, MemoryError):
         while True:
             connection.send_bytes(_answer(tokenizer, *connection.recv()))
@@ -181,11 +179,3 @@ def _answer(
         return b"-" + first_sentence(error).encode(errors="surrogatepass")
     given = len(str(messages)) + len(str(options))
     return b"" if len(text) > given + _ADDED else b"+" + text.encode(errors="surrogatepass")
-
-
-def _limit_memory() -> None:
-    """Limit the memory of this process, where the system says how much it has."""
-    with suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + _MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.recipe import FILES, Data
-from rotationzoo.text.chats import Message, is_text, read_functions, read_message
+from rotationzoo.text.chats import Message, read_functions, read_message
 from rotationzoo.words import counted, shortened
 
 BUNDLED = Path(__file__).parents[1] / "data" / "demo" / "calibration.jsonl"
@@ -105,14 +105,14 @@ def _samples(data: Data, tally: Tally) -> Iterator[Sample]:
 
 def _read_sample(number: int, record: _Record | bytes, data: Data) -> Sample:
     if isinstance(record, bytes):
-        with reading_errors(f"line {number} of {data.source} is not JSON", BadRow):
+        with reading_errors(f"the JSON in line {number} of {data.source}", BadRow):
             record = json.loads(record)
         record = record if isinstance(record, dict) else {"text": record}
     wanted = [data.column] if data.column else ["text", "messages", "conversations"]
     document, tools = record[_column(record, wanted, data)] or "", []
     if not isinstance(document, str):
         try:
-            document = _read_chat(document, record, bool(data.media))
+            document = _read_chat(document, record)
             tools = read_functions(record.get("tools"))
         except ValueError as error:
             raise BadRow(
@@ -127,13 +127,10 @@ def _read_sample(number: int, record: _Record | bytes, data: Data) -> Sample:
     return Sample(number, document, media, tools)
 
 
-def _read_chat(given: Any, record: _Record, has_media: bool) -> list[Message]:
+def _read_chat(given: Any, record: _Record) -> list[Message]:
     if not isinstance(given, list):
         raise ValueError(given)
     messages = [read_message(message) for message in given]
-    for message in messages:
-        if not (has_media or is_text(message["content"])):
-            raise ValueError(message["content"])
     system = record.get("system")  # beside chats of ShareGPT
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

@@ -12,16 +12,8 @@ from transformers import PretrainedConfig
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
-from rotationzoo.text.documents import (
-    BadRow,
-    Document,
-    Media,
-    Sample,
-    Tally,
-    read_documents,
-    reading_errors,
-)
-from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, joined, shortfall, start_tokens
+from rotationzoo.text.documents import BadRow, Sample, Tally, read_documents, reading_errors
+from rotationzoo.text.rows import Corpus, MediaRow, fingerprint, shortfall, start_tokens
 from rotationzoo.words import counted
 
 _Messages = list[dict[str, Any]]
@@ -58,8 +50,8 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     cannot = f"a document of {data.source} cannot be prepared for the model"
     for sample in read_documents(data, tally):
         with tally.leaving_out(sample.number), reading_errors(cannot, BadRow):
-            messages = _place(sample.document, sample.media)
-            _check_places(messages, sample.media, marks, data)
+            messages = _place(sample)
+            _check_places(messages, sample, marks, data)
             row = _cut(_prepare(messages, sample, template, data), tokens, data)
             if row is None:
                 left_out += 1
@@ -75,19 +67,20 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
         )
     ids = [row.ids[0] for row in rows]
     longer = f"{counted(left_out, 'document')} with longer images or audio left out"
-    note = joined([shortfall(ids, data), longer if left_out else None, bad, template.note])
+    notes = shortfall(ids, data), longer if left_out else None, bad, template.note
     inputs = [value for row in rows for _, value in sorted(row.inputs.items())]
     content = [value.contiguous().flatten().view(torch.uint8) for value in inputs]
+    note = "; ".join(filter(None, notes)) or None
     return Corpus(ids, fingerprint([*ids, *content]), note, rows)
 
 
-def _place(document: Document, media: Media) -> _Messages:
+def _place(sample: Sample) -> _Messages:
     """A chat in parts, which name kinds of media but hold nothing that a template could fetch."""
-    if isinstance(document, str):
-        marks = [{"type": kind} for kind, values in media.items() for _ in values]
-        return [{"role": "user", "content": [*marks, {"type": "text", "text": document}]}]
+    if isinstance(sample.document, str):
+        marks = [{"type": kind} for kind, values in sample.media.items() for _ in values]
+        return [{"role": "user", "content": [*marks, {"type": "text", "text": sample.document}]}]
     messages = []
-    for message in document:
+    for message in sample.document:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         bare = [{"type": part["type"], "text": part.get("text")} for part in parts]
@@ -95,12 +88,12 @@ def _place(document: Document, media: Media) -> _Messages:
     return messages
 
 
-def _check_places(messages: _Messages, media: Media, marks: list[str], data: Data) -> None:
-    """Raise `RotationZooError` for a chat in which not each image or sound has one place. Some
+def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: Data) -> None:
+    """Raise `BadRow` for a chat in which not each image or sound has one place. Some
     processors would make a row of tokens that stand for nothing, or fail in the model."""
     parts = [part for message in messages for part in message["content"]]
     for kind in ("image", "audio", "video"):
-        places, given = sum(part["type"] == kind for part in parts), len(media.get(kind, []))
+        places, given = sum(part["type"] == kind for part in parts), len(sample.media.get(kind, []))
         if places != given:
             raise BadRow(
                 f"a chat of {data.source} has {counted(places, 'part')} of type {kind}, and its "

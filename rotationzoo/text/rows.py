@@ -146,7 +146,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
             hint="give more text with --data, or shorter rows with --length",
         )
     notes = shortfall(rows, data), left_out, template.note, start_note(tokenizer)
-    return Corpus(rows, fingerprint(rows), joined(notes))
+    return Corpus(rows, fingerprint(rows), "; ".join(filter(None, notes)) or None)
 
 
 def _tokenized(data: Data, template: ChatTemplate, tally: Tally) -> Iterator[list[int]]:
@@ -155,11 +155,6 @@ def _tokenized(data: Data, template: ChatTemplate, tally: Tally) -> Iterator[lis
         with tally.leaving_out(sample.number):
             if ids := tokenize(sample, template, data):
                 yield ids
-
-
-def joined(notes: Iterable[str | None]) -> str | None:
-    """The notes that there are, in one text."""
-    return "; ".join(filter(None, notes)) or None
 
 
 def fingerprint(rows: list[torch.Tensor]) -> str:

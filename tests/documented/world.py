@@ -105,6 +105,7 @@ class World:
     def write_files(self) -> None:
         """The files of the user that pages name."""
         write_jsonl(self.files / "my-texts.jsonl", [{"text": text} for text in TEXTS])
+        write_jsonl(self.files / "sessions.jsonl", CHAT_LINES)
         shutil.copy(HELD_OUT, self.files / "held-out.jsonl")
         (self.files / "long.txt").write_text(TEXTS[0][:4000])
         convert_model(self.files / "my-model", self.files / "Qwen3-8B-Q8_0.gguf")

@@ -139,6 +139,14 @@ def test_parts_are_joined_unless_the_template_takes_them(tmp_path):
     assert "[user] a bc" in chat_text(tmp_path, PARTS, chat)
 
 
+def test_a_tool_may_answer_with_a_table_where_the_template_writes_it(tmp_path):
+    answer = [ASKED, {"role": "tool", "content": {"sky": "blue"}}]
+    template = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    assert '{"sky": "blue"}' in chat_text(tmp_path, template, answer)
+    with pytest.raises(RotationZooError, match="it shows parts of a content as Python does"):
+        chat_text(tmp_path, STRICT, answer)
+
+
 BAD = {
     "message": {"messages": [{"role": "user"}]},
     "template": {"messages": [{"role": "critic", "content": "hm"}]},

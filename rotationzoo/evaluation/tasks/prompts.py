@@ -13,7 +13,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.rope import check_positions
 from rotationzoo.recall.exercises import QUOTE, TASKS
-from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, write_prompts
+from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 from rotationzoo.words import nearest
@@ -186,11 +186,9 @@ def _blind_prompts(prompts: list[Prompt], recent: int, start: list[int]) -> list
     for prompt, cut, end in zip(prompts, cuts, ends, strict=True):
         padding = end[-1:].repeat(longest - len(end))
         ids = torch.cat([torch.tensor(start, dtype=end.dtype), end, padding])
-        moved = [_move(question, len(start) - cut) for question in prompt.questions]
+        moved, by = [], len(start) - cut
+        for question in prompt.questions:
+            answer = slice(question.answer.start + by, question.answer.stop + by)
+            moved.append(replace(question, answer=answer, source=question.source + by))
         blind.append(Prompt(ids, tuple(moved)))
     return blind
-
-
-def _move(question: Question, by: int) -> Question:
-    answer = slice(question.answer.start + by, question.answer.stop + by)
-    return replace(question, answer=answer, source=question.source + by)
