@@ -13,7 +13,7 @@ import torch
 from rotationzoo.artifact.tensor_check import DTYPES
 from rotationzoo.artifact.weights import RECORD
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.files import INDEX, Stored, entry_file, read_headers, weight_files
+from rotationzoo.model.files import Stored, entry_file, read_headers, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress
 from rotationzoo.storage.files import disk_errors
@@ -141,7 +141,7 @@ def write_changed_copy(
     `RotationZooError` if there is such a folder by now, or the checkpoint lacks a parameter.
     """
     places = find_places(source, changes)
-    files = [*_files_beside_weights(source.folder), *weight_files(source.folder)]
+    files = sorted({*_files_beside_weights(source.folder), *weight_files(source.folder)})
     with disk_errors(output), temporary_sibling(output) as work:
         # Check again under the lock: fetching the weights took time.
         if output.exists():
@@ -175,9 +175,9 @@ def _files_beside_weights(folder: Path) -> list[Path]:
     allowed = [os.path.realpath(folder)]
     if not blobs.is_symlink():
         allowed.append(os.path.realpath(blobs))
-    index = {entry_file(weight_files(folder))} & {INDEX}
+    own = entry_file(weight_files(folder))
     paths = [
-        path for path in folder.iterdir() if path.name in index or not path.name.endswith(_WEIGHTS)
+        path for path in folder.iterdir() if path.name == own or not path.name.endswith(_WEIGHTS)
     ]
     for path in paths:
         target = Path(os.path.realpath(path))

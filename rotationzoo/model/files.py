@@ -97,7 +97,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def entry_file(paths: list[Path]) -> str:
     """The name by which transformers loads these weight files: that of the one, or the index."""
-    return _SINGLE if [path.name for path in paths] == [_SINGLE] else INDEX
+    return _SINGLE if paths and paths[0].name == _SINGLE else INDEX
 
 
 def absent_weights(folder: Path) -> tuple[str, str] | None:

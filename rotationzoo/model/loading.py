@@ -30,9 +30,7 @@ HEADLESS = "headless"
 _NOTES = "loading_notes"
 _TOKENIZERS = ("tokenizer.[jm]*", "vocab.*", "tekken.json")
 # Scales of caches and activations, which only servers apply, and a constant of old models.
-_NO_WEIGHT = re.compile(
-    r"[._]([qkv]|input|output|act|activation)_(scale|zero_point)$|\.masked_bias$"
-)
+_NO_WEIGHT = re.compile(r"[._]([qkv]|input|output|activation)_(scale|zero_point)$|\.masked_bias$")
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
@@ -257,8 +255,7 @@ def check_ids(rows: Iterable[torch.Tensor], config: "PretrainedConfig", name: st
     if size is not None and largest >= size:
         raise ModelUnavailable(
             f"the tokenizer of {name} makes token {largest:,}, and its embedding has {size:,} rows",
-            hint="put the model's own tokenizer there, or save the model after "
-            "resize_token_embeddings(len(tokenizer))",
+            hint="give it its own tokenizer, or more rows: resize_token_embeddings(len(tokenizer))",
         )
 
 

@@ -1,0 +1,164 @@
+"""Which files of a folder are a model's weights, and which tensors in them a model uses: what is
+fingerprinted is what is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.models import edit_config, edited_weights, save_tiny
+
+from rotationzoo.errors import ModelUnavailable
+from rotationzoo.model import loading
+from rotationzoo.model.files import INDEX
+from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
+
+SINGLE, K_BIAS = "model.safetensors", "model.layers.1.self_attn.k_proj.bias"
+
+
+def load(folder: Path):
+    source = find(str(folder))
+    fetch(source)
+    return loading.load(source, loading.load_config(source), "cpu", torch.float32)
+
+
+@pytest.fixture
+def sharded(tiny, tmp_path) -> Path:
+    """The tiny model in several files."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    return tmp_path / "sharded"
+
+
+def refusal(folder: Path) -> tuple[str, str]:
+    with pytest.raises(ModelUnavailable) as caught:
+        load(folder)
+    assert caught.value.hint
+    return str(caught.value), caught.value.hint
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_two_sets_of_weights_are_refused(with_index, sharded, tmp_path, inside):
+    """Also where the second has no index: a server then loads all files."""
+    shutil.copy(save_tiny(tmp_path / "other", seed=1) / SINGLE, sharded)
+    if not with_index:
+        (sharded / INDEX).unlink()
+    error, _ = refusal(sharded)
+    assert "two sets of weights: model.safetensors, which transformers loads, and model-0" in error
+    assert "two sets of weights" in inside("calibrate", str(sharded), "--dry-run").stderr
+
+
+def test_the_same_weights_twice_are_loaded(tiny, sharded):
+    shutil.copy(tiny / SINGLE, sharded)
+    assert weights_fingerprint(find(str(sharded))) == weights_fingerprint(find(str(tiny)))
+    load(sharded)
+
+
+def test_a_single_file_is_loaded_beside_a_stale_index(tiny, sharded, tmp_path):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    shutil.copy(sharded / INDEX, folder)
+    edit_config(folder, transformers_weights="other.safetensors")  # which transformers would obey
+    shutil.copy(save_tiny(tmp_path / "other", seed=1) / SINGLE, folder / "other.safetensors")
+    name, expected = "model.norm.weight", load_file(tiny / SINGLE)
+    for key, weight in load(folder).state_dict().items():
+        assert torch.equal(weight, expected[key]), name
+    assert weights_fingerprint(find(str(folder))) == weights_fingerprint(find(str(tiny)))
+
+
+@pytest.mark.parametrize(
+    "other", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"]
+)
+def test_what_would_be_loaded_besides_is_refused(other, tiny, tmp_path):
+    """An adapter, which transformers applies with peft installed, and a distributed checkpoint."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (folder / other).write_text("{}")
+    error, hint = refusal(folder)
+    assert f"holds {other} beside its weights" in error
+    assert "merge_and_unload" in hint
+
+
+def test_an_absent_shard_is_named(sharded):
+    last = max(sharded.glob("model-*"))
+    last.rename(last.with_suffix(".part"))
+    error, hint = refusal(sharded)
+    assert error.endswith(f"sharded lacks {last.name}, which {INDEX} names")
+    assert hint.startswith(f"copy {last.name} there")
+    commit = Source("someone/model", sharded, "abc")
+    with pytest.raises(ModelUnavailable, match=f"someone/model lacks {last.name}") as caught:
+        fetch_offline(commit)
+    assert caught.value.hint.endswith("run: hf download someone/model --revision abc")
+
+
+def fetch_offline(source: Source) -> None:
+    """What `fetch` says of a snapshot in the cache, which the hub's client takes as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
+        fetch(source)
+
+
+def test_an_absent_shard_that_nothing_needs_is_named(sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert f"lacks mtp.safetensors, which {INDEX} names" in refusal(sharded)[0]
+
+
+def test_an_index_of_other_shards_is_named(sharded):
+    text = (sharded / INDEX).read_text()
+    count = len(list(sharded.glob("model-*")))
+    (sharded / INDEX).write_text(text.replace(f"-of-{count:05}", "-of-00099"))
+    error, hint = refusal(sharded)
+    assert f"lacks the {INDEX} of its shards, and has one that names model-00001-of-00099" in error
+    assert hint.startswith(f"copy the {INDEX}")
+    (sharded / INDEX).unlink()
+    assert f"lacks the {INDEX} of its shards, and has none" in refusal(sharded)[0]
+
+
+def test_a_tokenizer_that_is_not_in_the_cache_is_named(tiny, tmp_path):
+    shutil.copy(tiny / "config.json", tmp_path)
+    with pytest.raises(ModelUnavailable, match=r"its tokenizer\.json is not there") as caught:
+        loading.load_tokenizer(Source("someone/model", tmp_path, "abc"))
+    assert "run: hf download someone/model --revision abc" in caught.value.hint
+    with pytest.raises(ModelUnavailable, match="no readable") as caught:
+        loading.load_tokenizer(Source("tiny", tmp_path, None))
+    assert "into the same folder" in caught.value.hint
+
+
+def spoil(tiny: Path, folder: Path, change: dict[str, list[int]], **config) -> Path:
+    """The tiny model with further tensors."""
+    with edited_weights(edit_config(shutil.copytree(tiny, folder), **config)) as weights:
+        weights |= {name: torch.ones(shape) for name, shape in change.items()}
+    return folder
+
+
+UNUSED = {
+    "biases": ({K_BIAS: [32]}, {}),
+    "head": ({"lm_head.bias": [2048]}, {}),
+    "norm": ({"model.layers.0.self_attn.sink_norm.weight": [16]}, {}),
+    "layer": ({"model.layers.2.mlp.up_proj.weight": [32, 32]}, {}),
+    "llama": ({}, dict(model_type="llama", architectures=["LlamaForCausalLM"])),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_unused_tensors_of_layers_are_refused_by_name(case, tiny, tmp_path):
+    added, config = UNUSED[case]
+    folder = spoil(tiny, tmp_path / "model", added, **config)
+    name = next(iter(added), "model.layers.0.self_attn.k_norm.weight")
+    assert f"its weights have {name}, which its config does not use" in refusal(folder)[0]
+
+
+def test_unused_parts_are_a_note(tiny, tmp_path):
+    added = {
+        "mtp.layers.0.mlp.up_proj.weight": [32, 32],
+        "model.visual.blocks.0.norm.weight": [8],
+        "model.layers.2.eh_proj.weight": [32, 64],
+        "model.layers.1.self_attn.k_scale": [1],  # which only servers with a cache in FP8 use
+    }
+    folder = spoil(tiny, tmp_path / "model", added, num_nextn_predict_layers=1)
+    (note,) = loading.notes_of(load(folder))
+    assert note.startswith("model.layers.2 and model.visual and mtp of the checkpoint stand unused")
+    assert not loading.notes_of(load(tiny))
