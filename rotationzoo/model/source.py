@@ -124,7 +124,7 @@ def fetch(source: Source, weights: bool = True) -> None:
     if absent := absent_weights(source.folder):
         file, reason = absent
         raise ModelUnavailable(
-            f"{source.name} lacks {file}, {reason}",
+            f"the weights of {source.name} are not complete: they lack {file}, {reason}",
             hint=source.fetch_hint or f"copy {file} there, from where these files were written",
         )
     convert = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)"

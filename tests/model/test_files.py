@@ -84,10 +84,12 @@ def test_an_absent_shard_is_named(sharded):
     last = max(sharded.glob("model-*"))
     last.rename(last.with_suffix(".part"))
     error, hint = refusal(sharded)
-    assert error.endswith(f"sharded lacks {last.name}, which {INDEX} names")
+    assert error.endswith(f"sharded are not complete: they lack {last.name}, which {INDEX} names")
     assert hint.startswith(f"copy {last.name} there")
     commit = Source("someone/model", sharded, "abc")
-    with pytest.raises(ModelUnavailable, match=f"someone/model lacks {last.name}") as caught:
+    with pytest.raises(
+        ModelUnavailable, match=f"someone/model are not complete: they lack {last.name}"
+    ) as caught:
         fetch_offline(commit)
     assert caught.value.hint.endswith("run: hf download someone/model --revision abc")
 
@@ -103,7 +105,7 @@ def test_an_absent_shard_that_nothing_needs_is_named(sharded):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
     (sharded / INDEX).write_text(json.dumps(index))
-    assert f"lacks mtp.safetensors, which {INDEX} names" in refusal(sharded)[0]
+    assert f"they lack mtp.safetensors, which {INDEX} names" in refusal(sharded)[0]
 
 
 def test_an_index_of_other_shards_is_named(sharded):
@@ -111,10 +113,12 @@ def test_an_index_of_other_shards_is_named(sharded):
     count = len(list(sharded.glob("model-*")))
     (sharded / INDEX).write_text(text.replace(f"-of-{count:05}", "-of-00099"))
     error, hint = refusal(sharded)
-    assert f"lacks the {INDEX} of its shards, and has one that names model-00001-of-00099" in error
+    assert (
+        f"they lack the {INDEX} of its shards, and has one that names model-00001-of-00099" in error
+    )
     assert hint.startswith(f"copy the {INDEX}")
     (sharded / INDEX).unlink()
-    assert f"lacks the {INDEX} of its shards, and has none" in refusal(sharded)[0]
+    assert f"they lack the {INDEX} of its shards, and has none" in refusal(sharded)[0]
 
 
 def test_a_tokenizer_that_is_not_in_the_cache_is_named(tiny, tmp_path):
