@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.linalg.compositions import orthogonality_error
+from rotationzoo.linalg.compositions import invert, orthogonality_error
 from rotationzoo.words import counted
 
 SIDES = ("key", "value")
@@ -60,11 +60,10 @@ class Rotation:
 
     @property
     def inverse(self) -> torch.Tensor:
-        """`[H, D, D]`: the inverse of `forward`."""
+        """`[H, D, D]`: the inverse of `forward`. Raises `RotationZooError` if it has none."""
         if self.whitening is None:
             return self.matrix.mT
-        whitened_back: torch.Tensor = torch.linalg.inv(self.whitening.double())
-        return self.matrix.mT @ whitened_back.to(self.matrix)
+        return self.matrix.mT @ invert(self.whitening).to(self.matrix)
 
     @property
     def dim(self) -> int:

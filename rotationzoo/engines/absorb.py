@@ -18,6 +18,7 @@ from rotationzoo.engines.weight_edits import (
     write_changed_copy,
 )
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
+from rotationzoo.linalg.compositions import invert
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import (
     Geometry,
@@ -62,7 +63,7 @@ def rotation_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> C
         shape = model.get_parameter(f"{output}.weight").shape
         # The output projection has a block of columns per query head. With GQA, the query heads of
         # a group all undo the matrix of the same KV head.
-        inverse = torch.linalg.inv(matrix).repeat_interleave(layer.group, 0)
+        inverse = invert(matrix).repeat_interleave(layer.group, 0)
         changes[f"{output}.weight"] = Change(shape, multiply_columns(inverse))
     return changes
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.hadamard import bit_reversal, hadamard
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -111,7 +112,8 @@ def needs_statistics(composition: str) -> bool:
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread. LAPACK's threads wait for each other at every column of a
     matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs 20 to 30 times as
-    slow."""
+    slow. Afterwards, batched LU (`inv`, `solve`, `det`) of matrices of more than 128 rows fails, or
+    is wrong without an error, where MKL computes with several threads (torch 2.13): ask `invert`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -133,6 +135,26 @@ def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         eigenvalues, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     return eigenvalues, vectors * largest.sign()
+
+
+def invert(matrices: torch.Tensor) -> torch.Tensor:
+    """The inverses of matrices `[..., D, D]`, float64, on the CPU.
+
+    Raises `RotationZooError` if a product with its matrix is further from the identity than one
+    step of float32, in which matrices are stored: a matrix is singular, or LAPACK failed.
+    """
+    matrices = matrices.double().cpu()
+    with one_thread():
+        inverses: torch.Tensor = torch.linalg.inv_ex(matrices).inverse
+    error = (matrices @ inverses - identity(matrices.shape[-1])).abs().max().item()
+    if not error <= torch.finfo(torch.float32).eps:  # so that a NaN is refused
+        raise RotationZooError(
+            f"a matrix of {matrices.shape[-1]} channels times its inverse is off the identity by "
+            f"{error:.1e}",
+            hint="check the artifact with `rotationzoo verify`; if that finds nothing, run again "
+            "with OMP_NUM_THREADS=1",
+        )
+    return inverses
 
 
 def compose(basis: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:

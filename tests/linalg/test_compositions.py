@@ -1,10 +1,14 @@
 """Hadamard matrices, the reversal of bits, and what rotations are composed of."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.linalg import hadamard as sylvester
+from support.places import ROOT
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.compositions import (
@@ -12,6 +16,7 @@ from rotationzoo.linalg.compositions import (
     compose,
     data_free,
     eigenbasis,
+    invert,
     needs_statistics,
     orthogonality_error,
     permutation,
@@ -19,7 +24,9 @@ from rotationzoo.linalg.compositions import (
     strongest,
     strongest_first,
 )
+from rotationzoo.linalg.error_feedback import whitening
 from rotationzoo.linalg.hadamard import bit_reversal, hadamard
+from rotationzoo.rotations import Rotation
 
 DIMS = [64, 80, 96, 112, 128, 192, 256, 512]
 AROUND_EIGENBASIS = [name for name in COMPOSITIONS if needs_statistics(name)]
@@ -30,6 +37,10 @@ def moment(dim, heads=2, seed=0, spread=3.0):
     x = torch.randn(heads, 4 * dim, dim, generator=generator, dtype=torch.float64)
     x = x * torch.logspace(0, -spread, dim, dtype=torch.float64)
     return x.mT @ x
+
+
+def whiten(dim: int) -> torch.Tensor:
+    return whitening(moment(dim)).double()
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -50,20 +61,60 @@ def test_eigenvalues_ascend_and_signs_are_fixed():
     assert torch.allclose(basis @ torch.diag_embed(eigenvalues) @ basis.mT, second, rtol=1e-10)
 
 
-def test_an_eigenbasis_is_made_by_one_thread(monkeypatch):
-    decompose, threads, before = torch.linalg.eigh, [], torch.get_num_threads()
+def test_an_eigenbasis_is_made_by_one_thread(monkeypatch, set_threads):
+    decompose, threads = torch.linalg.eigh, []
 
     def counting(matrix):
         threads.append(torch.get_num_threads())
         return decompose(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", counting)
-    try:
-        torch.set_num_threads(3)
-        eigenbasis(moment(64))
-        assert (threads, torch.get_num_threads()) == ([1], 3)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(3)
+    eigenbasis(moment(64))
+    assert (threads, torch.get_num_threads()) == ([1], 3)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dim", [160, 192, 256, 512])
+def test_inverses_of_wide_heads_are_right_with_any_number_of_threads(dim, threads, set_threads):
+    """Several threads of MKL break batched LU of more than 128 rows, once torch's number of threads
+    has been set, as `eigenbasis` does."""
+    set_threads(threads)
+    rotation = Rotation(data_free(dim, "random", 0)[None], torch.ones(2), whitening=whiten(dim))
+    error = rotation.forward @ rotation.inverse - torch.eye(dim)
+    # Products of `dim` terms are rounded; a whitening's condition number is less than 16.
+    assert error.abs().max() < 16 * dim * torch.finfo(torch.float64).eps
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [(torch.zeros_like, "nan"), (lambda x: x.fill_(1), "nan"), (lambda x: x * torch.nan, "nan")],
+)
+def test_a_matrix_without_an_inverse_is_refused(damage, error):
+    with pytest.raises(RotationZooError, match=f"16 channels .* identity by {error}") as refusal:
+        invert(damage(whiten(16)))
+    assert "rotationzoo verify" in refusal.value.hint
+
+
+@pytest.mark.parametrize("wrong", [0, 1e18])
+def test_a_wrong_inverse_is_refused(wrong, monkeypatch):
+    """What LAPACK returns without an error."""
+    returned = SimpleNamespace(inverse=torch.full((2, 16, 16), wrong, dtype=torch.float64))
+    monkeypatch.setattr(torch.linalg, "inv_ex", lambda matrices: returned)
+    with pytest.raises(RotationZooError, match="a matrix of 16 channels times its inverse is off"):
+        invert(whiten(16))
+
+
+def test_nothing_else_asks_lapack_for_lu():
+    words = (
+        r"linalg\.(inv|solve\b|solve_ex|det|slogdet|lu|tensorinv|tensorsolve)|torch\.(inverse|det)"
+    )
+    calls = [
+        path.name
+        for path in (ROOT / "rotationzoo").rglob("*.py")
+        if re.search(words, path.read_text())
+    ]
+    assert calls == ["compositions.py"]
 
 
 def test_the_strongest_directions_are_those_of_the_largest_eigenvalues():
