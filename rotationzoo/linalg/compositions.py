@@ -112,8 +112,11 @@ def needs_statistics(composition: str) -> bool:
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread. LAPACK's threads wait for each other at every column of a
     matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs 20 to 30 times as
-    slow. Afterwards, batched LU (`inv`, `solve`, `det`) of matrices of more than 128 rows fails, or
-    is wrong without an error, where MKL computes with several threads (torch 2.13): ask `invert`."""
+    slow.
+
+    Once torch's number of threads has been set, as here, batched LU (`inv`, `solve`, `det`) of more
+    than 128 rows by several threads of MKL fails, or is wrong without a word (torch 2.13): call
+    `invert`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

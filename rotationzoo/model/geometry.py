@@ -258,22 +258,23 @@ def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> int | None:
-    """The latest earlier layer with a cache whose attention read the same keys."""
-    key = calls[index].key
+    """The latest earlier layer with a cache whose attention read the same keys and values."""
+    call = calls[index]
     earlier = [layer for layer in calls if layer < index and layer in stored]
     for layer in sorted(earlier, reverse=True):
-        if _same_keys(key, calls[layer].key):
+        owner = calls[layer]
+        if _same_rows(call.key, owner.key) and _same_rows(call.value, owner.value):
             return layer
     return None
 
 
-def _same_keys(key: torch.Tensor, earlier: torch.Tensor) -> bool:
-    """Whether keys are one tensor, or are equal. On `meta` there are no values to compare."""
-    if key is earlier:
+def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
+    """Whether keys or values are one tensor, or equal. On `meta` there are none to compare."""
+    if rows is earlier:
         return True
-    if key.is_meta or key.shape != earlier.shape:
+    if rows.is_meta or rows.shape != earlier.shape:
         return False
-    return torch.equal(key.cpu(), earlier.cpu())
+    return torch.equal(rows.cpu(), earlier.cpu())
 
 
 def _is_encoder(model: "PreTrainedModel") -> bool:

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from support.jobs import RECIPE, SMALL, interrupt_after, job, rotation_bytes
 from support.models import edit_config
 

@@ -177,3 +177,21 @@ def test_encoders_are_refused():
         geometry_on_meta(loading.on_meta(bert, "bert"))
     with pytest.raises(UnsupportedModel, match="not a causal language model"):
         loading.on_meta(transformers.ViTConfig(), "vit")
+
+
+@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("own", ["keys", "values"])
+def test_shared_keys_with_values_of_their_own_are_no_shared_cache(own, meta):
+    """Nothing stores those values, and a rotation of the owner's values would not fit them."""
+
+    def replace_rows(module, args, options):
+        key, value = options["shared_kv_states"][module.layer_type]
+        rows = (key + 1, value) if own == "keys" else (key, value + 1)
+        return args, options | {"shared_kv_states": {module.layer_type: rows}}
+
+    model = architectures.build("gemma4")
+    model = loading.on_meta(model.config, "gemma4") if meta else model
+    attention = decoder(model).layers[3].self_attn
+    attention.register_forward_pre_hook(replace_rows, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match="layer 3 .* keys and values that no cache layer"):
+        geometry_of(model)
