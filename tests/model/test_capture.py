@@ -193,5 +193,5 @@ def test_shared_keys_with_values_of_their_own_are_no_shared_cache(own, meta):
     model = loading.on_meta(model.config, "gemma4") if meta else model
     attention = decoder(model).layers[3].self_attn
     attention.register_forward_pre_hook(replace_rows, with_kwargs=True)
-    with pytest.raises(UnsupportedModel, match="layer 3 .* keys and values that no cache layer"):
+    with pytest.raises(UnsupportedModel, match=r"layer 3 .* keys and values that no cache layer"):
         geometry_of(model)
