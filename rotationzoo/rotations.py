@@ -60,7 +60,7 @@ class Rotation:
 
     @property
     def inverse(self) -> torch.Tensor:
-        """`[H, D, D]`: the inverse of `forward`. Raises `RotationZooError` if it has none."""
+        """`[H, D, D]`: the inverse of `forward`. Raises as `invert`."""
         if self.whitening is None:
             return self.matrix.mT
         return self.matrix.mT @ invert(self.whitening).to(self.matrix)

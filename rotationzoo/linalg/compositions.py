@@ -18,7 +18,9 @@ from rotationzoo.linalg.hadamard import bit_reversal, hadamard
 Factors = tuple[torch.Tensor, torch.Tensor]
 # Largest allowed `|R R^T - I|` of the stored float32 matrices; 8e-8 was measured for D up to 512.
 ORTHOGONAL = 1e-6
-# The same for imported files: the tolerance of SGLang's own loader. The published files reach 3e-8.
+# Largest allowed `|T T^-1 - I|` in float64; 2e-13 was measured for whitenings with D up to 512.
+INVERTED = 1e-8
+# `ORTHOGONAL` for imported files: the tolerance of SGLang's loader. The published files reach 3e-8.
 ORTHOGONAL_IMPORTED = 5e-3
 
 
@@ -112,11 +114,9 @@ def needs_statistics(composition: str) -> bool:
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread. LAPACK's threads wait for each other at every column of a
     matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs 20 to 30 times as
-    slow.
-
-    Once torch's number of threads has been set, as here, batched LU (`inv`, `solve`, `det`) of more
-    than 128 rows by several threads of MKL fails, or is wrong without a word (torch 2.13): call
-    `invert`."""
+    slow. Once torch's threads have been set, as here, batched LU (`inv`, `solve`, `det`) by several
+    threads of MKL fails from D = 160 on, with an error or without one (torch 2.13): see `invert`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -141,21 +141,16 @@ def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def invert(matrices: torch.Tensor) -> torch.Tensor:
-    """The inverses of matrices `[..., D, D]`, float64, on the CPU.
-
-    Raises `RotationZooError` if a product with its matrix is further from the identity than one
-    step of float32, in which matrices are stored: a matrix is singular, or LAPACK failed.
-    """
+    """The inverses `[..., D, D]` of matrices, float64 on the CPU. Raises `RotationZooError` for a
+    product that is not the identity: a matrix is singular, or LAPACK failed."""
     matrices = matrices.double().cpu()
     with one_thread():
         inverses: torch.Tensor = torch.linalg.inv_ex(matrices).inverse
     error = (matrices @ inverses - identity(matrices.shape[-1])).abs().max().item()
-    if not error <= torch.finfo(torch.float32).eps:  # so that a NaN is refused
+    if not error <= INVERTED:  # NaN is never at most what is allowed
         raise RotationZooError(
-            f"a matrix of {matrices.shape[-1]} channels times its inverse is off the identity by "
-            f"{error:.1e}",
-            hint="check the artifact with `rotationzoo verify`; if that finds nothing, run again "
-            "with OMP_NUM_THREADS=1",
+            f"a matrix has no inverse: its product is off by {error:.0e}",
+            hint="verify the rotations; if they are sound, run again with OMP_NUM_THREADS=1",
         )
     return inverses
 

@@ -134,14 +134,33 @@ def test_a_second_time_changes_nothing(name, clip, ulps, case):
 def test_the_error_inside_the_clip_is_half_a_step(format, bits, case, clip):
     x, group = case
     assume(ordinary(clipped(x, clip, group, format), group))
-    format = replace(format, bits=bits)
+    assert_half_a_step(x, clip, group, replace(format, bits=bits))
+
+
+def assert_half_a_step(x: torch.Tensor, clip: float, group: int, format: int2.Format) -> None:
+    """Half a step, and the rounding of the metadata; codes reach both ends within it."""
     quantized = int2.quantize(x, clip, group, format)
-    assert (quantized.codes.min(), quantized.codes.max()) == (0, 2**bits - 1)
-    error = (int2.dequantize(quantized, format) - clipped(x, clip, group, format)).abs()
-    half_step = quantized.scale.float().repeat_interleave(group, -1) / 2
-    # 4 ulps of the metadata
+    steps = quantized.scale.float()
+    # Of a stored minimum or zero, and of a scale times the largest code: 4 ulps, or 4 of float16.
     rounding = 4 * ulp(largest(x)) if format.metadata == "float32" else 2.0**-9 * largest(x)
-    assert (error <= half_step + rounding).all()
+    codes = quantized.codes.unflatten(-1, (-1, group))
+    # `mlx` rounds codes with numbers that are not rounded themselves.
+    missed = 0.5 + (rounding / steps if format.rounded_with == "stored" else 0 * steps)
+    assert (codes.amin(-1) <= missed).all()
+    assert (codes.amax(-1) >= format.largest_code - missed).all()
+    error = (int2.dequantize(quantized, format) - clipped(x, clip, group, format)).abs()
+    assert (error <= steps.repeat_interleave(group, -1) / 2 + rounding).all()
+
+
+@FORMATS
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("far", "near"), [(-21927.0, -17514.0), (24008.0, 20000.0), (-1.0, -0.8)])
+def test_a_row_far_from_zero_with_a_small_range(format, bits, far, near):
+    """A float16 minimum near -21,927 is off by 7, and half a step of 8 bits is 8.7: no code is
+    255."""
+    x = torch.full((1, 64), far)
+    x[0, 50] = near
+    assert_half_a_step(x, 1.0, 64, replace(format, bits=bits))
 
 
 def test_a_ratio_for_each_head_and_clip_off():
