@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,14 @@ def move_seeds(offset: int) -> None:
 
     torch.Generator = Generator
     torch.manual_seed = lambda seed: set_seed(moved(seed))
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Sets with how many threads torch computes, until the test has ended."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,9 @@ def needs_statistics(composition: str) -> bool:
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread. LAPACK's threads wait for each other at every column of a
     matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs 20 to 30 times as
-    slow."""
+    slow. Once torch's threads have been set, as here, batched LU (`inv`, `solve`, `det`) by several
+    threads of MKL fails from D = 160 on, with an error or without one (torch 2.13): see `invert`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -140,17 +142,16 @@ def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def invert(matrices: torch.Tensor) -> torch.Tensor:
     """The inverses `[..., D, D]` of matrices, float64 on the CPU. Raises `RotationZooError` for a
-    product that is not the identity.
-
-    One matrix at a time: after `one_thread`, MKL's LU factorization of a batch fails from D = 160
-    on, with an error or without one (torch 2.13.0).
-    """
+    product that is not the identity: a matrix is singular, or LAPACK failed."""
     matrices = matrices.double().cpu()
-    each = [torch.linalg.inv(matrix) for matrix in matrices.flatten(0, -3)]
-    inverses = torch.stack(each).view_as(matrices)
+    with one_thread():
+        inverses: torch.Tensor = torch.linalg.inv_ex(matrices).inverse
     error = (matrices @ inverses - identity(matrices.shape[-1])).abs().max().item()
     if not error <= INVERTED:  # NaN is never at most what is allowed
-        raise RotationZooError(f"a matrix has no inverse: its product is off by {error:.0e}")
+        raise RotationZooError(
+            f"a matrix has no inverse: its product is off by {error:.0e}",
+            hint="verify the rotations; if they are sound, run again with OMP_NUM_THREADS=1",
+        )
     return inverses
 
 

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from support.jobs import RECIPE, SMALL, interrupt_after, job, rotation_bytes
 from support.models import edit_config
 
@@ -104,20 +103,16 @@ def test_another_job_is_told_by_what_differs(change, named, finished, tiny, tmp_
         calibrate(job(tiny, tmp_path, **{**options, **change}))
 
 
-def test_threads_are_those_that_torch_computes_with(tiny, tmp_path):
+def test_threads_are_those_that_torch_computes_with(tiny, tmp_path, set_threads):
     """Sums depend on how many threads they are split between, and not on how many cores there
     are."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        artifact = calibrate(job(tiny, tmp_path))
-        assert artifact.content["run"]["threads"] == 3
-        assert artifact.content["identity"]["threads"] == "3"
-        torch.set_num_threads(1)
-        with pytest.raises(RotationZooError, match="another job: threads differ"):
-            calibrate(job(tiny, tmp_path))
-    finally:
-        torch.set_num_threads(before)
+    set_threads(3)
+    artifact = calibrate(job(tiny, tmp_path))
+    assert artifact.content["run"]["threads"] == 3
+    assert artifact.content["identity"]["threads"] == "3"
+    set_threads(1)
+    with pytest.raises(RotationZooError, match="another job: threads differ"):
+        calibrate(job(tiny, tmp_path))
 
 
 def test_another_recipes_work_is_kept_until_restart(tiny, tmp_path):

@@ -3,9 +3,8 @@
 import json
 import shutil
 
-import pytest
 from support.command_line import only_error, succeeded
-from support.models import edited_weights, save_tiny
+from support.models import edited_weights
 
 from rotationzoo import calibrate
 from rotationzoo.model.source import DEMO
@@ -41,17 +40,3 @@ def test_an_export_is_no_artifact_and_is_called_by_its_name(inside, made):
     assert inside("export", made, "--to", "mlx", "--pooled", "-o", "exported").returncode == 0
     says = only_error(inside("verify", "exported"))
     assert "exported holds files for an engine, which export wrote, and is no artifact" in says
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("channels", [160, 256])
-def test_wide_heads_are_calibrated_verified_and_evaluated(command, tmp_path, channels):
-    """With two threads, where MKL's batches failed after an eigenbasis."""
-    model = save_tiny(tmp_path / "wide", head_dim=channels)
-    two = dict(env={"OMP_NUM_THREADS": "2"}, alone=True)
-    short = "--tokens", 1024, "--length", 256
-    succeeded(command("calibrate", model, "--output", "made", *short, **two))
-    assert json.loads(succeeded(command("verify", "made", "--json", **two)).stdout)["ok"]
-    short = "--tokens", 512, "--length", 400, "--tasks", "none", "--queries", 0
-    arms = json.loads(succeeded(command("evaluate", model, "made", *short, "--json", **two)).stdout)
-    assert arms["arms"]["made+feedback"]["perplexity"] > 0

@@ -10,11 +10,13 @@ import pytest
 import torch
 import transformers
 from support import architectures
-from support.models import save_family
+from support.jobs import job
+from support.models import save_family, save_tiny, small
 from support.published import ok
 from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.evaluate import parse_layers
 from rotationzoo.cli.options import parse_windows
@@ -28,7 +30,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.recipe import Data
+from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
@@ -243,3 +245,18 @@ def test_weights_on_disk_give_the_same_report(tiny, real_cache, monkeypatch):
     spread = evaluate(on_disk, through=ThroughCache)
     assert spread["arms"]["kivi"]["all_tasks"]["questions"]
     assert spread == evaluate(job, through=ThroughCache)
+
+
+@pytest.mark.parametrize("dim", [160, 192, 256, 512])
+def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
+    """`make check` does it with one thread, and with two."""
+    model = save_tiny(tmp_path / "model", head_dim=dim, num_hidden_layers=1)
+    changes = {"data": small("bundled"), "sink": 4, "recent": 16}
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    artifact = calibrate(job(model, tmp_path, recipe))
+    assert verify(artifact, str(model)).ok
+    text = Data(tokens=128, length=64)
+    settings = dict(windows=[(4, 16)], queries=4, tasks=NO_TASKS, baselines=("identity",))
+    arm = evaluate(Evaluation(str(model), [artifact.folder], text, **settings))["arms"]["out"]
+    # Rows of zeros would err by 1; measured .27.
+    assert arm["output_error"] < 0.5

@@ -1,10 +1,14 @@
 """Hadamard matrices, the reversal of bits, and what rotations are composed of."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.linalg import hadamard as sylvester
+from support.places import ROOT
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.compositions import (
@@ -52,37 +56,30 @@ def test_eigenvalues_ascend_and_signs_are_fixed():
     assert torch.allclose(basis @ torch.diag_embed(eigenvalues) @ basis.mT, second, rtol=1e-10)
 
 
-def test_an_eigenbasis_is_made_by_one_thread(monkeypatch):
-    decompose, threads, before = torch.linalg.eigh, [], torch.get_num_threads()
+def test_an_eigenbasis_is_made_by_one_thread(monkeypatch, set_threads):
+    decompose, threads = torch.linalg.eigh, []
 
     def counting(matrix):
         threads.append(torch.get_num_threads())
         return decompose(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", counting)
-    try:
-        torch.set_num_threads(3)
-        eigenbasis(moment(64))
-        assert (threads, torch.get_num_threads()) == ([1], 3)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(3)
+    eigenbasis(moment(64))
+    assert (threads, torch.get_num_threads()) == ([1], 3)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dim", [160, 192, 256, 512])
-def test_what_is_whitened_comes_back(dim, threads):
+def test_what_is_whitened_comes_back(dim, threads, set_threads):
     """After an eigenbasis, MKL's LU factorization of a batch failed from 160 channels on."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        made = whitening(moment(dim))
-        inverse = invert(made)
-        # The other LAPACK calls that follow: of a factor, of a random rotation and of a latent's.
-        factor = factorize(made)
-        left, _, right = torch.linalg.svd(made[0].double())
-        others = data_free(dim, "random", 0), left @ right
-    finally:
-        torch.set_num_threads(before)
+    set_threads(threads)
+    made = whitening(moment(dim))
+    inverse = invert(made)
+    # The other LAPACK calls that follow: of a factor, of a random rotation and of a latent's.
+    factor = factorize(made)
+    left, _, right = torch.linalg.svd(made[0].double())
+    others = data_free(dim, "random", 0), left @ right
     # Measured: 2e-13 for the inverse, 4e-15 for the others.
     assert (made.double() @ inverse - torch.eye(dim)).abs().max() < 1e-10
     assert max(map(orthogonality_error, others)) < 1e-12
@@ -93,10 +90,32 @@ def test_what_is_whitened_comes_back(dim, threads):
     assert (unit @ weights @ unit.mT - metric).abs().max() < 1e-5
 
 
-def test_a_matrix_without_an_inverse_is_refused():
-    singular = torch.ones(2, 8, 8, dtype=torch.float64) + 1e-12 * torch.eye(8)
+@pytest.mark.parametrize("diagonal", [0, 1e-12, torch.nan])
+def test_a_matrix_without_an_inverse_is_refused(diagonal):
+    singular = torch.ones(2, 8, 8, dtype=torch.float64) + diagonal * torch.eye(8)
     with pytest.raises(RotationZooError, match="has no inverse"):
         invert(singular)
+
+
+@pytest.mark.parametrize("wrong", [0, 1e18])
+def test_a_wrong_inverse_is_refused(wrong, monkeypatch):
+    """What LAPACK returns without an error."""
+    returned = SimpleNamespace(inverse=torch.full((2, 16, 16), wrong, dtype=torch.float64))
+    monkeypatch.setattr(torch.linalg, "inv_ex", lambda matrices: returned)
+    with pytest.raises(RotationZooError, match="has no inverse: its product is off by"):
+        invert(moment(16))
+
+
+def test_nothing_else_asks_lapack_for_lu():
+    words = (
+        r"linalg\.(inv|solve\b|solve_ex|det|slogdet|lu|tensorinv|tensorsolve)|torch\.(inverse|det)"
+    )
+    calls = [
+        path.name
+        for path in (ROOT / "rotationzoo").rglob("*.py")
+        if re.search(words, path.read_text())
+    ]
+    assert calls == ["compositions.py"]
 
 
 def test_the_strongest_directions_are_those_of_the_largest_eigenvalues():
