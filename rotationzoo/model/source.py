@@ -190,8 +190,9 @@ def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
     if (cache / "snapshots" / revision).is_dir():
         message = f"{what}, and not all files of {model} at {revision} are in the hub's cache here"
     elif commits:
-        message = f"{what}, and the hub's cache here has {model} not at {revision}, but at "
-        message, hint = message + " and ".join(commits), f"add: --revision {commits[0]}"
+        others = " and ".join(commits)
+        message = f"{what}, and the hub's cache here has {model} not at {revision}, but at {others}"
+        hint = f"add: --revision {commits[0]}"
     return ModelUnavailable(message, hint=hint)
 
 
