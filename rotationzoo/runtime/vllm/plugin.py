@@ -69,7 +69,7 @@ def read_command(command: list[str], more: list[str]) -> Any:
             raise ValueError(message)
 
     start = next(at for at, word in enumerate(command, 1) if word in (ENTRY, "serve"))
-    with as_unavailable("vLLM refuses its options"):
+    with as_unavailable("vLLM refuses its options", hint="compare them with vLLM's own --help"):
         parser = cli_args.make_arg_parser(Parser())
         ours, given = (parser.parse_args(command[start:] + words) for words in ([], more))
         for name in WRITTEN:
