@@ -200,10 +200,8 @@ def evaluate(
             _check_model(job, artifacts, geometry)
         variants = pooled, job.uncentered, job.bits
         arms = build_arms(artifacts, geometry, job.baselines, *variants)
-        layers, judged = (
-            _layers_in_2_bits(job, geometry),
-            judged_arms(arms, job.rounding, job.pooled),
-        )
+        layers = _layers_in_2_bits(job, geometry)
+        judged = judged_arms(arms, job.rounding, job.pooled)
         deciding, pace = (*judged, *SIMPLEST), Pace(tell)
         tell_length = partial(_tell_length, pace, job, plan, deciding)
 
