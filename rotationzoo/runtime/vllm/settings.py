@@ -139,7 +139,9 @@ def check_server(config: Any) -> None:
     if config.device_config.device_type == "cpu":  # which has one backend, whatever it is asked for
         place, known = Backends.CPU_ATTN, {None, Backends.CPU_ATTN, Backends.CUSTOM}
     backend = attention.backend_per_kind.get("full_attention", attention.backend)
-    path, heads = place.get_path(), model.get_total_num_kv_heads()
+    # CUSTOM has no path as long as no plugin gave it one.
+    path = place.get_path() if place.is_overridden() else BACKENDS
+    heads = model.get_total_num_kv_heads()
     changed = ", ".join(_changed_keys(model))
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
@@ -156,8 +158,7 @@ def check_server(config: Any) -> None:
         f"another config than the model's own ({changed})": changed,
         "another worker of vLLM": not parallel.worker_cls.startswith(("vllm.v1.worker.", WORKER)),
         "another attention backend than CUSTOM": backend not in known,
-        f"{path}, which another plugin put in our backend's place": place.is_overridden()
-        and not path.startswith(BACKENDS),
+        f"{path}, which another plugin put in our backend's place": not path.startswith(BACKENDS),
         "a VLLM_PLUGINS that leaves rotationzoo out": KEY not in (VLLM_PLUGINS or [KEY]),
     }
     for what, asked in unserved.items():
