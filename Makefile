@@ -19,7 +19,7 @@ QUICK := not slow and not thorough and not vllm
 # What decides in which order numbers are summed: the kernels of a processor, and threads. `make test`
 # runs all tests with the processor's own kernels and one thread.
 ORDERS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
-CHECKED := $(addprefix tests/,linalg codec simulation runtime calibration evaluation)
+CHECKED := $(addprefix tests/,linalg codec simulation cache generation vllm calibration evaluation)
 # Left out: what compares no sums (memory, compilers for GPUs), and the slowest whole commands.
 UNCHECKED := not test_memory and not spilled and not compiles \
 	and not test_tasks and not command_line

@@ -25,13 +25,13 @@ __all__ = [
 if TYPE_CHECKING:
     from rotationzoo.api import calibrate, evaluate, generate
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.cache.rotated import RotatedCache
     from rotationzoo.rotations import Rotations
-    from rotationzoo.runtime.cache import RotatedCache
     from rotationzoo.zoo.by_name import pull
 
 _MODULES = {
     "Artifact": "rotationzoo.artifact.store",
-    "RotatedCache": "rotationzoo.runtime.cache",
+    "RotatedCache": "rotationzoo.cache.rotated",
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",
     "evaluate": "rotationzoo.api",

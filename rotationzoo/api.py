@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate as run_calibration
+from rotationzoo.calibration.calibrate import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec.engines import DEFAULT, find_engine
@@ -17,9 +17,12 @@ from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
-from rotationzoo.evaluation.job import Evaluation
-from rotationzoo.evaluation.job import evaluate as run_evaluation
+from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
+from rotationzoo.generation.generate import generate as run_generation
+from rotationzoo.generation.settings import Generation, Sampling
+from rotationzoo.generation.text_stream import Write
 from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import (
@@ -32,11 +35,6 @@ from rotationzoo.recipe import (
     with_feedback,
     with_rope_scaling,
 )
-from rotationzoo.runtime.generation import Generation, Sampling
-from rotationzoo.runtime.job import generate as run_generation
-from rotationzoo.runtime.text_stream import Write
-from rotationzoo.runtime.through_cache import ThroughCache
-from rotationzoo.runtime.vllm.probe import record_probes
 from rotationzoo.storage.folders import default_output
 from rotationzoo.words import nearest
 
@@ -249,7 +247,7 @@ def evaluate(
     """
     progress = options.pop("progress", silent)
     job = evaluation_job(model, artifacts, save, **options)
-    return Evaluated(run_evaluation(job, progress, ThroughCache).report())
+    return Evaluated(run_evaluation(job, progress).report())
 
 
 def evaluation_job(
@@ -279,7 +277,7 @@ def evaluation_job(
     if rivals := settings.pop("rivals", ()):
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     save_to = folders if save else []
-    settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": record_probes}
+    settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": True}
     return Evaluation(model, folders, **settings)
 
 

@@ -125,3 +125,17 @@ def check_group_size(group_size: int | None, dims: Collection[int]) -> None:
 def head_dims(geometry: Geometry) -> set[int]:
     """The dimensions of all cached keys and values."""
     return {dim for layer in cached_layers(geometry) for dim in (layer.key_dim, layer.value_dim)}
+
+
+def full_attention_layers(config: Any) -> set[int] | None:
+    """The layers with full attention and a cache, where a config of transformers gives others a
+    sliding window; None where no layer has one."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:  # all layers are alike
+        return None if getattr(text, "sliding_window", None) is None else set()
+    # Not `reference_sliding_attention`, which reads all of a prompt, and forgets new tokens alone.
+    if not {"sliding_attention", "hybrid_sliding"}.intersection(kinds):
+        return None
+    owners = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    return {index for index in range(owners) if kinds[index] in ("full_attention", "hybrid")}

@@ -98,7 +98,7 @@ def induction(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def calibrated(tiny, tmp_path_factory) -> Artifact:
     """The artifact of the tiny model, which no test may change."""
-    from rotationzoo.calibration.job import calibrate
+    from rotationzoo.calibration.calibrate import calibrate
 
     return calibrate(job(tiny, tmp_path_factory.mktemp("calibrated")))
 

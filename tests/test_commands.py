@@ -28,7 +28,7 @@ from rotationzoo.cli.app import COMMANDS
 NOT_RUN = {
     "pip install": "it asks the package index",
     "pip uninstall": "it changes the environment",
-    "rotationzoo serve": "it starts a server; tests/runtime/test_vllm.py runs a real vLLM",
+    "rotationzoo serve": "it starts a server; tests/vllm/test_vllm.py runs a real vLLM",
     "rotationzoo verify rotations/Qwen3-8B-oscar --server": "it asks a running server",
     "rotationzoo validate": "it needs an NVIDIA GPU; tests/test_gpu.py runs it on one",
     "rotationzoo calibrate meta-llama/Llama-3.3-70B-Instruct --device-map auto --max-memory 0=": (

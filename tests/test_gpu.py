@@ -10,12 +10,12 @@ from support.codec import restore
 from support.reports import evaluate
 from support.tensors import stored_statistics
 
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec import cuda, cuda_encoder
-from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import Data, Recipe
 

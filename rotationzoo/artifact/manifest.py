@@ -4,6 +4,8 @@ Keys that every command relies on are required; keys that only some artifacts ha
 schema does not check whether a manifest is true: `verify` does.
 """
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +15,7 @@ from rotationzoo.artifact.measured import Summary
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import plain
+from rotationzoo.storage.files import plain, read_json
 from rotationzoo.storage.strict_json import Count, Sha256, Strict
 
 SCHEMA = 1
@@ -210,3 +212,11 @@ def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
     Raises `RotationZooError`, naming `origin`, if it is damaged.
     """
     return strict_json.validate(Manifest, content, origin)
+
+
+def hash_config(folder: Path) -> str:
+    """The `config_sha256` of the model in a folder: that of `config.json` with sorted keys, without
+    the library version that wrote it."""
+    config = read_json(folder / "config.json")
+    config.pop("transformers_version", None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from rotationzoo.artifact.fit import factor_problems, fit, sum_moments
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
-from rotationzoo.calibration.fit import factor_problems, fit, sum_moments
 from rotationzoo.codec.budget import budget_problems
 from rotationzoo.geometry import Geometry, geometry_from_json, shifted_layers
 from rotationzoo.linalg import compositions

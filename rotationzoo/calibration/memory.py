@@ -25,11 +25,11 @@ from transformers import PretrainedConfig
 from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.run_sums import run_bytes
-from rotationzoo.model.files import read_json
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import strict_json
+from rotationzoo.storage.files import read_json
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _STATUS = Path("/proc/self/status")

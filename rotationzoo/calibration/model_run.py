@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities

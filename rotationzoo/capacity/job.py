@@ -8,8 +8,9 @@ from rotationzoo.capacity.cache_bytes import Storage, longest_context, request_b
 from rotationzoo.capacity.cards import Card
 from rotationzoo.capacity.shape import Shape, read_shape
 from rotationzoo.capacity.weights import Weights, weigh
-from rotationzoo.model.files import read_json, text_config
+from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find
+from rotationzoo.storage.files import read_json
 
 _CONTEXT = 131072
 """Tokens of a request where neither the wish nor the model's positions say less."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from rotationzoo.artifact.fit import target_moment
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.compatibility import check_artifacts, check_bound
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
+from rotationzoo.model.compatibility import check_artifacts, check_bound
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights

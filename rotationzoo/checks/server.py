@@ -13,8 +13,8 @@ from pydantic import Field
 
 from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import model_words
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.model.absorbed import model_words
 from rotationzoo.network import limits
 from rotationzoo.network.huggingface_session import limit_sessions
 from rotationzoo.network.tokens import check_token

@@ -2,11 +2,11 @@
 statistics."""
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
-from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
+from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.soundness import Verification, check
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.source import config_hash, find, has_weights, weights_fingerprint
+from rotationzoo.model.source import find, has_weights, weights_fingerprint
 from rotationzoo.recipe import digest
 
 
@@ -74,7 +74,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
     if not artifact.bound:
         problem = "bound to no model: it is not known which one the imported files are for"
         return [problem], compared
-    if config_hash(source) != expected.config_sha256:
+    if hash_config(source.folder) != expected.config_sha256:
         problem = f"made for another model or config than that of {model}: {expected.id}"
         return [problem], compared
     fingerprint = expected.weights_fingerprint

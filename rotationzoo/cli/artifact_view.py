@@ -1,9 +1,9 @@
 """The output of `calibrate` and `import` about the artifact that they wrote."""
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.engines import ENGINES
+from rotationzoo.model.absorbed import model_words
 from rotationzoo.words import counted
 
 

@@ -153,7 +153,7 @@ def _last_change(folder: Path) -> int | None:
 
 def _calibrate(out: Output, job: "Job") -> "Artifact":
     """Run the job. If it is interrupted, raise an error that says how to continue."""
-    from rotationzoo.calibration.job import calibrate
+    from rotationzoo.calibration.calibrate import calibrate
 
     # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error
     # says how to continue.

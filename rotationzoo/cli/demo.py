@@ -41,11 +41,12 @@ def demo_command(
     """
     out = Output(json, quiet)
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.calibration.job import calibrate
+    from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.demo_view import show_demo
     from rotationzoo.cli.report import add_report
-    from rotationzoo.evaluation.job import Evaluation, evaluate
+    from rotationzoo.evaluation.evaluate import evaluate
+    from rotationzoo.evaluation.prepare import Evaluation
     from rotationzoo.evaluation.tasks.prompts import TaskSettings
     from rotationzoo.recipe import Data, load
 

@@ -96,8 +96,7 @@ def evaluate_command(
     _check_order(model, artifacts or [])
     from rotationzoo.api import EvaluationOptions, evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
-    from rotationzoo.evaluation.job import evaluate
-    from rotationzoo.runtime.through_cache import ThroughCache
+    from rotationzoo.evaluation.evaluate import evaluate
 
     hush_libraries()
     parsed = {
@@ -112,7 +111,7 @@ def evaluate_command(
     settings = options.chosen(locals() | parsed, EvaluationOptions)
     job = evaluation_job(model, artifacts or [], save, **settings)
     with show_progress(out) as progress:
-        report = evaluate(job, progress, ThroughCache, out.tell)
+        report = evaluate(job, progress, out.tell)
     show_evaluation(out, report, details)
     words = [model, "--revision", revision] if revision else [model]
     decisions, given = report.window.verdict.decisions, artifacts or []

@@ -94,7 +94,7 @@ def generate_command(
         )
     text = read_prompt(prompt, file, out.note)
     from rotationzoo.api import GenerationOptions, generation_job
-    from rotationzoo.runtime.job import generate
+    from rotationzoo.generation.generate import generate
 
     hush_libraries()
     _check_order(model, rotations)
@@ -120,8 +120,8 @@ def _choose_rotations(
         return None
     if rotations is not None:
         return rotations
+    from rotationzoo.generation.artifacts import newest_artifact
     from rotationzoo.model.source import find
-    from rotationzoo.runtime.artifacts import newest_artifact
 
     artifact, count = newest_artifact(Path("rotations"), find(model, revision))
     if out.mode is not Mode.QUIET:
@@ -135,7 +135,7 @@ def _check_order(model: str, rotations: str | None) -> None:
     if rotations is not None or not (Path(model) / "manifest.json").is_file():
         return
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.artifact.weights import model_words
+    from rotationzoo.model.absorbed import model_words
 
     words = [*model_words(Artifact.open(model)), "--rotations", model]
     raise UsageError(

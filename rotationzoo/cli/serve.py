@@ -47,21 +47,22 @@ def serve_command(
     environment = {**os.environ}  # of the server, whose logs are not hushed
     hush_libraries()
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.evaluation.compatibility import check_weights
-    from rotationzoo.model.loading import full_attention_layers, load_config
+    from rotationzoo.geometry import full_attention_layers
+    from rotationzoo.model.compatibility import check_weights
+    from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
-    from rotationzoo.runtime.vllm import KEY
-    from rotationzoo.runtime.vllm.plugin import claim, read_command, server_command
-    from rotationzoo.runtime.vllm.settings import Options, make_settings
+    from rotationzoo.vllm import KEY
+    from rotationzoo.vllm.plugin import claim, read_command, server_command
+    from rotationzoo.vllm.settings import Options, make_settings
 
     chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
     asked = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
     source = find(model, revision)
-    settings = make_settings(asked, source)
+    full = full_attention_layers(load_config(source))
+    settings = make_settings(asked, source.name, source.folder, full is not None)
     artifact = Artifact.open(Path(asked.artifact))
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
-    full = full_attention_layers(load_config(source))
     words = server_command(place, has_windows=full is not None)
     words += ["--revision", revision] if revision else []
     named = {KEY: asked.model_dump(exclude_none=True)}

@@ -54,10 +54,10 @@ def verify_command(
     if run and model is None:
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.artifact.weights import model_words
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.cli.artifact_view import suggest_text
+    from rotationzoo.model.absorbed import model_words
     from rotationzoo.zoo.signing.verify import SignatureOptions, check_artifact, make_demand
 
     demand = make_demand(**options.chosen(locals(), SignatureOptions))
@@ -107,7 +107,7 @@ def verify_command(
 
 def _misfit(artifact: "Artifact", model: str) -> RotationZooError:
     """The error for a sound artifact and a model that it was not made for."""
-    from rotationzoo.artifact.weights import model_words
+    from rotationzoo.model.absorbed import model_words
 
     folder, made_for = str(artifact.folder), artifact.manifest.model.id
     right = shlex.join(["rotationzoo", "verify", folder, "--model", *model_words(artifact)])

@@ -8,7 +8,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import RECORD, read_record, record_text
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.weight_edits import (
     Change,
@@ -21,6 +20,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, cached_layers, has_latents, same_shapes
 from rotationzoo.linalg.compositions import invert
 from rotationzoo.model import loading
+from rotationzoo.model.absorbed import RECORD, read_record, record_text
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.latent import DOWN, NORM, UP, find_latent_parts
 from rotationzoo.model.quantized import quantization_of

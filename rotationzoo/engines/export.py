@@ -12,7 +12,6 @@ from typing import Any
 
 from rotationzoo.artifact.measured import MeasuredArm, Window, arms_of, plain_arm
 from rotationzoo.artifact.store import EXPORT, Artifact
-from rotationzoo.artifact.weights import RECORD, model_words, read_record
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Launch, Payload, load_engine
@@ -20,6 +19,7 @@ from rotationzoo.engines.formats.oscar_pt import earlier_markers
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.model.absorbed import RECORD, model_words, read_record
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of, write_new
 from rotationzoo.storage.folders import (

@@ -6,13 +6,14 @@ inferred from the files.
 
 from itertools import pairwise
 
+from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.source import Source, config_hash, find, has_weights, weights_fingerprint
+from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
 
 
 def find_geometry(
@@ -76,7 +77,7 @@ def _check_model(model: str, source: Source, key: RotationFile) -> None:
     config = key.calibration.get("config_sha256")
     named = str(key.calibration.get("model") or key.calibration.get("model_path") or "")
     if config:
-        contradicts = config != config_hash(source)
+        contradicts = config != hash_config(source.folder)
     else:  # names are compared only for hub models: a local folder may have any name
         contradicts = source.revision is not None and _last(named) not in ("", _last(model))
     if contradicts:

@@ -5,12 +5,12 @@ user asked, and what the files state about the origin of their rotations.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import find_model
-from rotationzoo.calibration.pooling import reduced_rotations
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
+from rotationzoo.model.absorbed import find_model
 from rotationzoo.rotations import LATENT, SIDES, Rotations
 from rotationzoo.storage.files import digest
 

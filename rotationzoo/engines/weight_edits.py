@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from rotationzoo.artifact.tensor_check import DTYPES
-from rotationzoo.artifact.weights import RECORD
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model.absorbed import RECORD
 from rotationzoo.model.files import Stored, entry_file, read_headers, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress

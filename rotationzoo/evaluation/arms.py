@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
+from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.pooling import reduced_rotations
 from rotationzoo.codec.budget import Bits
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry

@@ -3,26 +3,19 @@
 What does not fit is refused. What fits with reservations becomes a note in the report.
 """
 
-import shlex
-
 from transformers import PretrainedConfig
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import (
     Geometry,
-    check_group_size,
-    has_latents,
-    head_dims,
-    same_shapes,
     shifted_layers,
 )
 from rotationzoo.model import centering
-from rotationzoo.model.loading import load_config
-from rotationzoo.model.rope import complete_scaling, position_count, same_scaling, scaling_of
-from rotationzoo.model.source import Source, config_hash, weights_fingerprint
+from rotationzoo.model.compatibility import other_weights_note
+from rotationzoo.model.rope import position_count
+from rotationzoo.model.source import Source
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus
 from rotationzoo.words import counted
@@ -44,79 +37,6 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
         raise UsageError(
             f"layer {sharing[0]} of {model} stores nothing: it reads the cache of layer {owner}",
             hint=f"name that layer: --layers {owner}",
-        )
-
-
-def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for an artifact that is bound to no model, that was made for a model
-    with other shapes, whose quantization groups do not divide the heads, or whose rotations are
-    damaged."""
-    for artifact in artifacts:
-        check_bound(artifact, model)
-        made_for = artifact.manifest.has_latents
-        if made_for != has_latents(geometry):
-            rows = "latents (MLA)", "keys and values of heads"
-            of, cached = rows if made_for else reversed(rows)
-            raise RotationZooError(
-                f"{artifact.folder} holds rotations of {of}, and {model} caches {cached}",
-                hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
-            )
-        if not same_shapes(artifact.geometry, geometry):
-            raise RotationZooError(
-                f"{artifact.folder} was made for a model of other layers, heads or dimensions than "
-                f"{model}: {artifact.manifest.model.id}",
-                hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
-            )
-        check_group_size(artifact.recipe.group_size, head_dims(geometry))
-        _ = artifact.rotations  # read now, because weights may take hours to fetch
-
-
-def check_bound(artifact: Artifact, model: str) -> None:
-    """Raise `RotationZooError` for an artifact that is bound to no model."""
-    if not artifact.bound:
-        raise RotationZooError(
-            f"{artifact.folder} is bound to no model",
-            hint=f"import its files again with --model {model}",
-        )
-
-
-def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:
-    """The scaling of RoPE that the model runs with: the one that was asked for, or else that of the
-    artifacts which were calibrated with one.
-
-    `yarn:2` and `yarn:2:8192` are the same for a model of 8,192 positions. Raises `UsageError` for
-    a scaling that cannot be, and `RotationZooError` for artifacts that were calibrated with
-    another.
-    """
-    try:
-        scaling = None if asked is None else normalize(asked)
-    except ValueError as error:
-        raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
-    for artifact in artifacts:
-        calibrated = artifact.recipe.rope_scaling
-        scaling = scaling or calibrated
-        if calibrated is None or scaling is None or calibrated == scaling:
-            continue
-        config = load_config(source)
-        if complete_scaling(calibrated, config) != complete_scaling(scaling, config):
-            others = f"give it alone, or with artifacts of --rope-scaling {calibrated}"
-            raise RotationZooError(
-                f"{artifact.folder} was calibrated with the rope scaling {calibrated}, "
-                f"not {scaling}",
-                hint=others if asked is None else "leave --rope-scaling out, or name others",
-            )
-    return scaling
-
-
-def check_rope(artifact: Artifact, config: PretrainedConfig) -> None:
-    """Raise `RotationZooError` for a model that runs without the scaling of RoPE with which an
-    artifact was calibrated."""
-    wanted, present = artifact.recipe.rope_scaling, scaling_of(config)
-    if not same_scaling(wanted, present):
-        raise RotationZooError(
-            f"{artifact.folder} was calibrated with the rope scaling {wanted}, and this model runs "
-            f"{f'with {present}' if present else 'without'}",
-            hint="load the model with the same scaling in the rope_parameters of its config",
         )
 
 
@@ -154,34 +74,6 @@ def notes_for_reader(
             reason = centering.reason(layers)
             notes.append(f"{name} centers keys, which changes what this model computes: {reason}")
     return notes
-
-
-def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> None:
-    """Raise `RotationZooError` for artifacts that are known to be made for other weights than a
-    model's, unless the user wants them anyway. The weights must be on this machine."""
-    for note in filter(None, (other_weights_note(artifact, source) for artifact in artifacts)):
-        if not anyway:
-            model = shlex.quote(source.name)
-            raise RotationZooError(
-                note, hint=f"make one with: rotationzoo calibrate {model}; or add --anyway"
-            )
-
-
-def other_weights_note(artifact: Artifact, source: Source) -> str | None:
-    """A note for an artifact that was made for other weights than these, or None."""
-    if not _of_other_weights(artifact, source):
-        return None
-    return f"{artifact.folder.resolve().name} was made for other weights than {source.name} has"
-
-
-def _of_other_weights(artifact: Artifact, source: Source) -> bool:
-    """Whether an artifact is known to have been made for another config or other weights."""
-    model = artifact.manifest.model
-    if model.config_sha256 != config_hash(source):
-        return True
-    # Imported files do not always state which weights they were made for.
-    fingerprint = model.weights_fingerprint
-    return bool(fingerprint) and fingerprint != weights_fingerprint(source)
 
 
 def _describe_layers(layers: set[int]) -> str:

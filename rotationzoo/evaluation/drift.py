@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from rotationzoo.artifact.scores import ArmDrift, Drift, StepMeasures
 from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.evaluation.forward import Through, Trial
+from rotationzoo.evaluation.forward import Trial
+from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import continue_greedily, divergence_of
@@ -21,7 +22,6 @@ def measure_drift(
     model: PreTrainedModel,
     batches: list[torch.Tensor],
     trial: Trial,
-    through: Through,
     tokens: int,
     progress: Progress,
 ) -> Drift:
@@ -47,7 +47,7 @@ def measure_drift(
         written, exact = continue_greedily(model, text, None, tokens)
         text = torch.cat([text, written[:, :-1]], dim=1)
         for name, codec in codecs.items():
-            logits = through(model, codec, layout)(text, tokens, decoded=tokens - 1).logits
+            logits = ThroughCache(model, codec, layout)(text, tokens, decoded=tokens - 1).logits
             same = (exact.argmax(-1) == logits.argmax(-1)).float()
             kl = divergence_of(exact, logits)
             steps[name].append(torch.stack([same, kl], dim=-1).double().cpu())

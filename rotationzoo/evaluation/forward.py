@@ -7,13 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.metrics import Buckets, Metrics
@@ -31,17 +29,6 @@ Running = Callable[[], AbstractContextManager[None]]
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
 
-class CacheReader(Protocol):
-    """A model that reads its tokens through a real cache. Called with ids `[B, T]`, it returns an
-    output with the last `logits_to_keep` logits; the last `decoded` tokens are decoding steps."""
-
-    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **options: Any) -> Any: ...
-
-
-Through = Callable[[PreTrainedModel, RotatedCodec, CacheLayout], CacheReader]
-"""`runtime.through_cache.ThroughCache`, which stands above this package: callers hand it in."""
-
-
 @dataclass(frozen=True)
 class Trial:
     """The settings that every text is run with."""
@@ -57,8 +44,8 @@ class Trial:
     """How many queries per row have their attention compared; 0 for none."""
     start: int
     """The first measured position."""
-    through: Through | None = None
-    """Makes the reader of a real cache, which answers tasks in place of a simulation."""
+    real_cache: bool = False
+    """Whether tasks are answered through a real cache, and not a simulation."""
 
 
 @dataclass(frozen=True)

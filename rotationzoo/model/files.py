@@ -1,7 +1,6 @@
 """A model's files in a folder: its JSON tables and its weights."""
 
 import json
-import os
 import re
 import struct
 from collections.abc import Iterable
@@ -10,8 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
+from rotationzoo.errors import ModelUnavailable, as_unavailable
 from rotationzoo.storage import files
+from rotationzoo.storage.files import read_json
 
 MOST_LAYERS = 1024
 """No model has nearly as many layers. A file that claims more only wastes time and memory."""
@@ -21,21 +21,10 @@ _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of
 _CONFIGS = ("*config.json", "*.jinja")
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
 _SIZE = re.compile("num_(hidden_layers|(attention|key_value)_heads)|head_dim|(hidden|vocab)_size")
-_JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
 # An adapter and a distributed checkpoint, which transformers loads on top of weights or in place.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-*-model-*-of-*.safetensors")
 _NO_MODEL = "do not use it: this is no config of a model"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a table from a model's file; empty where there is no readable table. The file may be a
-    link, as in the hub's cache."""
-    try:
-        content = json.loads(files.read(Path(os.path.realpath(path)), _JSON_LIMIT))
-    except (RotationZooError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def check_configs(folder: Path, name: str) -> None:

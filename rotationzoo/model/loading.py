@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch.nn import ModuleList
 
+from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
-from rotationzoo.model.files import check_count, entry_file, read_headers, read_json, weight_files
+from rotationzoo.model.files import check_count, entry_file, read_headers, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Limits, Placement, is_disk_full, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.rope import apply_scaling
-from rotationzoo.model.source import Source, config_hash, license_of
+from rotationzoo.model.source import Source, license_of
+from rotationzoo.storage.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -70,7 +72,7 @@ def describe(source: Source, config: "PretrainedConfig", fingerprint: str | None
         "revision": source.revision,
         "license": license_of(source),
         "architecture": (config.architectures or [type(config).__name__])[0],
-        "config_sha256": config_hash(source),
+        "config_sha256": hash_config(source.folder),
         "weights_fingerprint": fingerprint,
     }
 
@@ -87,20 +89,6 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
     raise UnsupportedModel(
         f"{name} ({config.model_type}) is not a causal language model", hint=CAUSAL_HINT
     )
-
-
-def full_attention_layers(config: "PretrainedConfig") -> set[int] | None:
-    """The layers with full attention and a cache, where a config gives others a sliding window;
-    None where no layer has one."""
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:  # all layers are alike
-        return None if getattr(text, "sliding_window", None) is None else set()
-    # Not `reference_sliding_attention`, which reads all of a prompt, and forgets new tokens alone.
-    if not {"sliding_attention", "hybrid_sliding"}.intersection(kinds):
-        return None
-    owners = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
-    return {index for index in range(owners) if kinds[index] in ("full_attention", "hybrid")}
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":

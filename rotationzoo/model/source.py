@@ -3,7 +3,6 @@ how its weights are fetched, which may take hours.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +24,6 @@ from rotationzoo.model.files import (
     absent_weights,
     check_configs,
     indexed_bytes,
-    read_json,
     tensor_ends,
     weight_files,
 )
@@ -201,13 +199,6 @@ def _alike(model: str) -> str:
     parent = Path(model).parent
     folders = [str(other) for other in parent.glob("*") if other.is_dir()]
     return nearest(model, folders)
-
-
-def config_hash(source: Source) -> str:
-    """sha256 of `config.json` with sorted keys, without the library version that wrote it."""
-    config = read_json(source.folder / "config.json")
-    config.pop("transformers_version", None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def license_of(source: Source) -> str | None:

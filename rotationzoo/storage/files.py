@@ -6,6 +6,7 @@ never followed, waited for or written to.
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -162,3 +164,16 @@ def sha256(path: Path) -> str:
     """sha256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_TABLE_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a table from a JSON file of a model; empty where there is no readable table. The
+    file may be a link, as in the hub's cache."""
+    try:
+        content = json.loads(read(Path(os.path.realpath(path)), _TABLE_LIMIT))
+    except (RotationZooError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.manifest import Model
+from rotationzoo.artifact.manifest import Model, hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import ModelUnavailable, RotationZooError
-from rotationzoo.model.source import DEMO, Source, config_hash, find, weights_fingerprint
+from rotationzoo.model.source import DEMO, Source, find, weights_fingerprint
 from rotationzoo.zoo.index import REPOSITORY, Entry, Index
 
 DEMO_NAME = "demo"
@@ -53,7 +53,10 @@ def listed_name(model: Model) -> str:
 def _is_demo(model: Model) -> bool:
     """Whether the hashes in a manifest, where it has them, match the bundled demo model."""
     demo = Source(DEMO_NAME, DEMO, None)
-    return model.config_sha256 in (config_hash(demo), None) and model.weights_fingerprint in (
+    return model.config_sha256 in (
+        hash_config(demo.folder),
+        None,
+    ) and model.weights_fingerprint in (
         weights_fingerprint(demo),
         None,
     )
@@ -114,7 +117,7 @@ def check_model(artifact: Artifact) -> None:
             f"seen, as {error}",
             hint=error.hint,
         ) from error
-    if config_hash(source) != model.config_sha256:
+    if hash_config(source.folder) != model.config_sha256:
         raise RotationZooError(
             f"{artifact.folder} is not published: {model.id} has another config at revision "
             f"{model.revision} than the model that it was made for",

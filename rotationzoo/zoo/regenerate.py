@@ -11,11 +11,12 @@ from typing import Any
 from rotationzoo import recipe as recipes
 from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.evaluate import evaluate
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.verdict import judge_answers, prompt_sizes
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.progress import Progress, silent

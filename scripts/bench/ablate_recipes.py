@@ -38,9 +38,9 @@ import torch
 from cache_readers import Reader, answers_of, arm_of, exact, losses_of, rival_of, simulated, through
 from measuring import make_parser
 
+from rotationzoo.artifact.fit import METRIC_KINDS, error_metric, fit, sum_moments
 from rotationzoo.artifact.layout import rotation_tensors, rotations_from
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit, sum_moments
 from rotationzoo.calibration.recipe_checks import settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
 from rotationzoo.codec import cuda
@@ -50,6 +50,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
+from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.geometry import Geometry, has_latents, shifted_layers
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
@@ -59,7 +60,6 @@ from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.rotations import SIDES, Rotation, Rotations
-from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.simulation.rivals import ENGINE_CACHES, RivalCodec, store_as_kivi
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus

@@ -12,7 +12,7 @@ import torch
 from loading import load_chosen, make_text_parser
 from measuring import Job, compare
 
-from rotationzoo.calibration.fit import fit
+from rotationzoo.artifact.fit import fit
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.forward import attention_modules, token_losses

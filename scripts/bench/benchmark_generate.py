@@ -30,7 +30,7 @@ from measuring import DEVICE, free_memory, make_parser, require_gpu, synchronize
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from rotationzoo import RotatedCache
-from rotationzoo.calibration.fit import fit
+from rotationzoo.artifact.fit import fit
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS

@@ -32,7 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from rotationzoo.calibration.fit import fit
+from rotationzoo.artifact.fit import fit
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import SIMULATED
@@ -42,8 +42,8 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.runtime.vllm.pages import LayerPages
-from rotationzoo.runtime.vllm.steps import Known, Planner, Step
+from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.steps import Known, Planner, Step
 
 PAGE = 64
 

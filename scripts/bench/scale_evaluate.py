@@ -16,8 +16,8 @@ from measuring import seconds_of
 from scale_models import device_peak, random_text
 from scale_statistics import Bench, Text
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
-from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import BASELINES, Arm

@@ -10,8 +10,8 @@ from measuring import interleave, seconds_of
 from scale_models import Shape, device_peak, median_ratio, random_text, weight_bytes
 from transformers import PreTrainedModel
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.sensitivity import LONGEST, ROWS, measure_sensitivities
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Statistics

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from rotationzoo.runtime.vllm import WORKER
-from rotationzoo.runtime.vllm.plugin import EVERY_LAYER, server_command
+from rotationzoo.vllm import WORKER
+from rotationzoo.vllm.plugin import EVERY_LAYER, server_command
 
 # The client's own command is part of `vllm`, which the package for CPUs cannot start.
 CLIENT = """

@@ -7,7 +7,7 @@ import pytest
 from support.command_line import SMALL_RECIPE
 from support.models import save_tiny
 
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.checks.verify import verify

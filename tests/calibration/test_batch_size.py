@@ -9,7 +9,7 @@ from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 from support.models import save_tiny
 
 from rotationzoo.calibration import memory
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.memory import SIZED, Footprint, choose_batch
 from rotationzoo.calibration.plan import plan
 from rotationzoo.errors import UsageError

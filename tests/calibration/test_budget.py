@@ -12,13 +12,14 @@ from support.models import edited_weights, save_tiny
 from typer.testing import CliRunner
 
 from rotationzoo import api
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.calibration import sensitivity
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.pooling import reduced_rotations
 from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.cli.app import app
 from rotationzoo.codec.budget import (
@@ -42,7 +43,6 @@ from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback
 from rotationzoo.report.page import make_report
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
-from rotationzoo.runtime.cache import RotatedCache
 
 BITS = 3.5
 RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), bits=BITS)

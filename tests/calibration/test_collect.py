@@ -7,9 +7,9 @@ import torch
 from check_statistics import largest_difference
 from support import architectures
 
+from rotationzoo.artifact.fit import fit, target_moment
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit, target_moment
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.compositions import permutation
 from rotationzoo.linalg.hadamard import hadamard

@@ -8,9 +8,9 @@ from support.jobs import SMALL, job
 from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
+from rotationzoo.artifact.fit import add_factors, factor_problems, fit
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.fit import add_factors, factor_problems, fit
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.soundness import check
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.rotated import RotatedCodec

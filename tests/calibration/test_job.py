@@ -10,7 +10,7 @@ from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.calibration import model_run
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError

@@ -10,9 +10,9 @@ import torch
 from support import architectures
 from support.models import save_tiny
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration import memory
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS, Data

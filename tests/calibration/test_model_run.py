@@ -18,7 +18,7 @@ from support.models import edit_config, edited_weights, save_family, save_tiny
 from support.tensors import stored_statistics
 
 from rotationzoo.calibration import plan as plans
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import plan
 from rotationzoo.checks.verify import verify

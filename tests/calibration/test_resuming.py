@@ -8,7 +8,7 @@ from support.jobs import RECIPE, SMALL, interrupt_after, job, rotation_bytes
 from support.models import edit_config
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError

@@ -6,10 +6,10 @@ import torch
 from loading import load
 from support import architectures
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration import checkpoint as checkpoints
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment

@@ -8,13 +8,13 @@ from support import architectures
 from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.tensor_check import sentences
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.checks.verify import verify

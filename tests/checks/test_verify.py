@@ -12,7 +12,7 @@ from support.models import edit_config, edited_weights, save_tiny
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS

@@ -111,7 +111,7 @@ def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
 
 def test_fewer_tokens_than_asked_are_said_before_the_model_runs(inside, monkeypatch):
     (inside.folder / "short.txt").write_text("a few words\n" * 200)
-    monkeypatch.setattr("rotationzoo.calibration.job.check_room", _stop)
+    monkeypatch.setattr("rotationzoo.calibration.calibrate.check_room", _stop)
     shown = inside("calibrate", "demo", "--data", "short.txt", "--length", "128")
     assert "tokens instead of 32,768: all of short.txt" in shown.stderr
 

@@ -13,20 +13,20 @@ from support.vllm import pretend
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.options import build_settings
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation import job as evaluation_module
+from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
+from rotationzoo.evaluation.probe import record_probes
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import SIDES
-from rotationzoo.runtime.options import build_settings
-from rotationzoo.runtime.vllm import plugin
-from rotationzoo.runtime.vllm.probe import record_probes
-from rotationzoo.runtime.vllm.settings import Options, make_settings
+from rotationzoo.vllm import plugin
+from rotationzoo.vllm.settings import Options, make_settings
 
 SHORT = dict(tokens=64, length=32, tasks=())
 WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "512"]

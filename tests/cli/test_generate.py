@@ -178,7 +178,8 @@ def test_no_prompt_two_prompts_and_no_file(inside, made, tiny):
 def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):
     prompts = []
     monkeypatch.setattr(
-        "rotationzoo.runtime.job.generate", lambda job, *_: prompts.append(job.prompt) or 1 / 0
+        "rotationzoo.generation.generate.generate",
+        lambda job, *_: prompts.append(job.prompt) or 1 / 0,
     )
     for content in (b"a", b"a\n", b"a\r\n", b"a\n\n", "\ufeffa".encode()):
         (inside.folder / "prompt").write_bytes(content)

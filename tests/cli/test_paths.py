@@ -13,12 +13,12 @@ from support.oscar_files import KEY, VALUE, v1
 from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
-from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
 from rotationzoo.zoo.upload import prepare_upload

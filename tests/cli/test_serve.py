@@ -12,8 +12,8 @@ from support.vllm import pretend
 
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.runtime.vllm import WORKER, plugin
-from rotationzoo.runtime.vllm.settings import Options, make_settings
+from rotationzoo.vllm import WORKER, plugin
+from rotationzoo.vllm.settings import Options, make_settings
 
 
 @pytest.fixture

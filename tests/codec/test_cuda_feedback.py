@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.codec import assert_stored, on_cpu, on_gpu
 
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.comparison import draw_rows, rows_of_each_type
 from rotationzoo.checks.kernel import validate_kernel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.codec import assert_stored, gpu, on_cpu, on_gpu
 
-from rotationzoo.calibration.fit import fit
+from rotationzoo.artifact.fit import fit
 from rotationzoo.checks.comparison import draw_rows, edge_rows
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.codec.formats import FINE

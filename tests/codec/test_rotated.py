@@ -7,8 +7,8 @@ import torch
 from support import architectures
 from support.float64 import assert_same_codes, to_float64
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.rotated import RotatedCodec

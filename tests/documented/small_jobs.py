@@ -20,9 +20,9 @@ def shrink() -> None:
     """Make the jobs of this process small."""
     from transformers import GenerationMixin
 
-    from rotationzoo.calibration import job as calibration
+    from rotationzoo.calibration import calibrate as calibration
     from rotationzoo.cli import push
-    from rotationzoo.evaluation import job as evaluation
+    from rotationzoo.evaluation import evaluate as evaluation
 
     calibration.plan = _with_result(calibration.plan, small_plan)
     evaluation.judged_text = _with_result(evaluation.judged_text, judged_data)

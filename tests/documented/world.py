@@ -24,7 +24,7 @@ from rotationzoo.text.documents import BUNDLED, HELD_OUT
 PROGRAMS = ("rotationzoo", "python")
 IMPORTED = (
     *process_server.WITH_HUBS, "modelscope", "rotationzoo.cli.app",
-    "rotationzoo.engines.export", "rotationzoo.runtime.job", "rotationzoo.zoo.regenerate",
+    "rotationzoo.engines.export", "rotationzoo.generation.generate", "rotationzoo.zoo.regenerate",
 )  # fmt: skip
 NAMED = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]  # beside the models of configs/
 WITH_LATENTS = "deepseek-ai/DeepSeek-V2-Lite"

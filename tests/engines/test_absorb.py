@@ -19,14 +19,14 @@ from support.tensors import stored_rotations
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import RECORD
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import weight_edits
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
+from rotationzoo.model.absorbed import RECORD
 from rotationzoo.model.capture import decoder, intercept
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data

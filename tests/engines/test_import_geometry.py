@@ -11,14 +11,14 @@ from support.oscar_files import KEY, VALUE
 from support.reports import evaluate
 from support.tensors import stored_rotations
 
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.zoo.upload import prepare_upload

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.evaluation import probe
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.runtime.vllm import probe
 
 
 @pytest.fixture(autouse=True)

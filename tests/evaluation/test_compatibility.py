@@ -13,14 +13,14 @@ from support.models import edit_config, edited_weights, save_tiny
 from support.reports import evaluate
 
 from rotationzoo import RotatedCache
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.compatibility import settle_rope_scaling
-from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
+from rotationzoo.model.compatibility import settle_rope_scaling
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import find

@@ -10,20 +10,20 @@ from support.command_line import only_error
 from support.float64 import to_float64
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.drift import measure_drift
+from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.forward import Trial
-from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import continue_greedily
 from rotationzoo.progress import silent
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.runtime.cache import RotatedCache
-from rotationzoo.runtime.through_cache import ThroughCache
 
 IDS = torch.randint(5, 60, (3, 25), generator=torch.Generator().manual_seed(1))
 TEXT = Data(tokens=2048, length=512)
@@ -41,7 +41,7 @@ def drift_of(tiny, layout, tokens):
     model, arm = tiny
     trial = Trial(geometry_of(model), [arm], [layout], [0], ("key", "value"), 0, 8)
     batches = [IDS[:2], IDS[2:, :20], IDS[:1, :8]]
-    drift = measure_drift(model, batches, trial, ThroughCache, tokens, silent)
+    drift = measure_drift(model, batches, trial, tokens, silent)
     assert drift.prompt_tokens == [25, 25, 20], "the last is read exact"
     return drift.arms["identity"]
 
@@ -114,7 +114,7 @@ def test_no_rotation_drifts_more_than_a_calibrated_one(artifacts, inside):
 def test_an_evaluation_that_is_saved_keeps_the_drift_of_its_own_arms(artifacts):
     job = Evaluation("demo", artifacts, TEXT, TaskSettings(()), queries=0, drift=4)
     job = replace(job, save_to=artifacts, baselines=("identity",))
-    report = evaluate(job, through=ThroughCache)
+    report = evaluate(job)
     own = ["oscar", "oscar-v1", "oscar+feedback", "oscar+pooled"]
     assert list(report.drift.arms) == [*own, "identity"], "the other is pooled already"
     kept = Artifact.open(artifacts[1]).measured.drift.arms
@@ -126,8 +126,8 @@ def test_an_evaluation_that_is_saved_keeps_the_drift_of_its_own_arms(artifacts):
 def test_what_cannot_be_measured_is_refused_before_the_weights_are_read(inside, artifacts):
     job = Evaluation("demo", [], TEXT, TaskSettings(()), drift=4, layers={0})
     with pytest.raises(UsageError, match="stores keys and values of all layers"):
-        evaluate(job, through=ThroughCache)
+        evaluate(job)
     with pytest.raises(RotationZooError, match="longer than the 8192 positions") as refused:
-        evaluate(replace(job, layers=None, drift=8000), through=ThroughCache)
+        evaluate(replace(job, layers=None, drift=8000))
     assert "give a smaller --drift" in refused.value.hint
     assert "--drift" in only_error(inside("evaluate", "demo", "--drift", 0), 2)

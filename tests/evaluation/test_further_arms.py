@@ -12,12 +12,13 @@ from support.models import save_tiny
 from support.reports import arm, exact
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.cli import evaluate_view
 from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import BASELINES, build_arms
-from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.evaluate import evaluate
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.linalg.paired import paired_difference

@@ -16,14 +16,14 @@ from support.published import ok
 from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.evaluate import parse_layers
 from rotationzoo.cli.options import parse_windows
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation import job as job_module
+from rotationzoo.evaluation import evaluate as job_module
 from rotationzoo.evaluation.arms import BASELINES, RIVALS
-from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -31,7 +31,6 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 
@@ -242,9 +241,9 @@ def test_weights_on_disk_give_the_same_report(tiny, real_cache, monkeypatch):
         dtype="float32",
     )
     on_disk = replace(job, device_map="auto", max_memory="cpu=1KB")
-    spread = evaluate(on_disk, through=ThroughCache)
+    spread = evaluate(on_disk)
     assert spread["arms"]["kivi"]["all_tasks"]["questions"]
-    assert spread == evaluate(job, through=ThroughCache)
+    assert spread == evaluate(job)
 
 
 @pytest.mark.parametrize("dim", [160, 192, 256, 512])

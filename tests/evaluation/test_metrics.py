@@ -11,8 +11,8 @@ import torch
 from support import architectures
 from support.architectures import WINDOW
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
-from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm

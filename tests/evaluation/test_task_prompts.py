@@ -8,7 +8,7 @@ from support.reports import evaluate
 
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find

@@ -16,7 +16,7 @@ from rotationzoo.cli.evaluate_view import suggest_next
 from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recall.answers import Answers

@@ -16,7 +16,7 @@ from support.models import save_family
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export

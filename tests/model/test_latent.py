@@ -5,8 +5,8 @@ import torch
 from support import architectures
 from support.architectures import LATENTS, families
 
+from rotationzoo.artifact.fit import fit, sum_moments
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit, sum_moments
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import average

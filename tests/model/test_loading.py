@@ -3,7 +3,7 @@
 import pytest
 from support import architectures
 
-from rotationzoo.model.loading import full_attention_layers
+from rotationzoo.geometry import full_attention_layers
 
 FULL = {
     "llama": None,  # no layer has a window

@@ -6,7 +6,7 @@ import torch
 from support import architectures
 from support.float64 import CLOSE, all_in_float64, to_float64
 
-from rotationzoo.calibration.fit import fit
+from rotationzoo.artifact.fit import fit
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.model import long_masks

@@ -11,10 +11,10 @@ import transformers
 from support import architectures
 from transformers import DynamicCache
 
+from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.model import prediction
 from rotationzoo.model.cache_names import cache_argument, given_cache, returned_cache
 from rotationzoo.model.prediction import continue_greedily, run_decoder
-from rotationzoo.runtime.cache import RotatedCache
 
 
 def assert_same_logits(model, monkeypatch):

@@ -14,7 +14,7 @@ from support.jobs import SMALL, job, rotation_bytes
 from support.models import save_tiny
 from support.quantized import quantize_to_fp8
 
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.model import loading
 from rotationzoo.model import source as model_source
 from rotationzoo.model.placement import PREFIX, offload_folder

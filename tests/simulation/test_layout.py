@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import architectures
 
-from rotationzoo.calibration.fit import fit
+from rotationzoo.artifact.fit import fit
 from rotationzoo.codec import int2
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec

@@ -1,4 +1,4 @@
-"""The simulated cache in every family of models; `tests/runtime/test_cache.py` holds it against one
+"""The simulated cache in every family of models; `tests/cache/test_cache.py` holds it against one
 that is really read call by call."""
 
 import functools

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from rotationzoo.calibration.fit import fit
+from rotationzoo.artifact.fit import fit
+from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotations
-from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.simulation.simulated import Simulation
 from support.float64 import to_float64
 

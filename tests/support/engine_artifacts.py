@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.pooling import pooled_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.pooling import pooled_rotations
 from rotationzoo.codec import int2
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines.base import Options

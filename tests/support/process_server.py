@@ -31,8 +31,8 @@ IMPORTED = (
 )  # fmt: skip
 # They keep what the variables of hubs were when they were imported, above all HF_HOME.
 WITH_HUBS = (
-    *IMPORTED, "accelerate", "datasets", "rotationzoo.calibration.job",
-    "rotationzoo.evaluation.job", "transformers.models.qwen3.modeling_qwen3",
+    *IMPORTED, "accelerate", "datasets", "rotationzoo.calibration.calibrate",
+    "rotationzoo.evaluation.evaluate", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 _STREAMS = 3
 # It hands on its own streams, and waits for the exit code. It is a script, because shells start it

@@ -16,7 +16,7 @@ ZOO = "someone/zoo"
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory) -> Path:
-    from rotationzoo.calibration.job import calibrate
+    from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.calibration.plan import Job
     from rotationzoo.recipe import PRESETS, Data
 

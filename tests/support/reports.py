@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import Exact, MeasuredArm
 from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.artifact.store import EVALUATION, Artifact
-from rotationzoo.calibration.fit import fit
-from rotationzoo.evaluation import job
+from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe
@@ -190,10 +191,8 @@ def make_task(recall: dict, is_exact: bool = False) -> dict:
     return task
 
 
-def evaluate(
-    evaluation: job.Evaluation, progress: Progress = silent, **through: Any
-) -> dict[str, Any]:
-    return job.evaluate(evaluation, progress, **through).report()
+def evaluate(evaluation: Evaluation, progress: Progress = silent, **through: Any) -> dict[str, Any]:
+    return run_evaluation(evaluation, progress, **through).report()
 
 
 def recall(correct: str, log_probabilities: list[float]) -> TaskRecall:

@@ -11,7 +11,7 @@ import torch
 
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.runtime.vllm import plugin, settings
+from rotationzoo.vllm import plugin, settings
 from support.places import ROOT
 
 PYTHON = Path(os.environ.get("ROTATIONZOO_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -52,7 +52,7 @@ def drive(folder: Path, job: dict, **variables: str):
     """What `vllm_driver.py` does with a job. `variables`: of its environment; `ALSO` is a folder to
     import from."""
     (folder / "job.json").write_text(json.dumps(job))
-    words = [PYTHON, ROOT / "tests/runtime/vllm_driver.py", "job.json", "result.json"]
+    words = [PYTHON, ROOT / "tests/vllm/vllm_driver.py", "job.json", "result.json"]
     variables = {**environment(), **variables}
     variables["PYTHONPATH"] += f":{variables.pop('ALSO', ROOT)}"
     done = subprocess.run(

@@ -13,7 +13,7 @@ from support.models import (
     tokenizer_that_starts_with,
 )
 
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.recipe import PRESETS
 from rotationzoo.text.rows import read_corpus, start_tokens
 

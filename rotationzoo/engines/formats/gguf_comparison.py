@@ -13,13 +13,15 @@ from typing import Any
 
 import huggingface_hub
 
+from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.engines.base import Payload
 from rotationzoo.engines.formats.gguf_file import read_field
 from rotationzoo.engines.formats.gguf_rotations import ROTATION_NAME
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
-from rotationzoo.model.files import read_json, text_config
-from rotationzoo.model.source import Source, config_hash, find
+from rotationzoo.model.files import text_config
+from rotationzoo.model.source import Source, find
+from rotationzoo.storage.files import read_json
 
 _HINT = "give the base that was converted from the model of the artifact"
 _KEYS = re.compile(r"blk\.(\d+)\.attn_k\.weight")
@@ -101,7 +103,7 @@ def compare_base(reader: Any, base: Path, payload: Payload, model: str | None) -
             f"the base was compared by its shapes alone: {payload.model or 'its model'} was not "
             "found on this machine (--model says where it is)"
         )
-    config_sha256 = config_hash(source)
+    config_sha256 = hash_config(source.folder)
     if model and payload.provenance.get("config_sha256", config_sha256) != config_sha256:
         raise RotationZooError(
             f"{model} is not the model of this artifact: its config differs", hint="check --model"

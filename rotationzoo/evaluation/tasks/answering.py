@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
-from rotationzoo.evaluation.forward import CacheReader, Trial
+from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.pace import Pace, Reader
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
+from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
@@ -83,7 +84,7 @@ class Request:
 
     prompts: list[Prompt]
     simulation: Simulation | None = None
-    reader: CacheReader | None = None
+    reader: ThroughCache | None = None
     timed_as: Reader = None
 
 
@@ -210,11 +211,11 @@ def _ask_arms(
 def _request(
     model: PreTrainedModel, trial: Trial, cache: CacheLayout, arm: Arm, prompts: list[Prompt]
 ) -> Request:
-    """The prompts of a series, read from an arm's cache: a real one if the trial has its reader,
-    and if ours stores what the arm does."""
+    """The prompts of a series, read from an arm's cache: a real one if the trial asks for it, and
+    if ours stores what the arm does."""
     place = cache, arm.name
-    if trial.through and isinstance(arm.codec, RotatedCodec):
-        return Request(prompts, reader=trial.through(model, arm.codec, cache), timed_as=place)
+    if trial.real_cache and isinstance(arm.codec, RotatedCodec):
+        return Request(prompts, reader=ThroughCache(model, arm.codec, cache), timed_as=place)
     layers = set(trial.layers)
     simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
     return Request(prompts, simulation, timed_as=place)

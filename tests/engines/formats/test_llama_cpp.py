@@ -13,7 +13,7 @@ from support.models import save_tiny
 from support.tensors import stored_statistics
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export

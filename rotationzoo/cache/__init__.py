@@ -1,0 +1,1 @@
+"""The cache of transformers that really stores 2 bits."""

@@ -1,0 +1,115 @@
+"""The options of a cache, as Python callers and `generate` give them, and the settings that they
+make."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, get_args
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.pooling import reduced_rotations
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.budget import Bits, bits_beside_windows
+from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
+from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.settings import (
+    CacheOptions,
+    CacheSettings,
+    Layout,
+    Reading,
+    Rounding,
+    as_engine,
+    complete_settings,
+)
+from rotationzoo.errors import UsageError
+from rotationzoo.geometry import check_group_size, full_attention_layers
+from rotationzoo.model.compatibility import check_fits
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.rotations import Rotations
+from rotationzoo.words import nearest
+
+Given = str | Path | Artifact | Rotations | None
+
+
+def build_settings(
+    rotations: Given | CacheSettings, model: PreTrainedModel, options: CacheOptions
+) -> CacheSettings:
+    """How a cache of this model stores its tokens. Arguments and errors are those of
+    `RotatedCache`."""
+    if isinstance(rotations, CacheSettings):
+        if options:
+            raise UsageError("settings of a cache take no options", hint="leave out the options")
+        return rotations
+    check_options({**options})
+    recipe, engine = Recipe(), options.get("engine", DEFAULT)
+    if isinstance(rotations, Artifact):
+        recipe = rotations.recipe
+        check_fits(rotations, model)
+        bits = served_bits(options, [rotations], model.config)
+        rotations = served_rotations(rotations, engine, bits)
+    elif rotations is None:
+        rotations = fit(None, PRESETS["identity"], geometry_of(model))
+    elif not isinstance(rotations, Rotations):
+        raise UsageError(
+            f"an object of type {type(rotations).__name__} holds no rotations",
+            hint="give an artifact or its folder, or None",
+        )
+    elif options.get("bits") is not None:
+        raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
+    options = as_engine(options, rotations.has_budget)
+    settings = complete_settings(recipe, rotations, options)
+    dims = {rotation.dim for _, _, rotation in rotations.each()}
+    check_group_size(settings.layout.group_size, dims)
+    return settings
+
+
+def served_bits(
+    options: CacheOptions, artifacts: Collection[Artifact], config: PretrainedConfig
+) -> Bits:
+    """The budget of artifacts in a cache with these options, as `bits_beside_windows` has it where
+    the engine keeps layers with a sliding window exact."""
+    bits: Bits = options.get("bits")
+    if find_engine(options.get("engine", DEFAULT)).sliding:
+        return bits
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    has_windows = full_attention_layers(config) is not None
+    return bits_beside_windows(bits, has_budget, has_windows)
+
+
+def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rotations:
+    """What an engine reads of an artifact's rotations, with the budget of `bits`."""
+    entry = find_engine(engine)
+    check_sides(engine, artifact.rotations.sides)
+    return reduced_rotations(artifact, not entry.heads, entry.uncentered, bits)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise `UsageError` for options that no cache can have."""
+    known = CacheOptions.__annotations__
+    if unknown := options.keys() - known:
+        name = min(unknown)
+        raise UsageError(
+            f"a cache has no option {name!r}{nearest(name, known)}",
+            hint=f"give some of {', '.join(known)}",
+        )
+    choices = {"format": tuple(SIMULATED), "rounding": get_args(Rounding)}
+    choices |= {"prefill_layout": get_args(Layout), "reading": get_args(Reading)}
+    choices["engine"] = ENGINE_NAMES
+    for name, words in choices.items():
+        if name in options and options[name] not in words:
+            raise UsageError(
+                f"there is no {name} {options[name]!r}{nearest(str(options[name]), words)}",
+                hint=f"give one of {', '.join(words)}",
+            )
+    smallest = {"sink": 0, "recent": 0, "slack": 0}
+    if options.get("group_size") is not None:
+        smallest["group_size"] = 1
+    for name, least in smallest.items():
+        number = options.get(name, least)
+        if not isinstance(number, int) or number < least:
+            raise UsageError(
+                f"{name} must be a whole number of at least {least}, not {number!r}",
+                hint=f"{name}=64",
+            )

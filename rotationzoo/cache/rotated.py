@@ -1,0 +1,236 @@
+"""The cache for transformers' `generate` that really stores keys and values in 2 bits."""
+
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.layer import (
+    RotatedHybridLayer,
+    RotatedLayer,
+    RotatedSlidingLayer,
+    states_of,
+)
+from rotationzoo.cache.options import Given, build_settings
+from rotationzoo.cache.padding import Padding, watch_padding
+from rotationzoo.cache.paged_attention import PageReading, watch_attention
+from rotationzoo.codec.settings import CacheOptions, CacheSettings
+from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.geometry import shifted_layers
+from rotationzoo.model import centering
+from rotationzoo.model.cache_names import cache_argument, returned_cache
+from rotationzoo.model.compatibility import warn_of_other_weights
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.loading import input_device
+from rotationzoo.rotations import Rotations
+
+
+class RotatedCache(DynamicCache):
+    """A KV cache that stores 2 bits: `model.generate(..., **RotatedCache(...).argument)`.
+
+    * `rotations`: an artifact, as `rotationzoo.pull` returns it, its folder, or `Rotations`. None
+      is for no rotation at all. An evaluation gives the `CacheSettings` of one of its arms;
+    * `model`: the transformers model that will read the cache;
+    * `options`: see `CacheOptions`.
+
+    A cache serves one request, or one batch. `cache.reset()` empties it for the next. Layers with
+    attention store packed codes between two exact windows, as `RotatedLayer` says. Layers without
+    keys and values, such as those with linear attention, stay as transformers makes them, and so do
+    layers that read another layer's cache.
+
+    `update` returns keys and values in the model's own frame, for one layer at a time. So every
+    model and every attention function can read it, and the memory needed is that of the codes and
+    of one layer's keys and values.
+
+    Raises `RotationZooError` where the rotations do not fit the model, or subtract the mean of keys
+    although the model's attention does not ignore it, `UnsupportedModel` for a model whose keys and
+    values this cache cannot store, and `UsageError` for what is no transformers model.
+    """
+
+    settings: CacheSettings
+
+    def __new__(cls, *args: Any, **options: Any) -> "RotatedCache":
+        """A cache of the class that the model asks for: a few accept only one of their own."""
+        models = [each for each in (*args, *options.values()) if isinstance(each, PreTrainedModel)]
+        # Without a model this is a copy, whose class is right already.
+        kind = _own_class(models[0]) if models else None
+        if kind is None:
+            return super().__new__(cls)
+        return super().__new__(type(cls.__name__, (cls, kind), {}))
+
+    def __init__(
+        self,
+        rotations: Given | CacheSettings,
+        model: PreTrainedModel,
+        **options: Unpack[CacheOptions],
+    ) -> None:
+        check_model(model)
+        if isinstance(rotations, str | Path):
+            rotations = Artifact.open(Path(rotations).expanduser())
+        settings = build_settings(rotations, model, options)
+        super().__init__()
+        self.settings = settings
+        (self._name,) = cache_argument(model, None)
+        self.padding = Padding()
+        self._planned = self._build_layers(model)
+        # A cache class of a model's own takes the number of layers for that of its states, so its
+        # layers are added one by one, when they are first updated.
+        one_by_one = len(type(self).__bases__) > 1
+        self.layers = [] if one_by_one else self._planned
+        next_layer: Any = self._next_layer if one_by_one else None
+        self.layer_class_to_replicate = next_layer
+        _check_means(settings.codec.rotations, model)
+        watch_padding(model)
+        self.page_reading = PageReading(settings.reading != "rows")
+        watch_attention(model)
+        if isinstance(rotations, Artifact):
+            warn_of_other_weights(rotations, model)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the keys and values `[B, H, T, D]` of new tokens, and return what a query reads.
+
+        Where the running model's attention can read pages, a decoding step gets `LazyRows`.
+        """
+        if self.page_reading.is_open and layer_idx < len(self.layers):
+            layer = self.layers[layer_idx]
+            if isinstance(layer, RotatedLayer):
+                return layer.update(key_states, value_states, masks=self.page_reading.masks)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def argument(self) -> dict[str, "RotatedCache"]:
+        """This cache under the name that the model has for it: `cache`, or `past_key_values` before
+        transformers 5.24."""
+        return {self._name: self}
+
+    @property
+    def rotated_layers(self) -> list[RotatedLayer]:
+        """The layers that store codes."""
+        return [layer for layer in self.layers if isinstance(layer, RotatedLayer)]
+
+    @property
+    def bytes_held(self) -> int:
+        """The bytes of every tensor that the cache holds: codes, scales and offsets with the unused
+        part of the last blocks, exact windows, and the states of layers without attention. The
+        rotations, which all caches of a model share, are not counted."""
+        storages = {}
+        for tensor in self.tensors():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    @property
+    def bytes_in_bf16(self) -> int:
+        """The bytes that transformers' own cache takes for the same tokens in bfloat16."""
+        states = sum(state.nbytes for layer in self.layers for state in states_of(layer))
+        return states + sum(layer.bf16_bytes for layer in self.rotated_layers)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that the cache holds."""
+        tensors: list[torch.Tensor] = []
+        for layer in self.layers:
+            if isinstance(layer, RotatedLayer):
+                tensors += layer.tensors()
+            tensors += states_of(layer)
+        return tensors
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a negative number. Raises `RotationZooError` where a
+        layer cannot, before any layer changes."""
+        for layer in self.rotated_layers:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if not self.get_seq_length():
+            self.padding.forget()
+
+    def reset(self) -> None:
+        """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
+        cache class of its own: what that keeps is not known."""
+        if self._planned is not self.layers:  # of a class that the model insists on
+            raise RotationZooError(
+                f"a {type(self).__mro__[2].__name__} cannot be emptied", hint="make a new cache"
+            )
+        for layer in self.layers:
+            layer.reset()
+        self.padding.forget()
+
+    def _next_layer(self) -> Any:
+        return self._planned[len(self.layers)]
+
+    def _build_layers(self, model: PreTrainedModel) -> list[Any]:
+        config = model.config.get_text_config(decoder=True)
+        layers: list[Any] = [*DynamicCache(config=config).layers]
+        rotations = self.settings.codec.rotations
+        if unknown := [index for index in rotations if index >= len(layers)]:
+            raise RotationZooError(
+                f"the rotations are for layer {unknown[0]}, and {type(model).__name__} caches "
+                f"{len(layers)} layers",
+                hint="give the rotations of this model",
+            )
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                window = layer.sliding_window
+                layers[index] = RotatedSlidingLayer(self.settings, index, self.padding, window)
+            elif type(layer) is DynamicLayer:
+                layers[index] = RotatedLayer(self.settings, index, self.padding)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                states = layer.number_of_states
+                layers[index] = RotatedHybridLayer(self.settings, index, self.padding, states)
+            elif hasattr(layer, "get_seq_length"):
+                raise UnsupportedModel(
+                    f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, "
+                    "which this cache cannot store in 2 bits",
+                    hint="evaluate it in a simulation: rotationzoo evaluate",
+                )
+            elif index in rotations:
+                raise RotationZooError(
+                    f"layer {index} of {type(model).__name__} stores no keys and values, and there "
+                    "are rotations for it",
+                    hint="give the rotations of this model",
+                )
+        return layers
+
+
+def _own_class(model: PreTrainedModel) -> type | None:
+    """The cache class that a model insists on; None where it takes any."""
+    untyped: Any = model
+    if untyped._supports_default_dynamic_cache():
+        return None
+    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
+    with torch.no_grad():
+        return type(returned_cache(untyped(input_ids=ids, use_cache=True)))
+
+
+def check_model(model: object) -> None:
+    """Raise `UsageError` for what is no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"a {type(model).__name__} is no model of transformers",
+            hint="give what from_pretrained returns; of a PEFT model, model.get_base_model()",
+        )
+
+
+def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
+    """Raise `RotationZooError` where keys may not lose their mean, as calibration does."""
+    keys = [rotation for _, side, rotation in rotations.each() if side == "key"]
+    if all(rotation.mean is None for rotation in keys):
+        return
+    if layers := shifted_layers(geometry_of(model)):
+        raise RotationZooError(
+            f"keys of this model cannot be centered: {centering.reason(layers)}",
+            hint="give rotations of a recipe without center_keys",
+        )

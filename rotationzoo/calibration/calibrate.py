@@ -1,0 +1,307 @@
+"""Runs one whole calibration, from a model's name to an artifact on disk.
+
+A job can be stopped and resumed. It prints nothing; a callback reports its progress. The output
+folder is checked first: whether it is writable, replaceable, or already finished.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+import transformers
+
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.manifest import hash_config
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences
+from rotationzoo.calibration.memory import device_name, peak_memory
+from rotationzoo.calibration.model_run import CalibrationResult, run_model
+from rotationzoo.calibration.plan import Job, Plan, plan
+from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
+from rotationzoo.errors import RotationZooError, Unsound
+from rotationzoo.geometry import geometry_json
+from rotationzoo.linalg.moments import average
+from rotationzoo.model import loading
+from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
+from rotationzoo.progress import Progress, silent
+from rotationzoo.storage import folders
+from rotationzoo.storage.files import disk_errors
+from rotationzoo.storage.locks import locked
+from rotationzoo.text.media import read_media_corpus
+from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.words import differing
+from rotationzoo.writer import check_replaceable, library_versions
+
+_DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
+
+
+def check_output(job: Job) -> None:
+    """Raise `RotationZooError` unless the output can be written and whatever is there may be
+    replaced."""
+    with disk_errors(job.output):
+        folders.recover(job.output)
+        check_replaceable(job.output)
+        if _holds_artifact(job):
+            _check_recipe_of(job, Artifact.open(job.output))
+    folders.check_writable(job.output)
+
+
+def check_room(known: Plan) -> None:
+    """Raise `RotationZooError` if the disk has no room for the artifact and a checkpoint of the
+    same size."""
+    output = known.job.output
+    free = shutil.disk_usage(folders.existing_parent(output)).free
+    needed = 2 * known.artifact_bytes
+    if free < needed:
+        raise RotationZooError(
+            f"the disk of {output} has {free / 1e6:,.0f} MB free "
+            f"and {needed / 1e6:,.0f} MB are needed",
+            hint="make room, or choose another place with --output",
+        )
+
+
+def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
+    """The finished artifact of this same job, or None if it is missing, damaged or about to be
+    replaced.
+
+    Raises `RotationZooError` if the folder holds the artifact of another job.
+    """
+    if job.restart or job.unfinished or not _holds_artifact(job):
+        return None
+    artifact = Artifact.open(job.output)
+    saved = {**artifact.manifest.identity, "recipe": _asked_recipe(artifact)}
+    if changed := differences(saved, identity):
+        raise RotationZooError(
+            f"{job.output} holds the work of another job: {differing(changed)}",
+            hint="choose another place with --output, or replace it with --restart",
+        )
+    return None if artifact.damaged_files() else artifact
+
+
+def _holds_artifact(job: Job) -> bool:
+    return (job.output / MANIFEST).is_file()
+
+
+def _check_recipe_of(job: Job, artifact: Artifact) -> None:
+    """Refuse to replace the artifact of another recipe, unless the user asks for it with
+    `--restart`, or did so for the unfinished run that is being resumed."""
+    if job.restart or job.unfinished:
+        return
+    if _asked_recipe(artifact) != job.recipe.hash:
+        existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
+        if artifact.recipe.name == job.recipe.name and (changed := _changed_text(job, artifact)):
+            existing += f", with other {', '.join(changed)}"
+        raise RotationZooError(
+            f"{job.output} holds the work of another recipe ({existing})",
+            hint="choose another place with --output, or replace it with --restart",
+        )
+
+
+def _changed_text(job: Job, artifact: Artifact) -> list[str]:
+    """The settings of the text, such as `tokens`, in which a job differs from an artifact."""
+    saved, asked = artifact.manifest.recipe["data"], job.recipe.published()["data"]
+    return [key for key in {**saved, **asked} if saved.get(key) != asked.get(key)]
+
+
+def _asked_recipe(artifact: Artifact) -> str:
+    """The hash of the recipe that the user asked for.
+
+    It differs from the hash of the recipe that was followed if only the weights showed that keys
+    cannot be centered.
+    """
+    manifest = artifact.manifest
+    return str(manifest.identity.get("recipe", manifest.recipe_sha256))
+
+
+def calibrate(
+    job: Job, progress: Progress = silent, note: Callable[[str], None] | None = None
+) -> Artifact:
+    """Run a job, resuming from a checkpoint of the same job if there is one, and return its
+    artifact.
+
+    `note` is told at the start if there are fewer tokens than asked for. If the finished artifact
+    of the same job is already there, it is returned unchanged. Raises `RotationZooError`, with one
+    sentence, for everything that a user can put right. Whatever can be known before the passes
+    through the model is raised before them.
+    """
+    # Listed before the job creates any of them.
+    missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
+    try:
+        with ExitStack() as locks:
+            return _calibrate(job, progress, note, locks)
+    except BaseException as error:
+        if isinstance(error, Unsound):
+            # Resuming from the same sums would only be refused again.
+            Checkpoint(job.checkpoint, {}).remove()
+        for folder in missing:
+            # Remove the folders that the job created. `rmdir` fails for one that holds an artifact
+            # or a checkpoint, which stays.
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _calibrate(
+    job: Job, progress: Progress, note: Callable[[str], None] | None, locks: ExitStack
+) -> Artifact:
+    """Run the job under a lock, which `locks` holds until the end.
+
+    Meanwhile no other calibration may touch the checkpoint or the artifact's folder.
+    """
+    started, versions = time.monotonic(), library_versions()
+    progress("looking at the model", 0, 0)
+    planned = plan(job)
+    if planned.refusal is not None:
+        raise planned.refusal
+    job, source = planned.job, planned.source
+
+    # Check the output first: it makes no sense to download a tokenizer and weights for a folder
+    # that cannot be written to.
+    check_output(job)
+    with disk_errors(job.output):
+        locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
+    progress("reading the text", 0, 0)
+    text = _read_text(planned)
+    if note and text and text.note:
+        note(text.note)
+    check_room(planned)
+    if planned.needs_weights:
+        fetch_weights(source, progress)
+
+    identity = identify_job(job, source, text)
+    checkpoint = Checkpoint(job.checkpoint, identity)
+    # `--restart` deletes an earlier run only under the lock and once the weights are there, so a
+    # failed download loses nothing.
+    if job.restart:
+        checkpoint.remove()
+    finished = finished_artifact(job, identity)
+    if finished is not None:
+        return finished
+
+    result = _run(planned, text, checkpoint, progress)
+    seconds = time.monotonic() - started
+    content = manifest_content(planned, result, identity, versions, seconds)
+    averages = None if result.statistics is None else average(result.statistics)
+    artifact = write_sound_artifact(job.output, result.rotations, averages, content, FETCH_AGAIN)
+    # Remove the checkpoint last: a process killed before this line leaves both the artifact and the
+    # checkpoint.
+    checkpoint.remove()
+    return artifact
+
+
+def _read_text(planned: Plan) -> Corpus | None:
+    """The calibration text; None if the recipe needs no statistics."""
+    recipe = planned.job.recipe
+    if not recipe.needs_statistics:
+        return None
+    fetch(planned.source, weights=False)
+    assert planned.config is not None
+    if recipe.data.media:
+        return read_media_corpus(
+            recipe.data, loading.load_processor(planned.source), planned.config
+        )
+    text = read_corpus(recipe.data, loading.load_tokenizer(planned.source))
+    loading.check_ids(text.rows, planned.config, planned.source.name)
+    return text
+
+
+def _run(
+    planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
+) -> CalibrationResult:
+    """Run the model, or compose the rotations without it if its shapes are enough."""
+    job = planned.job
+    if not planned.needs_weights:
+        assert planned.geometry is not None
+        return CalibrationResult(
+            job.recipe, planned.geometry, fit(None, job.recipe, planned.geometry)
+        )
+    with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
+        return run_model(planned, text, checkpoint, progress)
+
+
+# ---- what the manifest records
+
+
+def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
+    """The job's identity: everything that decides the bytes of the result.
+
+    A checkpoint or a finished artifact belongs to the job only if all of it agrees. `text` is
+    the calibration text. It is None if the recipe needs no statistics; then only the recipe and the
+    config matter.
+    """
+    identity = {
+        "recipe": job.recipe.hash,
+        "config": hash_config(source.folder),
+        "weights": "",
+        "text": "",
+    }
+    if text is None:
+        return identity
+    identity |= {
+        "weights": weights_fingerprint(source),
+        "text": text.fingerprint,
+        "batch": str(job.batch),
+        "device": device_name(job.torch_device),
+        "dtype": str(job.torch_dtype),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+    }
+    # On a CPU, floating-point sums depend on how many threads share them.
+    threads = torch.get_num_threads() if job.torch_device == "cpu" else None
+    optional = {"threads": threads, "device_map": job.device_map, "max_memory": job.max_memory}
+    return identity | {key: str(value) for key, value in optional.items() if value is not None}
+
+
+def manifest_content(
+    planned: Plan,
+    result: CalibrationResult,
+    identity: Identity,
+    versions: dict[str, str],
+    seconds: float,
+) -> dict[str, Any]:
+    """The content of the manifest, without the keys that are added when it is written.
+
+    - `planned`: the job, its model and the notes so far.
+    - `result`: what the run produced.
+    - `identity`: as `identify_job` returns it.
+    - `versions`: library versions as they were when the job started.
+    - `seconds`: how long the job took.
+    """
+    assert planned.config is not None
+    job = planned.job
+    return {
+        "model": loading.describe(planned.source, planned.config, identity["weights"] or None),
+        "geometry": geometry_json(result.geometry),
+        "recipe": result.recipe.published(),
+        "recipe_sha256": result.recipe.hash,
+        "notes": [*planned.notes, *result.notes],
+        "calibration": None if result.text is None else _describe_text(job, result.text),
+        "identity": dict(identity),
+        "versions": versions,
+        "run": {
+            "device": device_name(job.torch_device),
+            "threads": torch.get_num_threads(),
+            "dtype": result.dtype,
+            "batch": job.batch,
+            "seconds": round(seconds, 3),
+            "peak_memory_bytes": peak_memory(),
+        },
+        "metrics": {"orthogonality_error": result.rotations.orthogonality_error},
+    }
+
+
+def _describe_text(job: Job, text: Corpus) -> dict[str, Any]:
+    """The source of the calibration text, and the fingerprint that identifies it."""
+    data = job.recipe.published()["data"]
+    description = {key: data[key] for key in _DATA_KEYS}
+    if text.media:
+        media_tokens = sum(int(row.is_media.sum()) for row in text.media)
+        description |= {"media_tokens": media_tokens, "text_tokens": text.tokens - media_tokens}
+    return description | {
+        "tokens": text.tokens,
+        "rows": len(text.rows),
+        "fingerprint": text.fingerprint,
+        "note": text.note,
+    }

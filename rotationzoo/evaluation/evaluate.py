@@ -1,0 +1,193 @@
+"""The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
+arm costs in perplexity, attention KL and output error."""
+
+import math
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from rotationzoo.artifact.measured import Measured, Probe, Text
+from rotationzoo.artifact.pooling import has_statistics
+from rotationzoo.artifact.scores import Drift
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.arms import (
+    build_arms,
+    judged_arms,
+)
+from rotationzoo.evaluation.compatibility import (
+    notes_for_reader,
+    rope_notes,
+)
+from rotationzoo.evaluation.decision import SIMPLEST
+from rotationzoo.evaluation.drift import measure_drift
+from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.evaluation.pace import Pace, Tell, tell_nobody
+from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
+from rotationzoo.evaluation.probe import record_probes
+from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
+from rotationzoo.evaluation.tasks.answering import (
+    Asking,
+    TaskAnswers,
+    answer_tasks,
+    describe_rounds,
+)
+from rotationzoo.evaluation.tasks.prompts import TaskPlan
+from rotationzoo.geometry import Geometry
+from rotationzoo.model import loading
+from rotationzoo.model.compatibility import check_weights
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.placement import place_weights
+from rotationzoo.model.prediction import doubt_loss
+from rotationzoo.model.rope import position_count, scaling_of
+from rotationzoo.model.source import fetch_weights, weights_fingerprint
+from rotationzoo.progress import Progress, silent
+from rotationzoo.words import duration
+
+_LONG = 120  # seconds of texts, after which a shorter evaluation is named
+
+
+def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = tell_nobody) -> Measured:
+    """Evaluate artifacts and baselines, and return everything that was measured. `tell` is given
+    how long the evaluation takes, once that is known.
+
+    Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
+    layers or texts that do not fit the model. Where the config is enough to tell, the error comes
+    before any weights are fetched.
+    """
+    ready = prepare(job, progress)
+    job, source = ready.job, ready.source
+    fetch_weights(source, progress)
+    check_weights(ready.artifacts, source, job.anyway)
+    with place_weights(job.device_map, job.max_memory) as placement:
+        progress("loading the model", 0, 0)
+        device, dtype = job.torch_device, job.torch_dtype
+        model = loading.load(source, ready.config, device, dtype, placement)
+        trial = _build_trial(ready, model)
+        results, drift = _measure(ready, model, trial, progress, Pace(tell))
+        notes = _notes(ready, model, results)
+        probes = _record_probes(ready, model, notes, progress)
+    report = _describe(ready, results, drift, notes)
+    for artifact in ready.saved:
+        save_evaluation(report, artifact, probes.get(artifact.folder, []))
+    return report
+
+
+def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
+    """The arms, and how each of them reads."""
+    job, artifacts, geometry = ready.job, ready.artifacts, ready.geometry
+    if geometry is None:
+        geometry = geometry_of(model)
+        check_model(job, artifacts, geometry)
+    pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
+    arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, job.bits)
+    layers, start = _layers_in_2_bits(job, geometry), ready.start
+    return Trial(
+        geometry, arms, ready.caches, layers, job.sides, job.queries, start, job.real_cache
+    )
+
+
+def _measure(
+    ready: Prepared, model: PreTrainedModel, trial: Trial, progress: Progress, pace: Pace
+) -> tuple[Results, Drift | None]:
+    """Run the texts, the drift and the tasks."""
+    job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
+    deciding = (*judged, *SIMPLEST)
+    tell_length = partial(_tell_length, pace, job, ready.plan, deciding)
+
+    def is_settled(answers: TaskAnswers) -> bool:
+        # The first pair of windows, whose figures are shown, ends the questions.
+        decisions = decide_all(answers, trial.caches[0], judged)
+        return all(decision.action != "ask" for decision in decisions)
+
+    with loading.forward_errors(job.model, job.batch, job.data.length):
+        batches, drift = ready.text.batches(job.batch), None
+        measured = run_models(model, batches, trial, progress, pace, tell_length)
+        if job.drift:
+            drift = measure_drift(model, batches, trial, job.drift, progress)
+    asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
+    answers = answer_tasks(asking, ready.plan, trial, is_settled, deciding)
+    return Results(trial, judged, measured, answers), drift
+
+
+def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[str]:
+    """What the report says of the settings, the artifacts, the text and the model."""
+    loss = math.log(results.measured.exact.measure_exact().perplexity)
+    vocabulary = ready.config.get_text_config(decoder=True).vocab_size
+    geometry = results.trial.geometry
+    return [
+        *ready.job.notes,
+        *notes_for_reader(ready.text, ready.source, ready.artifacts, geometry),
+        *loading.notes_of(model),
+        *rope_notes(ready.artifacts, ready.scaling),
+        *doubt_loss(loss, vocabulary),
+    ]
+
+
+def _record_probes(
+    ready: Prepared, model: PreTrainedModel, notes: list[str], progress: Progress
+) -> dict[Path, list[Probe]]:
+    """What a server answers, for each artifact to which the report is added. Where none can be
+    recorded, a note says why."""
+    probes: dict[Path, list[Probe]] = {}
+    # A server runs the model as its config says.
+    if not ready.job.record or ready.scaling is not None:
+        return probes
+    progress("recording what a server answers", 0, 0)
+    for artifact in ready.saved:
+        try:
+            recorded = record_probes(model, ready.tokenizer, artifact, ready.source)
+            probes[artifact.folder] = recorded
+        except RotationZooError as error:
+            name = artifact.folder.resolve().name
+            notes.append(f"{name} gets no record of what a server answers: {error}")
+    return probes
+
+
+def _describe(ready: Prepared, results: Results, drift: Drift | None, notes: list[str]) -> Measured:
+    """What was measured, and how."""
+    job, source, text = ready.job, ready.source, ready.text
+    return assemble_report(
+        results,
+        text=Text(
+            source=job.data.label,
+            fingerprint=text.fingerprint,
+            rows=len(text.rows),
+            length=job.data.length,
+        ),
+        model=source.label,
+        revision=source.revision,
+        weights_fingerprint=weights_fingerprint(source),
+        format=job.format,
+        sides=list(job.sides),
+        prefill_chunk=job.prefill_chunk,
+        prefill_layout=ready.caches[0].prefill_layout if job.prefill_chunk else None,
+        real_cache=job.real_cache,
+        drift=drift,
+        notes=notes,
+        rope_scaling=scaling_of(ready.config),
+        engine=job.engine,
+        positions=position_count(ready.config),
+    )
+
+
+def _tell_length(
+    pace: Pace, job: Evaluation, plan: TaskPlan, deciding: Collection[str], left: int
+) -> None:
+    """Tell how long the texts take, of which so many tokens are `left`, and the questions."""
+    words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
+    words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
+    if plan.series and not job.real_cache:  # which has a pace of its own
+        words.append(describe_rounds(pace, plan.series, job.tasks.looks, deciding))
+        words.append("Ctrl-C after a round keeps what was asked")
+    if pace.estimate(left) > _LONG:
+        words.append("--tokens 4096 --tasks needles,key-value takes less")
+    pace.tell("; ".join(words))
+
+
+def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
+    """The chosen layers, which own a cache, and all layers that read one of these caches."""
+    if job.layers is None:
+        return sorted(layer.index for layer in geometry)
+    return sorted(layer.index for layer in geometry if layer.owner in job.layers)

@@ -1,0 +1,262 @@
+"""What an evaluation is asked for, and everything that is settled and checked before weights are
+fetched."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec import int2
+from rotationzoo.codec.budget import (
+    Bits,
+    average_fine_channels,
+    bits_beside_windows,
+    check_bits,
+)
+from rotationzoo.codec.formats import BUDGETED
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.arms import (
+    BASELINES,
+    RIVALS,
+    check_rivals,
+    shared_recipe,
+)
+from rotationzoo.evaluation.compatibility import (
+    check_layers,
+    check_length,
+    fit_rows,
+    judged_text,
+)
+from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
+from rotationzoo.geometry import Geometry, full_attention_layers, has_latents
+from rotationzoo.model import loading
+from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
+from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.loading import RunSettings
+from rotationzoo.model.quantized import check_loadable
+from rotationzoo.model.rope import check_positions
+from rotationzoo.model.source import Source, fetch, find
+from rotationzoo.progress import Progress
+from rotationzoo.recipe import Data
+from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.words import nearest
+
+
+@dataclass(frozen=True)
+class Evaluation(RunSettings):
+    """The settings of one evaluation, as the user gave them."""
+
+    model: str
+    artifacts: list[Path]
+    data: Data
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    """The recall tasks that the model is asked."""
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
+    format: str | None = None
+    """The cache format: a name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of
+    bits."""
+    bits: Bits = None
+    """The budget of bits of the artifacts' arms; None for their own."""
+    anyway: bool = False
+    """Whether artifacts that were made for other weights are measured, too."""
+    layers: set[int] | None = None
+    """The layers whose cache is stored in 2 bits; None for all."""
+    sides: tuple[str, ...] = ("key", "value")
+    """Which of keys and values are stored in 2 bits."""
+    prefill_chunk: int | None = None
+    """Tokens per prefill chunk. None simulates decoding at every position."""
+    prefill_layout: Literal["server", "window"] | None = None
+    """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
+    real_cache: bool = False
+    """Whether recall tasks are read through a real cache, not a simulation."""
+    drift: int = 0
+    """How many tokens the exact model generates for a real cache. It adds arms of `pooled`."""
+    queries: int = 32
+    """How many queries per row are sampled for the attention KL; 0 skips it."""
+    rope_scaling: str | None = None
+    """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
+    calibrated."""
+    baselines: tuple[str, ...] = BASELINES
+    """The baselines to compare with, names in `BASELINES` and `RIVALS`."""
+    pooled: bool = False
+    """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
+    writes it."""
+    rounding: Literal["nearest", "feedback"] | None = None
+    """The codes of the arm that the decision is about. None means feedback where an artifact has
+    the factors. With `pooled`, it is about one rotation per layer."""
+    uncentered: tuple[str, ...] = ()
+    """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
+    engine: str | None = None
+    """The engine that these settings were picked for."""
+    beside_windows: str | None = None
+    """The format of layers with full attention beside layers with a sliding window, which stay
+    exact, where a budget of bits is left out. None stores all layers alike."""
+    notes: list[str] = field(default_factory=list)
+    """What the report says of these settings."""
+    batch: int = 1
+    save_to: list[Path] = field(default_factory=list)
+    """The artifacts, among those evaluated, to which the report is added."""
+    record: bool = False
+    """Whether what a server answers is recorded in each artifact to which the report is added."""
+    fit_length: bool = False
+    """Whether rows too short for the windows are made longer, and rows of more tokens than the
+    model has positions shorter, instead of refused. True if the length is a default and not the
+    user's choice."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before weights are fetched."""
+
+    job: Evaluation
+    """With everything settled that it left to the model and the artifacts."""
+    artifacts: list[Artifact]
+    source: Source
+    scaling: str | None
+    config: PretrainedConfig
+    caches: list[CacheLayout]
+    start: int
+    """The first measured position. Every pair of windows is measured on the tokens that read
+    quantized positions with all pairs."""
+    geometry: Geometry | None
+    """None for a model that does not run on `meta`."""
+    tokenizer: PreTrainedTokenizerBase
+    text: Corpus
+    plan: TaskPlan
+
+    @property
+    def saved(self) -> list[Artifact]:
+        """The artifacts to which the report is added."""
+        return [artifact for artifact in self.artifacts if artifact.folder in self.job.save_to]
+
+
+def prepare(job: Evaluation, progress: Progress) -> Prepared:
+    """Check the settings, the artifacts and the texts against each other and the config."""
+    _check_settings(job)
+    artifacts = [Artifact.open(folder) for folder in job.artifacts]
+    for artifact in artifacts:
+        if artifact.folder in job.save_to:  # fail now, and not after hours of evaluation
+            artifact.check_writable()
+    if job.pooled:
+        check_pooled(artifacts)
+    progress("looking at the model", 0, 0)
+    source = find(job.model, job.revision)
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
+    config = loading.load_config(source, scaling)
+    job = _settle_format(_leave_windows(job, artifacts, config), artifacts)
+    caches = _build_caches(job, artifacts)
+    start = max(cache.first_quantized for cache in caches)
+    if job.fit_length:
+        job = replace(job, data=fit_rows(job.data, start, config))
+    check_loadable(config, source.name, job.torch_device)
+    geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    if geometry is not None:
+        check_model(job, artifacts, geometry)
+    check_positions(config, job.data.length, "texts", "add: --length {}")
+    job.tasks.check_positions(config)
+    check_length(job.data, start)
+    shorter = "give a smaller --drift" if job.drift else "add: --length {}"
+    check_positions(config, start + 1 + job.drift, "texts", shorter)
+    # The text needs only the tokenizer and may be refused, so it is read before the weights.
+    fetch(source, weights=False)
+    tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
+    progress("reading the text", 0, 0)
+    text = read_corpus(data, tokenizer)
+    loading.check_ids(text.rows, config, job.model)
+    plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
+    return Prepared(
+        job, artifacts, source, scaling, config, caches, start, geometry, tokenizer, text, plan
+    )
+
+
+def _check_settings(job: Evaluation) -> None:
+    if job.format not in (None, *int2.SIMULATED):
+        formats = ", ".join(int2.SIMULATED)
+        raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
+    known = (*BASELINES, *RIVALS)
+    for name in job.baselines:
+        if name not in known:
+            raise UsageError(
+                f"there is no rival {name!r}{nearest(name, known)}",
+                hint=f"give some of {', '.join(RIVALS)}",
+            )
+    if job.prefill_layout and job.prefill_chunk is None:
+        raise UsageError(
+            "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
+        )
+    if (job.real_cache or job.drift) and (job.layers is not None or len(job.sides) < 2):
+        raise UsageError(
+            "a real cache stores keys and values of all layers",
+            hint=f"leave out {'--real-cache' if job.real_cache else '--drift'}",
+        )
+    job.tasks.check()
+    _ = job.memory_limits  # for its errors
+
+
+def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
+    """Raise `RotationZooError` for artifacts, layers or rivals that do not fit the model."""
+    if job.layers is not None:
+        check_layers(job.model, job.layers, geometry)
+    check_artifacts(job.model, artifacts, geometry)
+    check_rivals(job.baselines, geometry)
+    if len(job.sides) < 2 and has_latents(geometry):
+        raise UsageError(
+            f"{job.model} caches latents, which are keys and values at once",
+            hint=f"leave out --{job.sides[0]}s-only",
+        )
+
+
+def _leave_windows(
+    job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
+) -> Evaluation:
+    """The job of an engine that keeps layers with a sliding window exact. A real cache stores every
+    layer, and layers that were named are those to store."""
+    full = full_attention_layers(config)
+    if not job.beside_windows or full is None:
+        return job
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    bits = bits_beside_windows(job.bits, has_budget, has_windows=True)
+    if bits == "equal":
+        notes = [*job.notes, "Beside layers with a sliding window, the budget of bits is left out"]
+        job = replace(job, bits=bits, format=job.beside_windows, notes=notes)
+    if job.layers or job.real_cache or job.drift:
+        return job
+    if not full:
+        raise UsageError(
+            f"every layer of {job.model} has a sliding window, which {job.engine} keeps exact",
+            hint="to store them in 2 bits, leave out --for",
+        )
+    notes = [*job.notes, f"Layers with a sliding window stay exact, as {job.engine} serves them"]
+    return replace(job, layers=full, notes=notes)
+
+
+def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
+    """The job with the format that it leaves to the artifacts."""
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    name = job.format or (BUDGETED if has_budget else "sglang")
+    check_bits(job.bits, has_budget, name)
+    if job.bits not in (None, "equal"):
+        said = f"The artifacts have a budget of {job.bits} bits here, and not their own"
+        job = replace(job, notes=[*job.notes, said])
+    return replace(job, format=name)
+
+
+def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
+    """One cache per pair of windows."""
+    recipe = shared_recipe(artifacts)
+    windows = job.windows or [(recipe.sink, recipe.recent)]
+    assert job.format is not None
+    format = int2.SIMULATED[job.format]
+    if format.offset == "none" and artifacts:
+        spent = reduced_rotations(artifacts[0], False, (), job.bits)
+        if spent.has_budget:  # the baselines take as many bytes as the first artifact
+            format = replace(format, fine_channels=average_fine_channels(spent))
+    layout = job.prefill_layout or "server"
+    return [
+        CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows
+    ]

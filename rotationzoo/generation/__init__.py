@@ -1,0 +1,1 @@
+"""Text that a model writes through a cache of 2 bits: `rotationzoo generate`."""

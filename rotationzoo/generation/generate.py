@@ -1,0 +1,213 @@
+"""The generation job: from the name of a model and a prompt to a text, written through a 2-bit
+cache, and what the cache took."""
+
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.options import build_settings, served_bits
+from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.codec.settings import CacheOptions, as_engine
+from rotationzoo.engines.reductions import describe_choice
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.compatibility import rope_notes
+from rotationzoo.generation.artifacts import open_artifact
+from rotationzoo.generation.continuation import (
+    INTERRUPTED,
+    Continuation,
+    compare_texts,
+    continue_prompt,
+    describe_text,
+)
+from rotationzoo.generation.prompt import (
+    LEAD,
+    Prompt,
+    encode_prompt,
+    put_text_before,
+    write_example,
+)
+from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
+from rotationzoo.generation.text_stream import TextStream, Write
+from rotationzoo.geometry import check_group_size, head_dims
+from rotationzoo.model import loading
+from rotationzoo.model.compatibility import (
+    check_artifacts,
+    check_weights,
+    other_weights_note,
+    settle_rope_scaling,
+)
+from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.placement import place_weights
+from rotationzoo.model.quantized import check_loadable
+from rotationzoo.model.rope import position_count, scaling_of
+from rotationzoo.model.source import Source, fetch, fetch_weights, find
+from rotationzoo.progress import Progress, Tokens, silent
+from rotationzoo.recipe import Recipe
+from rotationzoo.text.rows import start_note
+
+
+def _ignore(note: str) -> None:
+    """Drop a note that has no reader."""
+
+
+def generate(
+    job: Generation,
+    progress: Progress = silent,
+    write: Write | None = None,
+    note: Write = _ignore,
+) -> dict[str, Any]:
+    """Continue a prompt through a 2-bit cache, and return the report that `generate --json` prints.
+
+    `write` gets the text piece by piece; without it, `progress` is told of the tokens. `note` gets
+    what a reader should know of the rotations, before the weights are loaded. A text that
+    Ctrl-C ends is reported with `stop` `interrupted`. Raises `UsageError` for settings that exclude
+    each other or a prompt that the model has no positions for, and `RotationZooError` for rotations
+    that do not fit the model. Where the config is enough to tell, the error comes before any
+    weights are fetched.
+    """
+    job.check()
+    device = job.torch_device
+    artifact = _open(job, progress)
+    progress("looking at the model", 0, 0)
+    source = find(job.model, job.revision)
+    artifacts = [artifact] if artifact else []
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
+    config = loading.load_config(source, scaling)
+    check_loadable(config, source.name, device)
+    geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    if geometry is not None:
+        check_artifacts(job.model, artifacts, geometry)
+        check_group_size(job.cache.get("group_size"), head_dims(geometry))
+    fetch(source, weights=False)
+    tokenizer = loading.load_tokenizer(source)
+    bits = served_bits(job.cache, artifacts, config)
+    has_budget = bits != "equal" and any(each.rotations.has_budget for each in artifacts)
+    options = as_engine(job.cache, has_budget)
+    windows = _windows(options, artifact)
+    prompt = _encode(job, tokenizer, windows, position_count(config), note)
+    prompt.check_positions(job.model, config)
+    loading.check_ids([prompt.ids], config, job.model)
+    fetch_weights(source, progress)
+    check_weights(artifacts, source, job.anyway)
+    rotations = _rotations(artifact, source)
+    if "engine" in job.cache:
+        rotations["notes"].insert(0, describe_choice(options["engine"], artifacts, job.cache))
+    rotations["notes"] += rope_notes(artifacts, scaling)
+    for text in rotations["notes"]:
+        note(text)
+    with place_weights(job.device_map, job.max_memory) as placement:
+        progress("loading the model", 0, 0)
+        dtype = job.torch_dtype
+        model = loading.load(source, config, device, dtype, placement)
+        for text in loading.notes_of(model):
+            note(text)
+        writer = _Writer(job, model, tokenizer, prompt, progress)
+        # Other weights are a note of the report, and need not be logged by the public class.
+        cache = RotatedCache(build_settings(artifact, model, job.cache), model)
+        shown = _after(prompt.question, write) if write else writer.counting("writing")
+        written = writer.write(shown, cache)
+        sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
+        del cache  # the exact model's own needs more room
+        exact = None
+        if job.compare and written.stop != INTERRUPTED:
+            exact = writer.write(writer.counting("writing with the exact model"))
+    report = {
+        "model": source.label,
+        "revision": source.revision,
+        **rotations,
+        "rope_scaling": scaling_of(config),
+        "format": options["format"],
+        **windows,
+        **sizes,
+        **describe_text(prompt, written),
+    }
+    if exact is not None:
+        report |= compare_texts(written, exact)
+    return report
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """A loaded model with a prompt, which it can continue with one cache or another."""
+
+    job: Generation
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt
+    progress: Progress
+
+    def write(self, write: Write, cache: RotatedCache | None = None) -> Continuation:
+        """Continue the prompt, in an exact cache if none is given."""
+        stream = TextStream(self.tokenizer, self.prompt.ids, write)
+        return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
+
+    def counting(self, stage: str) -> Write:
+        """A writer that reports each piece of text, usually a token, as progress."""
+        pieces, total = 0, Tokens(self.prompt.max_new_tokens)
+
+        def count(text: str) -> None:
+            nonlocal pieces
+            pieces += 1
+            self.progress(stage, Tokens(pieces), total)
+
+        return count
+
+
+def _rotations(artifact: Artifact | None, source: Source) -> dict[str, Any]:
+    """The report's entries on the rotations."""
+    if artifact is None:
+        return {"rotations": None, "notes": []}
+    note = other_weights_note(artifact, source)
+    return {"rotations": str(artifact.folder), "notes": [note] if note else []}
+
+
+def _after(question: str, write: Write) -> Write:
+    """Write the line that a text completes before it."""
+    beginnings = chain([question], repeat(""))
+    return lambda text: write(next(beginnings) + text)
+
+
+def _open(job: Generation, progress: Progress) -> Artifact | None:
+    if job.rotations is None or isinstance(job.rotations, Artifact):
+        artifact = job.rotations
+    else:
+        progress("opening the rotations", 0, 0)
+        artifact = open_artifact(job.rotations)
+    feedback = job.cache.get("rounding") == "feedback"
+    if feedback and (artifact is None or not artifact.rotations.has_feedback):
+        name = artifact.folder if artifact else "a cache without rotations"
+        raise RotationZooError(
+            f"{name} has no factors to choose codes by error feedback with",
+            hint="calibrate with --feedback, or leave out --rounding",
+        )
+    return artifact
+
+
+def _windows(options: CacheOptions, artifact: Artifact | None) -> CacheOptions:
+    """How many first and last tokens stay exact, from the options or the recipe."""
+    recipe = artifact.recipe if artifact else Recipe()
+    sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
+    return {"sink": sink, "recent": recent}
+
+
+def _encode(
+    job: Generation,
+    tokenizer: PreTrainedTokenizerBase,
+    windows: CacheOptions,
+    positions: int | None,
+    note: Write,
+) -> Prompt:
+    if job.prompt is not None:
+        if not job.chat and (said := start_note(tokenizer)):
+            note(said)
+        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
+        prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
+        exact = windows["sink"] + windows["recent"] - prompt.max_new_tokens
+        if job.compare and len(ids) <= exact:
+            note(f"the prompt stays exact, so {LEAD:,} tokens of code come before it")
+            return put_text_before(prompt, tokenizer)
+        return prompt
+    return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)

@@ -1,8 +1,0 @@
-"""The attention backend that a released vLLM loads from this package: it stores keys and values in
-2 bits, in pages of vLLM's own block manager."""
-
-KEY = "rotationzoo"
-"""The key of vLLM's `additional_config` that names the artifact, and the name of the plugin."""
-BACKENDS = "rotationzoo.runtime.vllm.backend"
-WORKER = f"{BACKENDS}.RotatedWorker"
-SERVE = "start it with: rotationzoo serve MODEL --rotations ROTATIONS"

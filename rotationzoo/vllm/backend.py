@@ -1,0 +1,374 @@
+"""The attention backends of vLLM with keys and values in 2 bits, one for its GPU engine and one in
+the place of its own for CPUs, and the worker that sees to it that layers get them.
+
+Layers with a sliding window keep vLLM's own backend, and the model's dtype.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+
+from rotationzoo.codec.attention import Scores
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.rotations import SIDES
+from rotationzoo.vllm import BACKENDS, SERVE
+from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.plugin import claim
+from rotationzoo.vllm.settings import (
+    cell_bytes,
+    check_kernels,
+    read_settings,
+    select_heads,
+    served_layers,
+)
+from rotationzoo.vllm.steps import Known, Planner, Step, count_slots
+
+
+@dataclass
+class RotatedMetadata(AttentionMetadata):  # type: ignore[misc]
+    """What the layers of a step get."""
+
+    num_actual_tokens: int
+    step: Step
+
+
+class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore[misc]
+    """Plans each step for all layers."""
+
+    # A captured step has one new token of each request.
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+        self.tokens = _page_tokens(kv_cache_spec.block_size)
+        self.pages = kv_cache_spec.block_size // self.tokens  # of a block
+
+    @cached_property
+    def planner(self) -> Planner:
+        """What plans the steps: made with the first one, because vLLM may count its pages only
+        after it has made this builder."""
+        settings = read_settings(self.vllm_config)
+        assert settings is not None
+        return Planner(
+            settings.layout,
+            self.tokens,
+            self.kv_cache_spec.page_size_bytes // self.pages,
+            self.vllm_config.cache_config.num_gpu_blocks * self.pages,
+            self.vllm_config.scheduler_config.max_num_seqs,
+            self.device,
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> RotatedMetadata:
+        """Plan a step."""
+        common = common_attn_metadata
+        bounds = common.query_start_loc
+        known_lengths = common.seq_lens_cpu_upper_bound
+        if known_lengths is None:
+            known_lengths = common.seq_lens
+        known = Known(
+            common.query_start_loc_cpu.diff().tolist(), known_lengths.tolist(), common.max_seq_len
+        )
+        table, mapping = common.block_table_tensor, common.slot_mapping
+        if self.pages > 1:
+            inside = torch.arange(self.pages, dtype=table.dtype, device=table.device)
+            table = (table[..., None] * self.pages + inside).flatten(1)
+        tokens = common.num_actual_tokens
+        step = self.planner.plan(table, common.seq_lens, bounds.diff(), mapping[:tokens], known)
+        return RotatedMetadata(tokens, step)
+
+
+class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
+    """The attention of one layer over pages of codes."""
+
+    def __init__(  # noqa: PLR0913 (vLLM's own arguments)
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        unserved = {
+            "ALiBi": alibi_slopes is not None,
+            f"attention of the kind {attn_type!r}": attn_type != "decoder",
+            "caches that layers share": kv_sharing_target_layer_name is not None,
+        }
+        for what, asked in unserved.items():
+            if asked:
+                raise UnsupportedModel(f"rotations are not served with {what} by this backend")
+        if sliding_window is not None:
+            raise UnsupportedModel(
+                "layers with a sliding window are served by vLLM's own attention backend alone",
+                hint=SERVE,
+            )
+        global _current
+        _current = config = get_current_vllm_config()
+        settings = read_settings(config)
+        if settings is None:
+            raise RotationZooError(
+                "the attention backend CUSTOM is rotationzoo's, and no artifact is named", SERVE
+            )
+        self.settings = settings
+        if config.device_config.device_type == "cuda":
+            check_kernels(settings, config.model_config.dtype)
+        self.ranks = config.parallel_config.tensor_parallel_size
+        self.most_requests = config.scheduler_config.max_num_seqs
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
+        self.pages: LayerPages | None = None
+        self.cache_config = config.cache_config
+        self.reserved: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Let the layer of this ask a backend that knows the layer's number for its spec: vLLM
+        calls this before it asks, and names no layer to a backend."""
+        for name, layer in _current.compilation_config.static_forward_context.items():
+            if getattr(layer, "impl", None) is self:
+                layer.attn_backend = _for_layer(layer.attn_backend, extract_layer_index(name))
+
+    def do_kv_cache_update(self, *_: Any) -> None:
+        """Nothing: `forward` stores new tokens. vLLM's CPU backend would write rows as they are
+        over the codes."""
+
+    @torch.no_grad()
+    def forward(  # noqa: PLR0913 (vLLM's own arguments)
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RotatedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store new tokens, `key` and `value` `[T, H, D]`, and write what their queries
+        `[T, H_q, D]` read to `output`."""
+        if attn_metadata is None:  # the run that measures memory
+            self._reserve(key)
+            return output.zero_()
+        _, heads, tokens, cell = kv_cache.shape
+        kv_cache = kv_cache.view(-1, heads, _page_tokens(tokens), cell)
+        # To measure what graphs take, vLLM runs with a small tensor first.
+        if self.pages is None or not self.pages.holds(kv_cache):
+            index = extract_layer_index(layer.layer_name)
+            self.pages = self._open_pages(index, key, value, kv_cache)
+        tokens = attn_metadata.num_actual_tokens
+        rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
+        self.pages.write(attn_metadata.step, rows)
+        into = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        self.pages.attend(attn_metadata.step, query[:tokens], rows, self.scores, into)
+        return output
+
+    def _reserve(self, like: torch.Tensor) -> None:
+        """Take the memory that exact copies will take, so that vLLM leaves it on a GPU."""
+        is_first = self.reserved is None and self.pages is None
+        if like.is_cuda and is_first and self.cache_config.block_size:
+            tokens = _page_tokens(self.cache_config.block_size)
+            slots = count_slots(self.settings.layout, tokens, self.most_requests)
+            self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
+
+    def _open_pages(
+        self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+    ) -> LayerPages:
+        settings, self.reserved, self.pages = self.settings, None, None
+        if self.ranks > 1:
+            rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
+            settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
+        rows = (each.transpose(0, 1)[None] for each in (key, value))
+        slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
+        return LayerPages(settings.for_layer(index, *rows), index, kv_cache, slots, key.dtype)
+
+
+class RotatedBackend(AttentionBackend):  # type: ignore[misc]
+    """The backend of a GPU, chosen for layers with full attention."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update = True
+    layer: int | None = None
+    """The number of the layer whose backend this is; None for that of all layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Multiples of a kernel's tile, of which vLLM takes the smallest."""
+        return [MultipleOf(64)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """The bytes of a page lie together."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """The class of a layer's attention."""
+        return RotatedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return RotatedBuilder
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
+        return _in_two_bits(spec, cls.layer)
+
+
+class _CpuBuilder(RotatedBuilder):
+    """Ours, or vLLM's for layers with a sliding window: a CPU has one backend for all layers."""
+
+    def __new__(cls, kv_cache_spec: Any, *others: Any) -> Any:
+        if kv_cache_spec.state_content_bytes is None:
+            return CPUAttentionBackend.get_builder_cls()(kv_cache_spec, *others)
+        return super().__new__(cls)
+
+
+class _CpuImpl(RotatedImpl):
+    """Ours, or vLLM's for layers with a sliding window."""
+
+    def __new__(cls, *arguments: Any, **others: Any) -> Any:
+        *_, sliding_window = arguments[:6]  # vLLM gives the first ones by position
+        if sliding_window is not None:
+            return CPUAttentionBackend.get_impl_cls()(*arguments, **others)
+        return super().__new__(cls)
+
+
+class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """Ours, in the place of vLLM's for CPUs."""
+
+    layer: int | None = None
+    """As in `RotatedBackend`."""
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        """The class of a layer's attention."""
+        return _CpuImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """The class that plans steps."""
+        return _CpuBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
+        if isinstance(spec, SlidingWindowSpec):
+            return super().customize_spec(spec)
+        return _in_two_bits(spec, cls.layer)
+
+
+_current: Any = None
+"""The `VllmConfig` of the model that this process serves, as its layers are built: vLLM asks for
+the spec of a cache later, when it shows its configuration no more."""
+
+
+@cache
+def _for_layer(backend: Any, layer: int) -> Any:
+    """The backend of one layer: for vLLM, which compares names, the same as the one of all."""
+    if backend.layer is not None:  # weights may be loaded again
+        return backend
+    return type(backend.__name__, (backend,), {"layer": layer, "__doc__": backend.__doc__})
+
+
+def _in_two_bits(spec: Any, layer: int | None) -> Any:
+    """Raises `UnsupportedModel` for a layer that is not of full attention."""
+    if type(spec) is not FullAttentionSpec:
+        raise UnsupportedModel(
+            "rotations are served with full attention and sliding windows alone",
+            hint="read it with transformers: rotationzoo generate",
+        )
+    settings = read_settings(_current)
+    assert settings is not None
+    cell = cell_bytes(settings, spec.head_size, layer)
+    stored = replace(spec, state_content_bytes=cell)
+    if settings.codec.rotations.has_budget:
+        # A cell may not be a whole number of the model's elements.
+        stored = replace(stored, dtype=torch.uint8)
+    layers = _current.compilation_config.static_forward_context.values()
+    if all(getattr(each, "sliding_window", None) is None for each in layers):
+        return stored
+    # Of another dtype, so that vLLM clears blocks that change hands: what layers with a window left
+    # in one may be no numbers as scales, and codes may be none as rows.
+    stored = replace(stored, dtype=torch.uint8)
+    # Blocks of all layers take the same bytes: vLLM pads those that take fewer. So a block holds as
+    # many more tokens as make it larger than one of a layer with a window.
+    more = -(-spec.page_size_bytes // stored.page_size_bytes)
+    return replace(stored, block_size=more * spec.block_size)
+
+
+def _page_tokens(block: int) -> int:
+    """The tokens of our pages in a block of vLLM's with so many: exact copies belong to a page, and
+    not to a whole block."""
+    return math.gcd(block, 64)
+
+
+_OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
+_Worker: Any = resolve_obj_by_qualname(f"vllm.v1.worker.{_OF_PLATFORM}")
+
+
+class RotatedWorker(_Worker):  # type: ignore[misc]
+    """vLLM's own worker, for a config that names an artifact."""
+
+    def load_model(self, **options: Any) -> None:
+        """Raises `RotationZooError` for what is not served, before weights are read, and for a
+        layer that would read an exact cache."""
+        config, place = self.vllm_config, AttentionBackendEnum.CPU_ATTN
+        claim(config)
+        # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
+        register_backend(place, f"{BACKENDS}.RotatedCpuBackend")
+        try:
+            super().load_model(**options)
+        finally:
+            place.clear_override()  # another model of this process keeps vLLM's
+        settings, layers = read_settings(config), config.compilation_config.static_forward_context
+        assert settings is not None
+        ours = (
+            name for name in layers if isinstance(getattr(layers[name], "impl", None), RotatedImpl)
+        )
+        stored = {*map(extract_layer_index, ours)}
+        if exact := served_layers(settings, config) - stored:
+            raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
+        init_logger("vllm.rotationzoo").info("%d layers are stored in 2 bits", len(stored))

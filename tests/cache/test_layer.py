@@ -1,0 +1,283 @@
+"""One layer of a 2-bit cache against one that keeps every row and computes anew what is read."""
+
+import copy
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from support.caches import with_factors, with_means
+from support.float64 import to_float64
+from support.naive_cache import NaiveLayer
+
+from rotationzoo.artifact.fit import fit
+from rotationzoo.cache.layer import RotatedLayer, RotatedSlidingLayer
+from rotationzoo.cache.padding import Padding
+from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.size import codec_bits
+from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Layer
+from rotationzoo.recipe import PRESETS
+
+HEADS, KEY_DIM, VALUE_DIM = 2, 16, 12
+GEOMETRY = [Layer(0, 0, 4, HEADS, KEY_DIM, VALUE_DIM)]
+# What a call of `generate` may bring: prompts, chunks and single tokens.
+CALLS = [5, 1, 1, 9, 1, 1, 1, 1, 12, 3, 1, 1, 1, 1, 1, 1]
+
+
+RANDOM = with_means(to_float64(fit(None, PRESETS["random"], GEOMETRY)))
+ARMS = {
+    "one group": RotatedCodec(RANDOM),
+    "groups": RotatedCodec(RANDOM, group_size=4),
+    "feedback": RotatedCodec(with_factors(RANDOM), rounding="feedback"),
+}
+
+
+def layer_of(arm, windows, padding=None, **settings):
+    storage = CacheSettings(arm, windows, **{"block": 8, **settings})
+    return RotatedLayer(storage, 0, padding or Padding())
+
+
+def draw(batch, tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, HEADS, tokens, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)
+    ]
+
+
+def feed(layer, rows, calls):
+    """Hand rows over call by call; the keys and values that each call reads."""
+    parts = zip(*(side.split(calls, dim=2) for side in rows), strict=True)
+    return [layer.update(*part) for part in parts]
+
+
+def first(tokens, read):
+    return [side[:, :, :tokens] for side in read]
+
+
+def assert_same(reads, expected):
+    # Rows are rotated in float64, so that at most the last bit of their type may differ.
+    for read, wanted in zip(reads, expected, strict=True):
+        for rows, rows_wanted in zip(read, wanted, strict=True):
+            eps = torch.finfo(rows.dtype).eps
+            torch.testing.assert_close(rows, rows_wanted, rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("layout", ["server", "window"])
+@pytest.mark.parametrize(
+    ("name", "sink", "recent"),
+    [*[(name, 3, 6) for name in ARMS], *product(["one group"], [0, 4], [0, 5])],
+)
+def test_every_call_reads_what_the_windows_say(name, layout, sink, recent):
+    arm, windows = ARMS[name], CacheLayout(sink=sink, recent=recent, prefill_layout=layout)
+    layer = layer_of(arm, windows)
+    rows = draw(2, sum(CALLS))
+    reads = feed(layer, rows, CALLS)
+    assert_same(reads, feed(NaiveLayer(arm, windows), rows, CALLS))
+    assert layer.get_seq_length() == sum(CALLS)
+    exact = arm.keep_exact(rows[0], 0, "key")
+    assert (reads[-1][0] - exact).abs().max() > 0.1, "something is quantized"
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_every_format_and_type(format, dtype):
+    arm, windows = ARMS["groups"], CacheLayout(format, sink=2, recent=3)
+    rows = [side.to(dtype) for side in draw(2, sum(CALLS))]
+    reads = feed(layer_of(arm, windows), rows, CALLS)
+    assert reads[-1][0].dtype == dtype
+    assert_same(reads, feed(NaiveLayer(arm, windows), rows, CALLS))
+
+
+def test_a_window_shows_what_full_attention_would_show_of_it():
+    arm, windows = ARMS["one group"], CacheLayout(sink=2, recent=3)
+    rows = draw(2, sum(CALLS))
+    full = feed(layer_of(arm, windows), rows, CALLS)
+    for window in (2, 3, 7, 16, 60):
+        storage = CacheSettings(arm, windows, block=8)
+        layer = RotatedSlidingLayer(storage, 0, Padding(), window)
+        before = 0
+        for new, read, part in zip(
+            CALLS, full, zip(*(side.split(CALLS, dim=2) for side in rows), strict=True), strict=True
+        ):
+            columns, first = layer.get_mask_sizes(new)
+            assert first == max(0, before - window + 1)
+            seen = layer.update(*part)
+            assert seen[0].shape[2] == columns
+            assert_same([seen], [[side[:, :, first:] for side in read]])
+            before += new
+        stored = sum(len(stream.blocks["key"].table) for stream in layer.streams)
+        assert stored <= window // 8 + 2, "blocks before the window are freed"
+
+
+def test_candidates_are_taken_back_exactly():
+    """The rule for assisted decoding, and that slack is enough: calls of a token and candidates,
+    after each of which some are taken back."""
+    arm, windows = ARMS["groups"], CacheLayout(sink=2, recent=4)
+    layer, naive = layer_of(arm, windows, slack=5), NaiveLayer(arm, windows)
+    for each in (layer, naive):
+        feed(each, draw(1, 13), [13])
+        each.activate_past_recording()
+    generator = torch.Generator().manual_seed(2)
+    for step in range(25):
+        candidates = int(torch.randint(0, 6, (), generator=generator))
+        rejected = int(torch.randint(0, candidates + 1, (), generator=generator))
+        rows = draw(1, candidates + 1, seed=step)
+        assert_same([layer.update(*rows)], [naive.update(*rows)])
+        layer.crop(-rejected)
+        naive.crop(-rejected)
+    assert layer.streams[0].exact_tokens <= 4 + 5 + 1
+
+
+def test_what_is_quantized_is_not_taken_back():
+    layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=4))
+    feed(layer, draw(1, 20), [20])
+    before = layer.streams[0].read()
+    taken_back = "5 tokens cannot be taken back: all but the last 4"
+    with pytest.raises(RotationZooError, match=taken_back) as refusal:
+        layer.crop(-5)
+    assert "slack" in refusal.value.hint
+    with pytest.raises(RotationZooError, match="not cropped to a length of 5"):
+        layer.crop(5)
+    layer.crop(-3)
+    assert layer.get_seq_length() == 17
+    assert_same([layer.streams[0].read()], [[side[:, :, :17] for side in before]])
+    short = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=4))
+    feed(short, draw(1, 6), [6])
+    short.crop(-9)
+    assert short.get_seq_length() == 0
+
+
+def test_a_window_does_not_reach_back_to_what_it_forgot():
+    layer = RotatedSlidingLayer(
+        CacheSettings(ARMS["one group"], CacheLayout(sink=0, recent=9)), 0, Padding(), 4
+    )
+    feed(layer, draw(1, 20), [20])
+    with pytest.raises(RotationZooError, match="the window of layer 0 would reach"):
+        layer.crop(-1)
+    layer.crop(0)
+
+
+def padded(rows, starts):
+    """A batch from rows of one length, of which the first tokens are padding."""
+    for side in rows:
+        for number, start in enumerate(starts):
+            side[number, :, :start] = torch.nan
+    return rows
+
+
+@pytest.mark.parametrize(
+    "calls", [[20, 1, 1, 1, 6, 1], [7, 7, 6, 1, 1, 1]], ids=["whole", "chunks"]
+)
+def test_each_row_of_a_padded_batch_is_read_as_if_alone(calls):
+    """Even where the first chunk is nothing but padding, and padding is not a number."""
+    arm, windows, starts = ARMS["one group"], CacheLayout(sink=2, recent=3), [4, 0, 11]
+    padding = Padding()
+    layer = layer_of(arm, windows, padding)
+    rows = padded(draw(3, sum(calls)), starts)
+    done, parts = 0, zip(*(side.split(calls, dim=2) for side in rows), strict=True)
+    reads = []
+    for new, part in zip(calls, parts, strict=True):
+        done += new
+        padding.note(torch.arange(done) >= torch.tensor(starts)[:, None])
+        reads.append(layer.update(*part))
+    for number, start in enumerate(starts):
+        alone, row_calls = [side[number : number + 1, :, start:] for side in rows], []
+        ends = torch.tensor(calls).cumsum(0) - start
+        for end in ends.clamp(min=0).tolist():
+            row_calls.append(end - sum(row_calls))
+        kept = [new for new in row_calls if new]
+        expected = feed(NaiveLayer(arm, windows), alone, kept)
+        seen = [[side[number : number + 1, :, start:] for side in read] for read in reads]
+        assert_same(seen[len(seen) - len(kept) :], expected)
+        assert not any(side[number, :, :start].any() for side in reads[-1]), "padding reads 0"
+
+
+@pytest.mark.parametrize("starts", [[], [0, 3, 1]], ids=["plain", "padded"])
+def test_rows_are_chosen_and_repeated(starts):
+    layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=3), Padding(starts))
+    feed(layer, draw(3, 24), [23, 1])
+    rows = layer.update(*draw(3, 1, seed=9))
+    copied = copy.deepcopy(layer)
+    beams = torch.tensor([2, 2, 0])
+    layer.reorder_cache(beams)
+    again = draw(3, 1, seed=10)
+    read = layer.update(*again)
+    # One more token was quantized since.
+    assert_same([first(22, read)], [[side[beams] for side in first(22, rows)]])
+    # Rows that came from one row have grown apart.
+    assert torch.equal(read[0][:, :, -1], ARMS["one group"].keep_exact(again[0], 0, "key")[:, :, 0])
+    copied.batch_repeat_interleave(2)
+    copied.batch_select_indices(torch.tensor([5, 1]))
+    read = copied.update(*draw(2, 1, seed=11))
+    assert_same([first(22, read)], [[side[[2, 0]] for side in first(22, rows)]])
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+def test_blocks_stay_where_they_are():
+    places: dict[str, int] = {}
+    layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=3), block=8)
+    for part in zip(*(side.split(1, dim=2) for side in draw(1, 60)), strict=True):
+        layer.update(*part)
+        for stream in layer.streams:
+            for side, blocks in stream.blocks.items():
+                for number, tensor in blocks.table.items():
+                    place = places.setdefault(f"{side} {number}", tensor.data_ptr())
+                    assert place == tensor.data_ptr()
+    assert len(places) == 2 * 7, "7 blocks a side, for 55 quantized tokens"
+
+
+def test_each_token_is_quantized_once(monkeypatch):
+    arm, quantized = ARMS["groups"], Counter()
+    original = RotatedCodec.quantize
+
+    def count(self, rows, layer, side, format):
+        quantized[side] += rows.shape[2]
+        return original(self, rows, layer, side, format)
+
+    monkeypatch.setattr(RotatedCodec, "quantize", count)
+    windows = CacheLayout(sink=3, recent=6)
+    feed(layer_of(arm, windows), draw(2, sum(CALLS)), CALLS)
+    expected = windows.quantized_tokens(sum(CALLS))
+    assert quantized == {"key": expected, "value": expected}
+
+
+# Qwen3-8B: 36 layers of 8 KV heads of 128 channels.
+QWEN3_8B = [Layer(index, index, 32, 8, 128, 128) for index in range(36)]
+
+
+@pytest.mark.parametrize(("format", "least"), [(SGLANG, 6.2), (VLLM, 6.9)], ids=["32", "16"])
+def test_bytes_at_the_geometry_of_an_8b_model(format, least):
+    """Every tensor is counted at a length that a CPU can fill, and the same count is projected to
+    131,072 tokens, where it agrees with the size that reports state."""
+    windows, block = CacheLayout(format), 256
+    arm = RotatedCodec(fit(None, PRESETS["identity"], QWEN3_8B[:1]))
+
+    def expected(tokens):
+        blocks = -(-(tokens - windows.sink - windows.recent) // block)
+        metadata = 2 * format.metadata_bits // 8
+        row = 2 * 8 * (blocks * block * (128 // 4 + metadata))
+        return row + 2 * 8 * 128 * 2 * (windows.sink + windows.recent)
+
+    layer = RotatedLayer(CacheSettings(arm, windows), 0, Padding())
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 8, 3000, 128, generator=generator).bfloat16()
+    feed(layer, [rows, rows], [2990, *[1] * 10])
+    held = sum(tensor.untyped_storage().nbytes() for tensor in layer.tensors())
+    assert held == expected(3000)
+    assert layer.bf16_bytes == 2 * rows.nbytes
+    bf16 = 131072 * 2 * 8 * 128 * 2
+    # Measured: 6.31 and 7.00.
+    assert bf16 / expected(131072) >= least
+    bits = 16 * expected(131072) / bf16
+    assert bits == pytest.approx(codec_bits(QWEN3_8B, arm, windows), rel=0.001), "the last block"
+
+
+def test_a_layer_without_a_rotation_is_refused():
+    other = RotatedLayer(CacheSettings(ARMS["one group"]), 4, Padding())
+    with pytest.raises(RotationZooError, match="there is no rotation for layer 4"):
+        other.update(*draw(1, 1))

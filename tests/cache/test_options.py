@@ -1,0 +1,150 @@
+"""The public cache: from an artifact, a folder, a name in the zoo, rotations, or nothing."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from support import architectures
+from support.caches import generate
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from rotationzoo import Artifact, RotatedCache
+from rotationzoo.codec.formats import MLX, SGLANG
+from rotationzoo.errors import HubError, RotationZooError, UsageError
+from rotationzoo.generation import artifacts
+from rotationzoo.model.source import DEMO, Source
+
+PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+def test_all_ways_to_name_rotations(demo, made, monkeypatch):
+    artifact = Artifact.open(made)
+    # Error feedback takes seconds on a CPU.
+    options = {"sink": 4, "recent": 16, "rounding": "nearest"}
+    texts = []
+    pulled = []
+    monkeypatch.setattr(artifacts, "pull", lambda name: pulled.append(name) or artifact)
+    for rotations in (artifact, str(made), made, artifact.rotations, "Qwen/Qwen3-8B"):
+        cache = RotatedCache(rotations, demo, **options)
+        assert cache.settings.layout.sink == 4
+        texts.append(generate(demo, cache, PROMPT, 6))
+        assert cache.bytes_held < cache.get_seq_length() * 4 * 2 * 2 * 64 * 4, "less than exact"
+    assert pulled == ["Qwen/Qwen3-8B"]
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_settings_come_from_the_recipe_and_the_options(demo, made):
+    settings = RotatedCache(made, demo).settings
+    assert (settings.layout.sink, settings.layout.recent) == (64, 256)
+    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (SGLANG, None, 64)
+    assert settings.layout.prefill_layout == "server"
+    assert settings.reading == "auto"
+    options = {"format": "mlx", "group_size": 32, "slack": 7, "prefill_layout": "window"}
+    settings = RotatedCache(made, demo, **options, reading="rows").settings
+    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (MLX, 32, 7)
+    assert settings.layout.prefill_layout == "window"
+    assert settings.reading == "rows"
+
+
+def test_error_feedback_is_used_where_an_artifact_has_its_factors(demo, made):
+    rotations = Artifact.open(made).rotations
+    assert RotatedCache(rotations, demo).settings.codec.rounding == "feedback"
+    assert RotatedCache(rotations, demo, rounding="nearest").settings.codec.rounding == "nearest"
+    plain = without_factors(rotations)
+    assert RotatedCache(plain, demo).settings.codec.rounding == "nearest"
+    with pytest.raises(RotationZooError, match="have no factors"):
+        RotatedCache(plain, demo, rounding="feedback")
+
+
+def without_factors(rotations):
+    return rotations.replace(lambda _, __, rotation: replace(rotation, feedback=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "gguf"}, "there is no format 'gguf'"),
+        ({"format": "sgland"}, "did you mean 'sglang'"),
+        ({"rounding": "feedbak"}, "no rounding 'feedbak' .did you mean 'feedback'"),
+        ({"reading": "page"}, "no reading 'page' .did you mean 'pages'"),
+        ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
+        ({"sinks": 4}, "no option 'sinks' .did you mean 'sink'"),
+        ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),
+        ({"group_size": 0}, "group_size must be a whole number of at least 1, not 0"),
+        ({"sink": -1}, "sink must be a whole number of at least 0, not -1"),
+        ({"slack": -1}, "slack must be a whole number of at least 0, not -1"),
+    ],
+)
+def test_what_no_cache_can_have_is_refused(demo, options, message):
+    with pytest.raises(UsageError, match=message):
+        RotatedCache(None, demo, **options)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(demo, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(artifacts, "pull", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.chdir(made.parent)
+    # Beside an artifact that is there, as in the folder of `calibrate`.
+    beside = f"../{made.parent.name}/mistyped"
+    monkeypatch.chdir(made.parent.parent)
+    (tmp_path / "a file").write_text("text")
+    for folder in (beside, f"{made.parent.name}/mistyped", made / "mistyped", tmp_path / "a file"):
+        with pytest.raises(RotationZooError, match=r"is no artifact|there is no"):
+            RotatedCache(folder, demo)
+
+
+def test_what_is_no_model_and_no_rotations_is_refused(demo, made):
+    with pytest.raises(UsageError, match="a str is no model of transformers"):
+        RotatedCache(made, "demo")
+    with pytest.raises(UsageError, match="an object of type int holds no rotations"):
+        RotatedCache(3, demo)
+    with pytest.raises(UsageError, match="bits is for an artifact"):
+        RotatedCache(Artifact.open(made).rotations, demo, bits=2.5)
+
+
+def test_an_artifact_of_another_model_is_refused(made):
+    with pytest.raises(RotationZooError, match="made for a model of other layers, heads"):
+        RotatedCache(made, architectures.build("qwen3"))
+
+
+def test_an_artifact_of_other_weights_is_a_warning(demo, made, tmp_path, caplog):
+    """Of the same shapes, so nothing else would tell."""
+    RotatedCache(made, demo)
+    assert not caplog.records
+    other = tmp_path / "other"
+    Qwen3ForCausalLM(demo.config).save_pretrained(other)
+    RotatedCache(made, AutoModelForCausalLM.from_pretrained(other))
+    message = f"{made.name} was made for other weights than {other} has; see: rotationzoo verify"
+    assert caplog.messages == [message]
+
+
+def test_a_name_of_the_zoo_that_cannot_be_pulled(demo, monkeypatch):
+    def refuse(name: str) -> None:
+        raise HubError("the hub is closed", hint="see --index")
+
+    monkeypatch.setattr(artifacts, "pull", refuse)
+    with pytest.raises(HubError, match=r"someone/model is no folder.*closed") as raised:
+        RotatedCache("someone/model", demo)
+    assert "--index" not in str(raised.value.hint)
+
+
+def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    asked = []
+
+    def look(name: str, file: str, revision: str) -> str:
+        asked.append((name, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(artifacts, "try_to_load_from_cache", look)
+    model = Qwen3ForCausalLM(copy.deepcopy(demo.config))
+    model.name_or_path = ""
+    assert artifacts._source_of(model) is None, "made in code"
+    model.name_or_path, model.config._commit_hash = "someone/model", "1" * 40
+    assert artifacts._source_of(model) == Source("someone/model", tmp_path, "1" * 40)
+    assert asked == [("someone/model", "config.json", "1" * 40)]

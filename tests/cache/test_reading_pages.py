@@ -1,0 +1,329 @@
+"""Decoding steps that read the pages of a 2-bit cache, against those that read restored rows, and
+what reading rows takes beside the rows."""
+
+import copy
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from support import architectures, caches
+from support.caches import distance, random_arm, with_factors, with_means
+from support.float64 import CLOSE, all_in_float64
+from support.memory import allocated
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rotationzoo.artifact.fit import fit
+from rotationzoo.cache.decoding_step import LazyRows, MaskCheck
+from rotationzoo.cache.paged_attention import PageReader
+from rotationzoo.cache.stream import READ_TOGETHER, Blocks, Reach, Stream
+from rotationzoo.codec.attention import PackedSide
+from rotationzoo.codec.formats import FORMATS, SGLANG
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.geometry import Layer
+from rotationzoo.model.capture import capture
+from rotationzoo.recipe import PRESETS
+
+WINDOWS = CacheLayout(sink=2, recent=5)
+IDS = torch.randint(5, 60, (2, 22), generator=torch.Generator().manual_seed(1))
+PROMPT = IDS[:1, :18]
+
+
+def empty(model, reading, arm=None, windows=WINDOWS):
+    return caches.cache_for(model, arm or random_arm(model), windows, reading=reading)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often steps read quantized tokens as rows, and how often as pages."""
+    counts = Counter()
+    read, packed = Stream.read, Stream.packed
+
+    def count_rows(self, start=0):
+        counts["rows"] += bool(self.head)
+        return read(self, start)
+
+    def count_pages(self):
+        counts["pages"] += 1
+        return packed(self)
+
+    monkeypatch.setattr(Stream, "read", count_rows)
+    monkeypatch.setattr(Stream, "packed", count_pages)
+    return counts
+
+
+def decode(model, cache, ids=IDS):
+    """Logits of the tokens, which are read one by one after a short prompt."""
+    return caches.read_in_calls(model, cache, ids, [4, *[1] * (ids.shape[1] - 4)])
+
+
+# The layers of each family that read pages, their own or those of another layer, and how the model
+# is built. 15 of 22 tokens have quantized tokens before them.
+EAGER = {"attn_implementation": "eager"}
+FAMILIES = [
+    ("llama", 4, {}),
+    ("llama", 4, EAGER),
+    ("phi3", 0, {}),  # sliding windows alone
+    ("qwen3", 4, {"num_key_value_heads": 1}),
+    ("gemma2", 2, EAGER),
+    ("gemma4", 2, {}),
+    ("gpt_oss", 1, EAGER),
+    ("qwen3_next", 1, {}),
+    ("doge", 0, {}),  # computes its masks from the values
+    ("deepseek_v3", 0, {}),  # no kernel reads latents
+]
+
+
+@pytest.mark.parametrize(("name", "layers", "changes"), FAMILIES)
+def test_pages_are_read_as_rows_are(name, layers, changes, reads):
+    if not architectures.available(name):
+        pytest.skip("not in this transformers")
+    model = architectures.build(name, torch.float64, **changes)
+    rows = decode(model, empty(model, "rows"))
+    assert not reads["pages"]
+    steps = reads.pop("rows")
+    pages = decode(model, empty(model, "pages"))
+    assert reads["pages"] == 15 * layers
+    assert reads["rows"] == steps - 15 * {"gemma4": 1}.get(name, layers), "one shares its cache"
+    assert distance(pages, rows) <= CLOSE
+    assert distance(rows, caches.read_whole(model, IDS)) > 0.01
+
+
+@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "groups", "feedback"])
+def test_every_codec_is_read_as_rows_are(codec, reads):
+    model = architectures.build("llama", torch.float64)
+    rotations = random_arm(model).rotations
+    windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
+    arm = RotatedCodec(rotations, group_size=4 if codec == "groups" else None)
+    if codec == "feedback":
+        arm = RotatedCodec(with_factors(with_means(rotations)), rounding="feedback")
+    rows, pages = (decode(model, empty(model, each, arm, windows)) for each in ("rows", "pages"))
+    assert reads["pages"] > 40
+    assert distance(pages, rows) <= CLOSE
+
+
+def generate(model, cache, ids=PROMPT, **options):
+    return caches.generate(model, cache, ids, 12, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("how", ["greedy", "beams", "padded", "candidates"])
+def test_generate_writes_the_same(name, how, reads):
+    model, ids, options = architectures.build(name, torch.float64), PROMPT, {}
+    if how == "beams":
+        options = {"num_beams": 3, "num_return_sequences": 3}
+    elif how == "candidates":
+        options = {"prompt_lookup_num_tokens": 3}
+    elif how == "padded":
+        # All of the last row fits into its exact windows at first.
+        ids, starts = IDS.repeat(2, 1)[:3, :18], torch.tensor([[0], [5], [13]])
+        options = {"attention_mask": (torch.arange(18) >= starts).long()}
+    expected = generate(model, empty(model, "rows"), ids, **options)
+    reads.clear()
+    assert torch.equal(generate(model, empty(model, "pages"), ids, **options), expected)
+    assert reads["pages"] >= 8
+    if name == "llama":  # without sliding windows
+        assert reads["rows"] == 0
+
+
+def test_a_cropped_and_a_copied_cache_go_on(reads):
+    model, read = architectures.build("llama", torch.float64), []
+    for reading in ("rows", "pages"):
+        cache = empty(model, reading)
+        decode(model, cache, PROMPT)
+        cache.crop(-3)
+        copied = copy.deepcopy(cache)
+        read.append(decode(model, cache, PROMPT[:, :8]))
+        assert torch.equal(decode(model, copied, PROMPT[:, :8]), read[-1])
+    assert distance(*read) <= CLOSE
+    assert reads["pages"] == 4 * (11 + 2 * 4)
+
+
+LEAST = torch.finfo(torch.float64).min
+VISIBLE = torch.ones(22, 22, dtype=torch.bool).tril()
+HOLE = VISIBLE & ~((torch.arange(22)[:, None] >= 18) & (torch.arange(22) == 3))
+MASKS = {
+    # What each call is given, and the lengths at which something is quantized and nothing hidden.
+    "padding": (torch.ones_like(IDS).index_fill_(1, torch.tensor([9]), 0), [8, 9]),
+    "boolean": (HOLE, range(8, 19)),
+    "additive": (torch.zeros(22, 22).double().masked_fill(~HOLE, LEAST), range(8, 19)),
+    "biased": (torch.arange(22.0).double().expand(22, 22).masked_fill(~VISIBLE, LEAST), []),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@torch.no_grad()
+def test_what_a_mask_hides_is_not_read(name, reads):
+    model, (mask, plain) = architectures.build("llama", torch.float64), MASKS[name]
+    caches = empty(model, "rows"), empty(model, "pages")
+    lengths = []
+    for start, end in [(0, 4), *((end - 1, end) for end in range(5, 23))]:
+        shown = mask[:, :end] if name == "padding" else mask[None, None, start:end, :end]
+        rows, pages = (
+            model(input_ids=IDS[:, start:end], attention_mask=shown, past_key_values=cache).logits
+            for cache in caches
+        )
+        assert distance(pages, rows) <= CLOSE
+        lengths += [end] * (reads.pop("pages", 0) == 4)
+    assert lengths == [*plain]
+
+
+def test_attention_weights_captures_and_gradients_need_rows(reads):
+    model = architectures.build("llama", torch.float64, attn_implementation="eager")
+    cache, seen, token = empty(model, "pages"), [], IDS[:1, :1]
+    generate(model, cache)
+    before = reads["pages"]
+    with torch.no_grad():
+        output = model(input_ids=token, past_key_values=cache, output_attentions=True)
+        assert output.attentions[0].shape[-1] == cache.get_seq_length()
+        with capture(model, lambda layer, query, key, *_: seen.append(key.shape[2])):
+            model(input_ids=token, past_key_values=cache)
+    assert seen == [cache.get_seq_length()] * 4
+    model(input_ids=token, past_key_values=cache).logits.sum().backward()
+    assert reads["pages"] == before > 0
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_other_caches_of_the_model_do_not_notice(implementation):
+    model = architectures.build("llama", torch.float64, attn_implementation=implementation)
+    plain = generate(model, DynamicCache(config=model.config))
+    names = set(ALL_ATTENTION_FUNCTIONS)
+    cache = empty(model, "pages")
+    generate(model, cache)
+    assert set(ALL_ATTENTION_FUNCTIONS) == names, "eager is not among them"
+    assert torch.equal(generate(model, DynamicCache(config=model.config)), plain)
+    with pytest.raises(IndexError), torch.no_grad():
+        model(input_ids=torch.tensor([[10**6]]), past_key_values=cache)
+    assert set(ALL_ATTENTION_FUNCTIONS) == names, "after an error"
+    assert not cache.page_reading.is_open
+    hooks = model._forward_pre_hooks
+    empty(copy.deepcopy(model), "pages")
+    empty(model, "pages")
+    assert len(hooks) == 2, "hooks are installed once"
+
+
+def test_an_attention_function_that_is_registered_later_is_the_model_s(monkeypatch, reads):
+    model, calls = architectures.build("llama", torch.float64), []
+    generate(model, empty(model, "pages"))
+    before, cache = reads["pages"], empty(model, "pages")
+
+    def attend(*arguments, **options):
+        calls.append(arguments)
+        return sdpa_attention_forward(*arguments, **options)
+
+    monkeypatch.setitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, "sdpa", attend)
+    generate(model, cache)
+    assert len(calls) == 4 * 12
+    assert reads["pages"] == before > 0
+
+
+def test_models_run_side_by_side():
+    """In threads that share the registry of attention functions."""
+    models = [architectures.build("llama", torch.float64, seed=seed) for seed in range(2)]
+    expected = [generate(model, empty(model, "rows")) for model in models]
+    caches, texts = [empty(model, "pages") for model in models], {}
+
+    def write(number):
+        with all_in_float64():  # of this thread
+            texts[number] = generate(models[number], caches[number])
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(texts[n], expected[n]) for n in range(2)] == [True] * 2
+
+
+@torch.no_grad()
+def test_flash_attention_hides_later_tokens_without_a_mask(reads):
+    """What it is called with for candidates; others get a mask then."""
+    model = architectures.build("llama", torch.float64)
+    cache = empty(model, "pages")
+    generate(model, cache)
+    layer, module = cache.layers[0], model.model.layers[0].self_attn
+    layer.activate_past_recording()
+    torch.manual_seed(1)
+    token, query = (torch.randn(1, heads, 3, 16, dtype=torch.float64) for heads in (2, 4))
+    step = layer.update(token, token, masks=MaskCheck())[0].step
+    lazy = [LazyRows(step, side, token) for side in (0, 1)]
+    flash = PageReader(ALL_ATTENTION_FUNCTIONS, "flash_attention_2")
+    read = flash(module, query, *lazy, None, scaling=0.25)[0]
+    assert not step.is_restored
+    mask = torch.ones(3, step.columns, dtype=torch.bool).tril(step.columns - 3)[None, None]
+    expected = sdpa_attention_forward(module, query, *lazy, mask, scaling=0.25)[0]
+    assert distance(read, expected) <= CLOSE
+
+
+def test_the_table_of_addresses_follows_the_blocks():
+    layout = PageLayout(2, 16, 1, 8, SGLANG)
+    blocks = Blocks(layout)
+
+    def expected():
+        side = PackedSide(list(blocks.table.values()), layout, torch.eye(16))
+        return side.addresses()
+
+    tables = []
+    for number in range(6):
+        blocks.allocate(number, 3, torch.device("cpu"))
+        table = blocks.addresses()
+        assert torch.equal(table[:, : number + 1], expected())
+        tables.append(table.data_ptr())
+    assert len(set(tables)) < 4, "it grows by doubling"
+    other = copy.deepcopy(blocks)
+    assert other.addresses()[0, 0] == other.table[0].data_ptr() != blocks.table[0].data_ptr()
+    blocks.select(torch.tensor([2, 0]))
+    assert torch.equal(blocks.addresses()[:, :6], expected())
+
+
+# ---- few blocks are restored at a time
+
+
+HEADS, DIM, BLOCK = 2, 32, 128
+SIZES = {"sink": 4, "recent": 8}
+
+
+def stream_of(arm, format, tokens, batch=1):
+    rows = torch.randn(batch, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(1))
+    storage = CacheSettings(arm, CacheLayout(FORMATS[format], **SIZES), block=BLOCK)
+    stream = Stream(storage, 0, rows.bfloat16(), rows.bfloat16())
+    later = Reach(tokens - SIZES["recent"], 0)
+    stream.update(rows.bfloat16(), rows.flip(2).bfloat16(), Reach(0, 0), later, None)
+    return stream
+
+
+def rotations_of_a_layer():
+    return fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)])
+
+
+@torch.no_grad()
+def test_a_long_context_takes_little_beside_its_rows():
+    """Measured: 5.5 blocks of float32 rows beside both sides; with eight blocks together, and
+    those restored before them still held, 44."""
+    stream = stream_of(RotatedCodec(rotations_of_a_layer()), "sglang", 100 * BLOCK)
+    most, _, rows = allocated(stream.read)
+    one = 4 * HEADS * BLOCK * DIM
+    beside = (most - sum(each.nbytes for each in rows)) / one
+    assert 0 < beside <= 3 * READ_TOGETHER["value"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_blocks_read_together_are_those_read_alone(format, monkeypatch):
+    stream = stream_of(RotatedCodec(rotations_of_a_layer(), 16), format, 7 * BLOCK + 5, batch=3)
+    for start in (0, 2, 3 * BLOCK, 7 * BLOCK):
+        together = stream.read(start)
+        with monkeypatch.context() as patch:
+            for side in READ_TOGETHER:
+                patch.setitem(READ_TOGETHER, side, 1)
+            alone = stream.read(start)
+        for rows, expected in zip(together, alone, strict=True):
+            assert rows.shape == (3, HEADS, stream.length - start, DIM)
+            # A product of other rows beside it may differ in its last bit.
+            torch.testing.assert_close(rows, expected)

@@ -1,0 +1,247 @@
+"""A text that a model writes through a 2-bit cache: the same as with the library alone, compared
+with the exact model's, written token by token, and ended by whoever reads it."""
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.models import edit_config, save_tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from rotationzoo import RotatedCache, generate
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.generation.continuation import find_parting
+from rotationzoo.generation.generate import generate as run
+from rotationzoo.generation.settings import Generation
+from rotationzoo.generation.text_stream import TextStream
+from rotationzoo.model import loading
+from rotationzoo.model.source import DEMO
+
+TEXT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self, path):\n" * 4
+SMALL = {"device": "cpu", "sink": 4, "recent": 16, "max_new_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    return SimpleNamespace(model=model, tokenizer=AutoTokenizer.from_pretrained(DEMO))
+
+
+def write(demo, cache=None, text=TEXT, **options) -> str:
+    """What the library alone writes, with the cache that it is given."""
+    inputs = demo.tokenizer(text, return_tensors="pt")
+    settings = {"do_sample": False, "max_new_tokens": SMALL["max_new_tokens"], **options}
+    ids = demo.model.generate(**inputs, past_key_values=cache, **settings)[0]
+    return demo.tokenizer.decode(ids[inputs["input_ids"].shape[1] :])
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(2048, marks=pytest.mark.thorough), 24])
+def test_the_text_is_that_of_the_cache_and_its_bytes_are_too(demo, made, chunk):
+    report = generate("demo", TEXT, rotations=str(made), prefill_chunk=chunk, compare=True, **SMALL)
+    chunks = {"prefill_chunk_size": chunk} if chunk == 24 else {}
+    cache = RotatedCache(made, demo.model, sink=4, recent=16)
+    assert report["text"] == write(demo, cache, **chunks)
+    assert report["exact_text"] == write(demo)
+    assert (report["tokens"], report["stop"]) == (16, "length")
+    assert report["cache_bytes"] == cache.bytes_held
+    assert report["bf16_cache_bytes"] == cache.bytes_in_bf16
+    assert report["tokens_per_second"] > 0
+    assert report["prompt_tokens"] == len(demo.tokenizer(TEXT).input_ids)
+
+
+def test_a_cache_that_stores_everything_exact_writes_what_the_exact_model_writes():
+    options = SMALL | {"recent": 4096}
+    report = generate("demo", TEXT, rotations=None, compare=True, **options)
+    assert report["exact_text"] == report["text"]
+    assert report["parted_at"] is None
+
+
+def test_where_two_texts_part():
+    def text(words: str, stop: str = "length") -> SimpleNamespace:
+        tokens = words.split("|")
+        return SimpleNamespace(text="".join(tokens), ids=tokens, stop=stop)
+
+    assert find_parting(text("a|b|c"), text("a|b|c")) is None
+    assert find_parting(text("a|bc|d"), text("a|bx|d")) == {"character": 2, "token": 1}
+    assert find_parting(text("a|b", "end"), text("a|b|c")) == {"character": 2, "token": 2}
+    assert find_parting(text("a|b", "interrupted"), text("a|b|c")) is None
+    assert find_parting(text("a|b|c"), text("a|b", "interrupted")) is None
+
+
+def test_a_reader_may_interrupt_or_leave(made):
+    pieces = []
+
+    def read(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 3:
+            raise stop
+
+    stop: BaseException = KeyboardInterrupt()
+    report = generate("demo", TEXT, rotations=str(made), write=read, compare=True, **SMALL)
+    assert (report["stop"], report["tokens"]) == ("interrupted", 3)
+    assert report["text"] == "".join(pieces)
+    assert report["cache_bytes"] > 0
+    assert "exact_text" not in report
+    stop, pieces = BrokenPipeError(), []
+    with pytest.raises(BrokenPipeError):
+        generate("demo", TEXT, rotations=str(made), write=read, **SMALL)
+
+
+def test_samples_follow_the_seed(made):
+    # Error feedback takes seconds on a CPU, and what is sampled does not depend on it.
+    options = SMALL | {"rotations": str(made), "temperature": 1.5, "rounding": "nearest"}
+    texts = [generate("demo", TEXT, seed=seed, **options)["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    unlikely = generate("demo", TEXT, seed=1, top_p=1e-6, **options)["text"]
+    greedy = options | {"temperature": 0}
+    assert unlikely == generate("demo", TEXT, **greedy)["text"], "only the first is left"
+
+
+def test_a_chat_ends_where_the_answer_begins(demo, made, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(DEMO, folder)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<answer>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    report = generate(str(folder), "hello", rotations=str(made), chat=True, **SMALL)
+    assert report["text"] == write(demo, text="<user>hello\n<answer>")
+
+
+def test_a_model_ends_its_text_itself(demo, made, tmp_path):
+    """With every token an end token, the first one ends the text."""
+    folder = tmp_path / "short"
+    shutil.copytree(DEMO, folder)
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {list(range(2048))}}}')
+    report = generate(str(folder), TEXT, rotations=str(made), **SMALL)
+    assert (report["stop"], report["tokens"]) == ("end", 1)
+    assert report["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompt": " \n"}, "the prompt is empty"),
+        ({"prompt": [1, 2]}, "a prompt is a text, and not of type list"),
+        ({"max_tokens": 8}, "no option 'max_tokens'"),
+        ({"max_new_tokens": 8192}, "exceed the 8,192 positions of demo"),
+        ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1"),
+        ({"top_p": 0.5}, "without a temperature"),
+        ({"temperature": -1.0}, "no temperature"),
+        ({"temperature": 1.0, "top_p": 1.5}, "no share"),
+        ({"chat": True}, "no chat template"),
+        ({"format": "int3"}, "no format 'int3'"),
+        ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
+        ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
+        ({"rounding": "feedback", "rotations": None}, "no factors"),
+        ({"rotations": "rotations/missing"}, "no artifact"),
+        ({"max_memory": "cpu=1GiB"}, "needs a device map"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes_are_found_before_the_weights_are_read(options, words, monkeypatch, made):
+    monkeypatch.setattr(loading, "load", None)
+    with pytest.raises(RotationZooError, match=words) as raised:
+        generate(**{"model": "demo", "prompt": TEXT, "rotations": str(made), **options})
+    assert raised.value.hint
+
+
+def test_a_comparison_of_a_prompt_that_stays_exact_reads_codes_all_the_same(made):
+    shown = []
+    job = Generation("demo", "def ", str(made), max_new_tokens=4, compare=True)
+    report = run(job, note=shown.append)
+    assert "the prompt stays exact, so 1,024 tokens of code come before it" in shown
+    assert report["prompt_tokens"] > 1024 > report["sink"] + report["recent"]
+    short = run(replace(job, compare=False), note=shown.append)
+    assert short["prompt_tokens"] < 8
+
+
+def test_a_note_on_other_weights_comes_before_the_text(made, tmp_path):
+    folder, shown = tmp_path / "other", []
+    shutil.copytree(DEMO, folder)
+    edit_config(folder, rope_theta=12345.0)
+    job = Generation(str(folder), TEXT, str(made), max_new_tokens=4, cache={"sink": 4, "recent": 8})
+    with pytest.raises(RotationZooError, match="made for other weights"):
+        run(job)
+    job = replace(job, anyway=True)
+    report = run(job, write=lambda text: shown.append("text"), note=shown.append)
+    assert report["notes"] == shown[:1]
+    assert f"was made for other weights than {folder} has" in shown[0]
+    assert set(shown[1:]) == {"text"}
+
+
+def test_a_full_device(monkeypatch, made):
+    def fail(*args, **options):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM.forward", fail)
+    with pytest.raises(RotationZooError, match="do not fit the device's memory") as raised:
+        generate("demo", TEXT, rotations=str(made), **SMALL)
+    assert "--prefill-chunk 512" in str(raised.value.hint)
+
+
+def test_without_a_prompt_only_the_demo_has_something_to_say(made, tmp_path):
+    shown: list[str] = []
+    cache = {"rounding": "nearest"}
+    report = run(Generation("demo", None, str(made), cache=cache, compare=True), write=shown.append)
+    assert report["exact_text"] == report["answer"], "the exact model can answer"
+    assert "".join(shown) == report["question"] + report["text"]
+    assert report["tokens"] == report["exact_tokens"]
+    assert report["bf16_cache_bytes"] > report["cache_bytes"]
+    tiny = save_tiny(tmp_path / "tiny")
+    with pytest.raises(UsageError, match="there is no prompt"):
+        run(Generation(str(tiny), None, None))
+
+
+CHARACTERS = "def größe(x):\n    return '你好 👩‍👧' # naïve \N{ZERO WIDTH JOINER}end\n  x"
+
+
+def words_with_spaces() -> PreTrainedTokenizerFast:
+    """A tokenizer that decodes the space before a word only after another word, as SentencePiece's
+    do."""
+    words = ["▁if", "▁x", ":", "\n", "▁▁▁▁return", "▁y"]
+    vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def stream(tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+    """The pieces of text that a stream writes."""
+    pieces: list[str] = []
+    writer = TextStream(tokenizer, torch.tensor(prompt), pieces.append)
+    writer.start()
+    writer.put(torch.tensor([prompt]))
+    for token in ids:
+        writer.put(torch.tensor([token]))
+    writer.end()
+    assert writer.text == "".join(pieces)
+    assert writer.ids == ids
+    assert len(writer.times) == 1 + len(ids)
+    return pieces
+
+
+def test_no_character_is_cut_and_no_token_is_kept_back():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    ids = tokenizer(CHARACTERS).input_ids
+    pieces = stream(tokenizer, tokenizer("import os\n").input_ids, ids)
+    assert "".join(pieces) == CHARACTERS
+    assert not [piece for piece in pieces if "\ufffd" in piece]
+    assert len(pieces) < len(ids), "some tokens hold a part of a character"
+    assert pieces[0] == tokenizer.decode(ids[0]), "written before the word ends"
+
+
+def test_half_a_character_at_the_end_is_written_at_last():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    whole = tokenizer("a👩").input_ids
+    assert stream(tokenizer, [5], whole[:-1])[-1].endswith("\ufffd")
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2, 3, 4]])
+def test_spaces_before_words_stay_at_the_start_of_the_text_and_of_lines(prompt):
+    """transformers' own streamer loses those of a line's beginning."""
+    ids = [2, 3, 4, 5, 6]
+    assert "".join(stream(words_with_spaces(), prompt, ids)) == " x:\n    return y"

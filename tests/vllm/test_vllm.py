@@ -1,0 +1,342 @@
+"""A released vLLM that serves the demo model from our pages, against `RotatedCache`.
+
+`make vllm` installs vLLM in an environment of its own; without it these tests are skipped.
+"""
+
+import json
+import random
+import shutil
+import subprocess
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support.places import ROOT
+from support.vllm import CHUNK, NEEDS_VLLM, PYTHON, TOKENS, drive, environment, serve
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from rotationzoo import Artifact, RotatedCache
+from rotationzoo.calibration.calibrate import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.server import Server
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.evaluation.probe import record_probes
+from rotationzoo.model.source import DEMO, find
+from rotationzoo.recall.answers import read_answers
+from rotationzoo.recall.prompts import PromptSettings, write_prompts
+from rotationzoo.recipe import PRESETS, Data, with_budget
+from rotationzoo.rotations import SIDES
+from rotationzoo.simulation.simulated import Simulation
+
+pytestmark = NEEDS_VLLM
+# Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
+# measured where no code is that near to a half, and 1.4e-3 at most where one is. Rows that are read
+# exact instead of from codes make .045 on average, and 2 at most.
+CLOSE, FLIPPED = 1e-3, 0.1
+TEXT = (ROOT / "rotationzoo/cache/layer.py").read_text()
+
+
+def assert_same(found: list[float], expected: list[float]) -> None:
+    difference = (torch.tensor(found) - torch.tensor(expected)).abs()
+    assert difference.mean() < CLOSE
+    assert difference.max() < FLIPPED
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Token ids of different lengths: shorter than the windows, and of several chunks."""
+    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
+    return [ids[:100], ids[50:450], ids[:1100]]
+
+
+@pytest.fixture(scope="module")
+def alone(made, prompts, tmp_path_factory) -> dict:
+    """Each prompt as a request of its own, without prefix caching."""
+    folder = tmp_path_factory.mktemp("alone")
+    options = {"prompts_too": True, "enable_prefix_caching": False}
+    return serve(folder, made, [[ids] for ids in prompts], **options)
+
+
+def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK, cut=0):
+    """The log probability of each token but the first, with a prompt in chunks, of which one begins
+    at `cut`, and tokens after it one by one."""
+    row, prompt = torch.tensor(ids)[None], len(ids) - tokens
+    cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
+    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+        if layer.is_sliding:  # which vLLM's own backend serves
+            cache.layers[index] = layer
+    expected, at = [], 0
+    while at < len(ids) - 1:
+        end = min(at + chunk, cut if at < cut else prompt) if at < prompt else at + 1
+        with torch.no_grad():
+            logits = model(row[:, at:end], past_key_values=cache).logits[0]
+        following = row[0, at + 1 : end + 1]
+        read = logits[: len(following)].log_softmax(-1)
+        expected += read.gather(1, following[:, None])[:, 0].tolist()
+        at = end
+    return expected
+
+
+def load(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_every_log_probability_is_that_of_the_cache_in_transformers(made, alone):
+    model = load(DEMO)
+    for (answer,) in alone["rounds"]:
+        expected = read_in_transformers(made, model, answer["ids"])
+        assert_same([*answer["prompt"], *answer["answer"]], expected)
+
+
+def test_two_processes_hold_a_head_each_and_samples_of_a_prompt_are_read_apart(
+    made, prompts, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    together = {
+        "tensor_parallel_size": 2,
+        "max_num_batched_tokens": 2048,  # both samples of a prompt in one step
+        "enable_prefix_caching": False,
+        "sampling": {"n": 2, "temperature": 1.0, "seed": 3},
+    }
+    served = serve(tmp_path, made, [[prompts[2][:700]]], **together)
+    first, second = served["rounds"][0]
+    assert first["ids"] != second["ids"]
+    model = load(DEMO)
+    for sample in (first, second):
+        expected = read_in_transformers(made, model, sample["ids"], chunk=2048)
+        assert_same(sample["answer"], expected[-TOKENS:])
+
+
+WINDOWS = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 128,
+    "max_position_embeddings": 32768,
+    "pad_token_id": None,
+}
+FAMILIES = {
+    "one KV head": ("Llama", {"num_key_value_heads": 1}),
+    "biases": ("Qwen2", {"num_key_value_heads": 2}),
+    "a scale of its own": ("Granite", {"num_key_value_heads": 4, "attention_multiplier": 0.4}),
+    "windows and soft caps": ("Gemma2", WINDOWS | {"query_pre_attn_scalar": 32}),
+    "windows and sinks": ("GptOss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def make_family(family: str, tmp_path: Path):
+    """A random model with heads of 32, whose weights are large enough for attention to matter, and
+    its artifact."""
+    name, changes = FAMILIES[family]
+    options = dict(
+        vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    options |= changes
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**options)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.1)
+    folder = tmp_path / "model"
+    model.eval().save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder)
+    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
+    return model, folder, artifact
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family, prompts, tmp_path):
+    model, folder, artifact = make_family(family, tmp_path)
+    options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
+    served = serve(tmp_path, artifact, [[prompts[2]]], **options)
+    (answer,) = served["rounds"][0]
+    expected = read_in_transformers(artifact, model, answer["ids"])
+    assert_same([*answer["prompt"], *answer["answer"]], expected)
+    with torch.no_grad():
+        logits = model(torch.tensor(answer["ids"])[None]).logits[0, :-1].log_softmax(-1)
+    exact = logits.gather(1, torch.tensor(answer["ids"])[1:, None])[:, 0]
+    assert (torch.tensor(expected) - exact).abs().mean() > 10 * CLOSE, "attention matters"
+
+
+def test_blocks_go_from_layers_with_a_window_to_others_and_back(tmp_path):
+    """A block of layers with full attention holds 1,408 tokens, and one of the others 128. A prefix
+    is found in steps that suit both. What one kind left may be no numbers to the other."""
+    model, folder, artifact = make_family("windows and soft caps", tmp_path)
+    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
+    together = [ids[at : at + 500] for at in range(0, 240, 40)]
+    rounds = [[ids[:1700]], [ids[:1700]], together, [ids[7:1707]], together]
+    engine = {"model": str(folder), "num_gpu_blocks_override": 26, "enable_prefix_caching": True}
+    served = serve(tmp_path, artifact, rounds, **engine)
+    answers = [answer for answers in served["rounds"] for answer in answers]
+    assert [answer["cached"] for answer in answers] == [0, 1408, *[0] * 13]
+    for answer in answers:
+        expected = read_in_transformers(artifact, model, answer["ids"], cut=answer["cached"])
+        assert_same(answer["answer"], expected[-TOKENS:])
+
+
+def test_capacity_of_a_model_with_windows(tmp_path):
+    """In bfloat16, a token of a KV head takes 128 bytes, and 24 in 2 bits. Six blocks of 128 tokens
+    make one that is larger than a block in bfloat16: 2 heads x 768 x 24 bytes, and 2 x 128 x 128.
+    A request takes four blocks of layers with a window: 127 tokens, and a chunk of 256."""
+    _, folder, artifact = make_family("windows and soft caps", tmp_path)
+    engine = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 32768}
+    rotated, plain = (serve(tmp_path, each, [], **engine) for each in (artifact, None))
+    assert rotated["blocks"] == plain["blocks"] * 32768 // 36864
+    for held, of_request in ((rotated, 43 + 4), (plain, 256 + 4)):
+        assert held["capacity"] == held["blocks"] * 32768 // of_request
+    assert rotated["capacity"] > 4.9 * plain["capacity"]
+
+
+@contextmanager
+def server(artifact: Path | None, folder: Path):
+    """The address of a server that `rotationzoo serve` started, or vLLM itself."""
+    # Below the ports that systems give to connections: vLLM binds its own many seconds later.
+    port = random.randrange(20_000, 32_000)
+    words = [PYTHON.parent / "rotationzoo", "serve", "demo", "--rotations", str(artifact)]
+    if artifact is None:
+        entry = "vllm.entrypoints.launchers.api_server.entry"
+        words = [PYTHON, "-m", entry, "--model", str(DEMO)]
+    options = {"port": port, "dtype": "float32", "max-model-len": 2048}
+    options |= {"max-num-batched-tokens": CHUNK, "max-num-seqs": 8}
+    words += [f"--{name}={value}" for name, value in options.items()]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*words, "--enforce-eager"], env=environment(), stdout=output, stderr=output
+        )
+    try:
+        for _ in range(300):
+            if process.poll() is not None:
+                break
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            time.sleep(1)
+        assert process.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def probes(made):
+    artifact, tokenizer = Artifact.open(made), AutoTokenizer.from_pretrained(DEMO)
+    return record_probes(load(DEMO), tokenizer, artifact, find("demo"))
+
+
+@pytest.mark.parametrize(("recipe", "verdict"), [(None, "exact"), ("hadamard", "other")])
+def test_a_server_that_reads_something_else_is_told(made, probes, tmp_path, recipe, verdict):
+    """Measured: .00 of what rounding changes from the exact model, where nothing is rounded."""
+    artifact = None
+    if recipe is not None:
+        job = Job("demo", PRESETS[recipe], tmp_path / "other", device="cpu")
+        artifact = calibrate(job).folder
+    with server(artifact, tmp_path) as address:
+        reading = Server(address, Artifact.open(made), probes).read()
+    assert reading.verdict == verdict, reading
+
+
+def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    settings = PromptSettings("needles", 12, length=1024, pool="judge")
+    questions = write_prompts(settings, tokenizer, tokenizer(TEXT * 3).input_ids)
+    with server(made, tmp_path) as address:
+        job = {"server": address, "prompts": [prompt.ids.tolist() for prompt in questions]}
+        ranks = drive(tmp_path, job)
+        readings = [Server(address, Artifact.open(made), probes).read() for _ in range(2)]
+    # Measured: .24 of what rounding changes, in chunks of 256 where the record has one of 1,024.
+    assert [reading.verdict for reading in readings] == ["in use", "in use"], readings
+    served = [
+        all(rank == 1 for rank in of_prompt[question.answer.start - 1 : question.answer.stop - 1])
+        for prompt, of_prompt in zip(questions, ranks, strict=True)
+        for question in prompt.questions
+    ]
+    artifact, model = Artifact.open(made), load(DEMO)
+    layout = CacheLayout.of_recipe(artifact.recipe, FORMATS["vllm"])
+    layout = replace(layout, prefill_chunk=CHUNK, prefill_layout="window")
+    arm = RotatedCodec(artifact.rotations, rounding="feedback")
+    layers = {layer.index for layer in artifact.geometry}
+    with Simulation(arm, layout, artifact.geometry, layers).running(model):
+        simulated = read_answers(model, questions).correct.tolist()
+    assert 10 < sum(simulated) < len(simulated)
+    # Measured: 90 of 96 right, and the same ones. A code that flips may decide a question.
+    differ = sum(one != other for one, other in zip(served, simulated, strict=True))
+    assert differ <= 2
+
+
+def test_requests_that_preempt_each_other_answer_as_each_alone(made, prompts, tmp_path):
+    """Four requests grow to three pages each, and there are nine pages."""
+    starts = [prompts[2][150 * number : 150 * number + 200] for number in range(4)]
+    engine = {"num_gpu_blocks_override": 10, "max_model_len": 400}
+    rounds = [*([ids] for ids in starts), starts]
+    served = serve(tmp_path, made, rounds, tokens=150, **engine)
+    *alone, together = served["rounds"]
+    for (one,), other in zip(alone, together, strict=True):
+        assert one["ids"] == other["ids"]
+        assert_same(one["answer"], other["answer"])
+
+
+def test_a_prefix_that_is_there_changes_nothing(made, prompts, tmp_path):
+    """While its exact copies are there, as after a request that has just ended."""
+    again = serve(tmp_path, made, [[prompts[2]], [prompts[2]]], enable_prefix_caching=True)
+    (first,), (second,) = again["rounds"]
+    assert second["cached"] > 900
+    assert first["ids"] == second["ids"]
+    assert_same(first["answer"], second["answer"])
+
+
+def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
+    alone, prompts, tmp_path
+):
+    """A token of a KV head takes 2 x (16 + 4) bytes, and 2 x 64 x 4 in float32."""
+    plain = serve(tmp_path, None, [[prompts[1]]], prompts_too=True, enable_prefix_caching=False)
+    assert alone["blocks"] == pytest.approx(plain["blocks"] * 512 / 40, rel=1e-3)
+    model = load(DEMO)
+    (answer,) = plain["rounds"][0]
+    ids = torch.tensor(answer["ids"])
+    with torch.no_grad():
+        read = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    exact = read.gather(1, ids[1:, None])[:, 0]
+    assert_same([*answer["prompt"], *answer["answer"]], exact.tolist())
+
+
+def test_each_layer_takes_the_bytes_that_a_budget_gives_it(alone, prompts, tmp_path):
+    """Cells of 36 to 52 bytes, of which some are no whole number of float32. The second request
+    finds a prefix, where a step is cut."""
+    recipe = with_budget(PRESETS["oscar"], bits=2.7)
+    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
+    artifact = calibrate(Job("demo", recipe, tmp_path / "budgeted", device="cpu"))
+    cells = [
+        sum(18 + int(sides[side].fine_channels) // 8 for side in SIDES)
+        for sides in (artifact.rotations[layer] for layer in artifact.rotations)
+    ]
+    assert len(set(cells)) > 1
+    served = serve(tmp_path, artifact.folder, [[prompts[1]]] * 2, enable_prefix_caching=True)
+    assert served["blocks"] == pytest.approx(alone["blocks"] * 4 * 40 / sum(cells), rel=1e-3)
+    model = load(DEMO)
+    for (answer,), cached in zip(served["rounds"], (False, True), strict=True):
+        assert (answer["cached"] > 0) == cached
+        expected = read_in_transformers(artifact.folder, model, answer["ids"], cut=answer["cached"])
+        assert_same(answer["answer"], expected[-TOKENS:])
+
+
+def test_an_artifact_of_another_model_ends_the_server_with_a_sentence(made, tmp_path):
+    model = Path(shutil.copytree(DEMO, tmp_path / "other"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(RuntimeError, match="was made for demo, and not for"):
+        serve(tmp_path, made, [[[1, 2, 3]]], model=str(model))
