@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
@@ -25,10 +26,9 @@ from rotationzoo.generation.settings import Generation, Sampling
 from rotationzoo.generation.text_stream import Write
 from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import (
-    BUDGETS,
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import (
     PRESETS,
-    Recipe,
     load,
     override,
     with_budget,
@@ -213,8 +213,8 @@ def calibration_job(
     chosen = override(loaded, **_take_text(settings), **media)
     if "feedback" in settings:
         chosen = with_feedback(chosen, settings.pop("feedback"))
-    if budget := {name: settings.pop(name) for name in BUDGETS if name in settings}:
-        chosen = with_budget(chosen, **budget)
+    if budget := Budget(**_take(settings, Budget)):
+        chosen = with_budget(chosen, budget)
     if "rope_scaling" in settings:
         chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
     folder = default_output(model, chosen.name) if output is None else Path(output).expanduser()
@@ -268,6 +268,8 @@ def evaluation_job(
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
     text = {"tokens": 16384, "length": 2048, **_take_text(settings)}
     settings["data"] = override(load("oscar"), **text).data
+    if "bits" in settings:
+        settings["budget"] = Budget(settings.pop("bits"))
     asked: dict[str, Any] = {}
     for option, field in (("tasks", "names"), ("lengths", "lengths")):
         if option in settings:

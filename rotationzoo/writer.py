@@ -19,7 +19,6 @@ from rotationzoo.artifact.store import (
     MANIFEST,
     SIGNATURE,
     Artifact,
-    check_permission,
 )
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
@@ -91,7 +90,7 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
     """
     folder = artifact.folder.resolve()
     with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder) as work:
-        check_permission(folder)
+        _check_permission(folder)
         # Another process may have replaced the artifact since it was opened.
         current = Artifact.open(folder)
         if current.identity != artifact.identity:
@@ -118,6 +117,23 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
             artifact.folder,
         )
     return Artifact(artifact.folder, content)
+
+
+def check_writable(artifact: Artifact) -> None:
+    """Raise `RotationZooError` if nothing can be added to an artifact's folder."""
+    folder = artifact.folder.resolve()
+    with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder):
+        _check_permission(folder)
+
+
+def _check_permission(folder: Path) -> None:
+    """Raise `PermissionError` if the folder is not writable.
+
+    Replacing a folder by rename needs no permission in the folder itself, so a read-only artifact
+    would otherwise be replaced.
+    """
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(13, "Permission denied")
 
 
 def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import rotationzoo
 from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo import by_name, index
 from rotationzoo.zoo.download import Pulled
 from rotationzoo.zoo.lookup import LoadedIndex

@@ -17,6 +17,7 @@ ORDER = [
     "errors",
     "progress",
     "words",
+    "budget",
     "storage",
     "network",
     "linalg",

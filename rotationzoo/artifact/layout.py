@@ -149,7 +149,7 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
             if recipe.feedback and recipe.whiten:
                 fields["whitening"] = torch.float32, (layer.kv_heads, dim, dim)
-            if recipe.has_budget:
+            if recipe.budget:
                 fields |= {"sensitivity": (torch.float64, ()), "fine_channels": (torch.int64, ())}
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape

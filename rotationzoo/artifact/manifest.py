@@ -7,16 +7,28 @@ schema does not check whether a manifest is true: `verify` does.
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from rotationzoo.artifact.measured import Summary
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import plain, read_json
 from rotationzoo.storage.strict_json import Count, Sha256, Strict
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.measured import Summary
+else:
+    # Only a manifest with an evaluation needs its types, and no server reads one.
+    Summary = Any
 
 SCHEMA = 1
 ROTATIONS, STATISTICS = "rotations.safetensors", "statistics.safetensors"
@@ -128,6 +140,13 @@ class Metrics(Strict):
     evaluation: Summary | None = None
     validation: ValidationSummary | None = None
 
+    @field_validator("evaluation")
+    @classmethod
+    def _a_summary(cls, content: Any) -> Any:
+        from rotationzoo.artifact import measured
+
+        return None if content is None else _validate(measured.Summary, content)
+
 
 class Manifest(Strict):
     """`manifest.json` of schema 1."""
@@ -180,12 +199,7 @@ class Manifest(Strict):
     @field_validator("recipe")
     @classmethod
     def _a_recipe(cls, content: dict[str, Any]) -> dict[str, Any]:
-        try:
-            Recipe.model_validate(content)
-        except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, problem["loc"]))[:80]
-            raise ValueError(f"{where}: {problem['msg']}") from error
+        _validate(Recipe, content, strict=False)
         return content
 
     @field_validator("files")
@@ -194,6 +208,16 @@ class Manifest(Strict):
         if ROTATIONS not in files:
             raise ValueError(f"{ROTATIONS} is not among them")
         return files
+
+
+def _validate(kind: type[BaseModel], content: Any, strict: bool = True) -> BaseModel:
+    """Raises `ValueError`, which says where the content is wrong."""
+    try:
+        return kind.model_validate(content, strict=strict)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, problem["loc"]))[:80]
+        raise ValueError(f"{where}: {problem['msg']}") from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

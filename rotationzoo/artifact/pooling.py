@@ -7,7 +7,8 @@ from typing import Any
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.budget import Bits, reduce_rotations
+from rotationzoo.budget import Budget
+from rotationzoo.codec.budget import reduce_rotations
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.linalg.moments import sums
@@ -67,12 +68,12 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
 
 
 def reduced_rotations(
-    artifact: Artifact, pooled: bool, uncentered: Collection[str], bits: Bits = None
+    artifact: Artifact, pooled: bool, uncentered: Collection[str], budget: Budget | None = None
 ) -> Rotations:
     """The rotations of an artifact as `reduce_rotations` has them, one per layer if `pooled`.
     Raises as `check_pooled` and `spend_bits` do."""
     rotations = artifact.rotations
     if pooled and rotations.per_head:
         # Only engines without a budget of bits take one rotation per layer.
-        rotations, bits = pooled_rotations(artifact), None
-    return reduce_rotations(rotations, artifact.recipe, uncentered, bits)
+        rotations, budget = pooled_rotations(artifact), None
+    return reduce_rotations(rotations, artifact.recipe.group_size, uncentered, budget)

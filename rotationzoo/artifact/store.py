@@ -1,14 +1,11 @@
 """Reads an artifact, and checks its files against their checksums."""
 
-import os
-import pickletools
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +17,6 @@ from rotationzoo.artifact.manifest import (
     parse_manifest,
     read_manifest,
 )
-from rotationzoo.artifact.measured import Measured, plain_arm
 from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
@@ -28,9 +24,11 @@ from rotationzoo.linalg.moments import Averages
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, folders, strict_json
-from rotationzoo.storage.files import disk_errors, sha256
-from rotationzoo.storage.folders import temporary_sibling
+from rotationzoo.storage.files import sha256
 from rotationzoo.words import nearest
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.measured import Measured
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
@@ -43,19 +41,6 @@ EXPORT = "export.json"
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
-# What the clients of hubs and the Finder leave in a folder, and no engine reads.
-_LEFT_BEHIND = re.compile(
-    r"\.gitattributes|\.DS_Store|\.mv|\.msc|\.mdl"
-    r"|\.cache/huggingface/(\.gitignore(\.lock)?|CACHEDIR\.TAG|trees/[0-9a-f]{40}\.json)"
-    r"|\.cache/huggingface/download/[^/]+\.(metadata|lock|incomplete)"
-)
-_LEFT_FOLDERS = ".cache", "._____temp"
-_PICKLES = ".msc", ".mdl"  # earlier versions of ModelScope's client write and load them
-_PLAIN_OPCODES = {"PROTO", "FRAME", "MARK", "STOP", "NONE", "MEMOIZE", "BINGET", "BINPUT"}
-_PLAIN_OPCODES |= {"LONG_BINGET", "LONG_BINPUT", "SHORT_BINUNICODE", "BINUNICODE", "BININT"}
-_PLAIN_OPCODES |= {"BININT1", "BININT2", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT"}
-_PLAIN_OPCODES |= {"SETITEM", "SETITEMS"}
-_PICKLE_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,12 +84,6 @@ class Artifact:
             if path.name not in PARTS or path.is_symlink() or not path.is_file():
                 names.append(path.name)
         return names
-
-    def check_writable(self) -> None:
-        """Raise `RotationZooError` if nothing can be added to the folder."""
-        folder = self.folder.resolve()
-        with disk_errors(self.folder, COPY_IT), temporary_sibling(folder):
-            check_permission(folder)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -150,13 +129,16 @@ class Artifact:
         return statistics_from(self._sound_tensors(STATISTICS))
 
     @cached_property
-    def measured(self) -> Measured | None:
+    def measured(self) -> "Measured | None":
         """The evaluation that `evaluate --save` has added; None if there is none.
 
         Raises `RotationZooError` for a damaged file, and for one of other rotations.
         """
         if EVALUATION not in self.manifest.files:
             return None
+        # Whoever reads rotations alone, as a server does, needs none of its types.
+        from rotationzoo.artifact.measured import Measured, plain_arm
+
         path = files.regular_file(self.folder, EVALUATION)
         measured = strict_json.validate(Measured, strict_json.read(path), str(path))
         for window in measured.windows:
@@ -186,22 +168,6 @@ class Artifact:
         """One sentence for each file that is missing, is not a regular file in the folder, or
         differs from the manifest's size or sha256."""
         return [problem for name in self.manifest.files for problem in self._damage(name)]
-
-    def unlisted_files(self) -> list[str]:
-        """One sentence for each entry of the folder that the manifest does not list, but for the
-        manifest itself, the card, the signature, and what the clients of hubs leave behind."""
-        problems = []
-        for name in folders.read_settled(self.folder, lambda: sorted(os.listdir(self.folder))):
-            if name in self.manifest.files:
-                continue
-            path = self.folder / name
-            if name not in (MANIFEST, CARD, SIGNATURE):
-                if foreign := _foreign_file(self.folder, name):
-                    problem = f"{foreign} is not in the manifest: whoever made it did not write it"
-                    problems.append(problem)
-            elif path.is_symlink() or not path.is_file():
-                problems.append(f"{name} is not a file")
-        return problems
 
     def _damage(self, name: str) -> list[str]:
         """What is wrong with a file, in one sentence; nothing if it is the one in the manifest."""
@@ -272,44 +238,3 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             hint = "name the folder that calibrate wrote" if meant else hint
         raise RotationZooError(f"{folder} is no artifact: {reason}", hint=hint)
     return read_manifest(path)
-
-
-def _foreign_file(folder: Path, name: str) -> str | None:
-    """The first file of an entry that no client of a hub leaves in a folder; None if there is
-    none."""
-    top = folder / name
-    if top.is_symlink() or not top.is_dir():
-        return None if _is_left_behind(folder, top) else name
-    if name not in _LEFT_FOLDERS:
-        return name
-    unreadable: list[OSError] = []
-    for parent, inner, names in os.walk(top, onerror=unreadable.append):
-        # A link to a folder is among the folders, and is not followed.
-        links = [each for each in inner if Path(parent, each).is_symlink()]
-        for path in (Path(parent, each) for each in (*links, *names)):
-            if not _is_left_behind(folder, path):
-                return path.relative_to(folder).as_posix()
-    return name if unreadable else None
-
-
-def _is_left_behind(folder: Path, path: Path) -> bool:
-    """Whether it is a file that a client of a hub leaves, and a harmless one if it is a pickle."""
-    if not _LEFT_BEHIND.fullmatch(path.relative_to(folder).as_posix()):
-        return False
-    try:
-        if path.name in _PICKLES:
-            codes = pickletools.genops(files.read(path, _PICKLE_LIMIT))
-            return {code.name for code, _, _ in codes} <= _PLAIN_OPCODES
-        return files.size_of(path) is not None
-    except (RotationZooError, ValueError):
-        return False
-
-
-def check_permission(folder: Path) -> None:
-    """Raise `PermissionError` if the folder is not writable.
-
-    Replacing a folder by rename needs no permission in the folder itself, so a read-only artifact
-    would otherwise be replaced.
-    """
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(13, "Permission denied")

@@ -10,7 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.budget import Bits, bits_beside_windows
+from rotationzoo.budget import Budget
+from rotationzoo.codec.budget import budget_beside_windows
 from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.settings import (
@@ -26,7 +27,8 @@ from rotationzoo.errors import UsageError
 from rotationzoo.geometry import check_group_size, full_attention_layers
 from rotationzoo.model.compatibility import check_fits
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import Rotations
 from rotationzoo.words import nearest
 
@@ -47,8 +49,8 @@ def build_settings(
     if isinstance(rotations, Artifact):
         recipe = rotations.recipe
         check_fits(rotations, model)
-        bits = served_bits(options, [rotations], model.config)
-        rotations = served_rotations(rotations, engine, bits)
+        budget = served_budget(options, [rotations], model.config)
+        rotations = served_rotations(rotations, engine, budget)
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
     elif not isinstance(rotations, Rotations):
@@ -65,24 +67,25 @@ def build_settings(
     return settings
 
 
-def served_bits(
+def served_budget(
     options: CacheOptions, artifacts: Collection[Artifact], config: PretrainedConfig
-) -> Bits:
-    """The budget of artifacts in a cache with these options, as `bits_beside_windows` has it where
-    the engine keeps layers with a sliding window exact."""
-    bits: Bits = options.get("bits")
+) -> Budget | None:
+    """The budget of artifacts in a cache with these options, as `budget_beside_windows` has it
+    where the engine keeps layers with a sliding window exact."""
+    bits = options.get("bits")
+    budget = None if bits is None else Budget(bits)
     if find_engine(options.get("engine", DEFAULT)).sliding:
-        return bits
+        return budget
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     has_windows = full_attention_layers(config) is not None
-    return bits_beside_windows(bits, has_budget, has_windows)
+    return budget_beside_windows(budget, has_budget, has_windows)
 
 
-def served_rotations(artifact: Artifact, engine: str, bits: Bits = None) -> Rotations:
-    """What an engine reads of an artifact's rotations, with the budget of `bits`."""
+def served_rotations(artifact: Artifact, engine: str, budget: Budget | None = None) -> Rotations:
+    """What an engine reads of an artifact's rotations, with another budget where one is given."""
     entry = find_engine(engine)
     check_sides(engine, artifact.rotations.sides)
-    return reduced_rotations(artifact, not entry.heads, entry.uncentered, bits)
+    return reduced_rotations(artifact, not entry.heads, entry.uncentered, budget)
 
 
 def check_options(options: dict[str, Any]) -> None:

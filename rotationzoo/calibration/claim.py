@@ -1,7 +1,7 @@
 """The claims of a manifest about its tensors, and where they contradict it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,12 +11,14 @@ from rotationzoo.artifact.fit import factor_problems, fit, sum_moments
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
+from rotationzoo.budget import EQUAL
 from rotationzoo.codec.budget import budget_problems
 from rotationzoo.geometry import Geometry, geometry_from_json, shifted_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering
-from rotationzoo.recipe import BUDGETS, Recipe, from_dict
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import from_dict
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 
 # Largest relative error with which a stored rotation may diagonalise its own statistic. 6e-8 was
@@ -58,7 +60,7 @@ class Claim:
             self._clip_problems(rotations),
             self.origin_problems(rotations, statistics),
             factor_problems(rotations, statistics, self.recipe),
-            budget_problems(rotations, self.recipe),
+            budget_problems(rotations, self.recipe.budget, self.recipe.group_size),
             self._mean_problems(rotations, statistics or {}),
         )
         return sentences(problems) + self.centering_problems(rotations)
@@ -116,7 +118,7 @@ class Claim:
         recomputed."""
         # Leave out what comes from statistics, which is checked elsewhere.
         measured = "center_keys", "center_values", "feedback", "whiten"
-        formula = dict.fromkeys(measured, False) | dict.fromkeys(BUDGETS)
+        formula = dict.fromkeys(measured, False) | asdict(EQUAL)
         alone = self.recipe.model_copy(update=formula)
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix

@@ -63,7 +63,7 @@ def run_model(
     with placing as placement:
         progress("loading the model", 0, 0)
         # Only its decoder runs, unless predictions are compared.
-        how = job.torch_device, job.torch_dtype, placement, job.recipe.has_budget
+        how = job.torch_device, job.torch_dtype, placement, bool(job.recipe.budget)
         model = loading.load(planned.source, planned.config, *how)
         # The first few tokens of the text, or zeros if there is none.
         row = torch.zeros(_CHECKED_TOKENS, dtype=torch.long) if text is None else text.rows[0]
@@ -88,11 +88,11 @@ def run_model(
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
-        if recipe.has_budget:
+        if recipe.budget:
             rotations = measure_sensitivities(
                 model, geometry, rotations, text.rows, recipe, progress
             )
-            rotations = spend_bits(rotations, recipe)
+            rotations = spend_bits(rotations, recipe.budget, recipe.group_size)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 

@@ -6,7 +6,7 @@ This stands apart from `plan` because `verify` needs it, and does not wait for t
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rotationzoo.codec.budget import check_budget
+from rotationzoo.codec.budget import check_room
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims
 from rotationzoo.linalg import compositions
@@ -44,7 +44,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
         )
     dims = head_dims(geometry)
     check_group_size(recipe.group_size, dims)
-    check_budget(recipe, geometry)
+    check_room(recipe.budget, recipe.group_size, geometry)
     # Build the rotations only for the errors that it raises.
     for dim in sorted(dims):
         if recipe.has_eigenbasis:

@@ -21,7 +21,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model import loading
 from rotationzoo.progress import Progress, silent
-from rotationzoo.writer import add_files
+from rotationzoo.writer import add_files, check_writable
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
 _SUMMARIZED = ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")
@@ -45,7 +45,7 @@ def validate_kernel(
     on_gpu = loading.torch_device(device) == "cuda"
     # Fail now if the result could not be saved, not after it was computed.
     if on_gpu:
-        artifact.check_writable()
+        check_writable(artifact)
     comparison = _compare_layers(artifact, rows, on_gpu, progress)
     report = comparison.report()
     report["identity"] = artifact.identity

@@ -2,6 +2,7 @@
 statistics."""
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
+from rotationzoo.artifact.leftovers import unlisted_files
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.soundness import Verification, check
@@ -22,7 +23,7 @@ def verify(
     problems = artifact.damaged_files()
     checked = [] if problems else ["checksums"]
     # After the checksums, so that a file that was changed comes first.
-    problems += artifact.unlisted_files()
+    problems += unlisted_files(artifact)
     error = None
     try:
         if digest(artifact.manifest.recipe) != artifact.manifest.recipe_sha256:

@@ -48,7 +48,8 @@ def demo_command(
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.evaluation.prepare import Evaluation
     from rotationzoo.evaluation.tasks.prompts import TaskSettings
-    from rotationzoo.recipe import Data, load
+    from rotationzoo.recipe import Data
+    from rotationzoo.recipe.loading import load
 
     hush_libraries()
     folder = follow_link(output) or Path("rotations") / MODEL

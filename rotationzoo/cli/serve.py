@@ -52,7 +52,8 @@ def serve_command(
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.vllm import KEY
-    from rotationzoo.vllm.plugin import claim, read_command, server_command
+    from rotationzoo.vllm.command import read_command, server_command
+    from rotationzoo.vllm.plugin import claim
     from rotationzoo.vllm.settings import Options, make_settings
 
     chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)

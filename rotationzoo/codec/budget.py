@@ -1,4 +1,4 @@
-"""A recipe's budget of bits, spent on the layers and sides whose rounding costs most.
+"""A budget of bits, spent on the layers and sides whose rounding costs most.
 
 Layers differ far more in what their rounding costs than rotations do: in one trained model of eight
 layers, two layers' keys cost 60 % of all that was lost. The choice is a knapsack problem with one
@@ -8,20 +8,17 @@ choice for each row, and scipy's integer program solves it.
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 
+from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BUDGETED, FINE, SIMULATED
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_layers
-from rotationzoo.recipe import Recipe, with_budget
-from rotationzoo.rotations import LATENT, SIDES, Rotation, Rotations
+from rotationzoo.rotations import Rotation, Rotations
 
-Bits = float | Literal["equal"] | None
-"""Another budget of bits than an artifact's, or `equal` where its own is left out."""
 COARSE = replace(FINE, fine_channels=0)
 """Codes of 2 bits with a scale: what a budget starts from."""
 STEP = 16
@@ -57,19 +54,20 @@ class Place:
         return np.arange(0, self.dim + 1, step)
 
 
-def spend_bits(rotations: Rotations, recipe: Recipe) -> Rotations:
-    """The rotations with the bits of each layer and side that the recipe's budget buys, by their
-    sensitivities; unchanged for a recipe without a budget. No model is needed.
+def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> Rotations:
+    """The rotations with the bits of each layer and side that a budget buys, by their
+    sensitivities, where this many channels share a scale; unchanged by an empty budget. No model is
+    needed.
 
-    Raises `RotationZooError` for rotations without sensitivities, and as `check_budget` does.
+    Raises `RotationZooError` for rotations without sensitivities, and as `check_room` does.
     """
-    if not recipe.has_budget:
+    if not budget:
         return rotations
     chosen: dict[tuple[int, str], int] = {}
-    for sides, bits in _budgets(recipe):
+    for sides, bits in budget.shares:
         spots = [(layer, side) for layer, side, _ in rotations.each() if side in sides]
         places = [_place(rotations[layer][side]) for layer, side in spots]
-        extra = _extra_bits(places, bits, recipe)
+        extra = _extra_bits(places, bits, group_size)
         chosen |= zip(spots, choose_bits(places, extra), strict=True)
 
     def give_bits(layer: int, side: str, rotation: Rotation) -> Rotation:
@@ -79,25 +77,28 @@ def spend_bits(rotations: Rotations, recipe: Recipe) -> Rotations:
 
 
 def reduce_rotations(
-    rotations: Rotations, recipe: Recipe, uncentered: Collection[str], bits: Bits = None
+    rotations: Rotations,
+    group_size: int | None,
+    uncentered: Collection[str],
+    budget: Budget | None = None,
 ) -> Rotations:
-    """Rotations made by a recipe as an engine takes them: without the means of the sides
-    `uncentered`, and with the budget of `bits`. Raises as `spend_bits` does."""
-    if bits is not None and bits != "equal":
-        rotations = spend_bits(rotations, with_budget(recipe, bits=bits))
+    """Rotations as an engine takes them: without the means of the sides `uncentered`, and with
+    another budget where one is given. Raises as `spend_bits` does."""
+    if budget:
+        rotations = spend_bits(rotations, budget, group_size)
 
     def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
         mean = None if side in uncentered else rotation.mean
-        fine = None if bits == "equal" else rotation.fine_channels
+        fine = None if budget == EQUAL else rotation.fine_channels
         return replace(rotation, mean=mean, fine_channels=fine)
 
     return rotations.replace(reduce)
 
 
-def check_bits(bits: Bits, has_budget: bool, format: str) -> None:
-    """Raise `UsageError` for another budget of `bits` where no rotations have one, and where rows
-    of the `format` have no room for it."""
-    if bits in (None, "equal"):
+def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
+    """Raise `UsageError` for another budget where no rotations have one, and where rows of the
+    `format` have no room for it."""
+    if not budget:
         return
     if not has_budget:
         raise UsageError(
@@ -111,18 +112,20 @@ def check_bits(bits: Bits, has_budget: bool, format: str) -> None:
         )
 
 
-def bits_beside_windows(bits: Bits, has_budget: bool, has_windows: bool) -> Bits:
-    """The budget in an engine that keeps layers with a sliding window exact: `equal` beside such
-    layers, because it pads the pages of all layers to the largest. Raises `UsageError` where other
-    `bits` are asked for there."""
+def budget_beside_windows(
+    budget: Budget | None, has_budget: bool, has_windows: bool
+) -> Budget | None:
+    """The budget in an engine that keeps layers with a sliding window exact: none beside such
+    layers, because it pads the pages of all layers to the largest. Raises `UsageError` where
+    another one is asked for there."""
     if not has_budget or not has_windows:
-        return bits
-    if bits is not None:
+        return budget
+    if budget is not None:
         raise UsageError(
             "beside layers with a sliding window, all others have the same bits",
             hint="leave out --bits",
         )
-    return "equal"
+    return EQUAL
 
 
 def average_fine_channels(rotations: Rotations) -> int:
@@ -148,25 +151,18 @@ def _place(rotation: Rotation) -> Place:
     return Place(float(rotation.sensitivity), len(rotation.clip), rotation.dim)
 
 
-def check_budget(recipe: Recipe, geometry: Geometry) -> None:
+def check_room(budget: Budget, group_size: int | None, geometry: Geometry) -> None:
     """Raise `RotationZooError` for a budget below the bits of codes of 2 bits and their scales. A
     geometry that only the weights will show, which is empty, has none to check."""
-    for sides, bits in _budgets(recipe) if geometry else []:
+    for sides, bits in budget.shares if geometry else []:
         places = []
         for layer in cached_layers(geometry):
             mine = [side for side in layer.sides if side in sides]
             places += [Place(0, layer.kv_heads, layer.dims[side]) for side in mine]
-        _extra_bits(places, bits, recipe)
+        _extra_bits(places, bits, group_size)
 
 
-def _budgets(recipe: Recipe) -> list[tuple[Sequence[str], float]]:
-    """The budgets of a recipe: the sides that share one, and its bits an element."""
-    every = *SIDES, LATENT
-    budgets = [(every, recipe.bits), (["key"], recipe.key_bits), (["value"], recipe.value_bits)]
-    return [(sides, bits) for sides, bits in budgets if bits is not None]
-
-
-def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
+def _extra_bits(places: Sequence[Place], bits: float, group_size: int | None) -> float:
     """Bits an element that a budget leaves beyond codes of 2 bits and their scales."""
     if not places:
         raise RotationZooError(
@@ -174,7 +170,7 @@ def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
         )
     taken = 0.0
     for place in places:
-        taken += place.elements * int2.bits_per_element(place.dim, recipe.group_size, COARSE)
+        taken += place.elements * int2.bits_per_element(place.dim, group_size, COARSE)
     least = taken / sum(place.elements for place in places)
     if bits < least - _NOTHING:
         raised = math.ceil((least - _NOTHING) * 1000) / 1000  # 2 + 16/192 may not be rounded down
@@ -186,11 +182,13 @@ def _extra_bits(places: Sequence[Place], bits: float, recipe: Recipe) -> float:
     return max(0.0, bits - least)
 
 
-def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[tuple[str, int]]:
+def budget_problems(
+    rotations: Rotations, budget: Budget, group_size: int | None
+) -> Iterator[tuple[str, int]]:
     """Problems of layers: sensitivities that are no losses, and bits that rows have no room for or
     that the budget does not buy. The tensors must have the shapes that the recipe asks for, and be
     finite."""
-    if not recipe.has_budget:
+    if not budget:
         return
     for layer, side, rotation in rotations.each():
         place = _place(rotation)
@@ -198,10 +196,10 @@ def budget_problems(rotations: Rotations, recipe: Recipe) -> Iterator[tuple[str,
             yield f"{side} sensitivity below 0", layer
         if rotation.fine_channels not in place.choices:
             yield f"{side} fine channels that rows have no room for", layer
-    for sides, bits in _budgets(recipe):
+    for sides, bits in budget.shares:
         mine = [each for each in rotations.each() if each[1] in sides]
         places = [_place(rotation) for _, _, rotation in mine]
-        room = _extra_bits(places, bits, recipe) * sum(place.elements for place in places)
+        room = _extra_bits(places, bits, group_size) * sum(place.elements for place in places)
         spent = _third_bits([rotation for *_, rotation in mine])
         if spent > room + 1:  # the room is rounded, and bits are spent in steps of more than one
             yield f"more fine channels than {bits:g} bits buy", mine[0][0]

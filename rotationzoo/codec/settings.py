@@ -6,7 +6,8 @@ from typing import Literal, TypedDict
 
 import torch
 
-from rotationzoo.codec.budget import check_bits
+from rotationzoo.budget import Budget
+from rotationzoo.codec.budget import check_budget
 from rotationzoo.codec.engines import DEFAULT, choose_format, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.layout import CacheLayout
@@ -88,7 +89,8 @@ class CacheOptions(TypedDict, total=False):
 
 def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
     """The options with all that the engine decides for rotations that may have a budget of bits.
-    Raises `UsageError` for an engine whose codec is not simulated, and as `check_bits` does."""
+    Raises `UsageError` for an engine whose codec is not simulated, and as `Budget` and
+    `check_budget` do."""
     name = options.get("engine", DEFAULT)
     engine = find_engine(name)
     chosen: CacheOptions = {
@@ -101,7 +103,7 @@ def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
     if not engine.windows:
         chosen |= {"sink": 0, "recent": 0}
     chosen |= options
-    check_bits(chosen.get("bits"), has_budget, chosen["format"])
+    check_budget(Budget(chosen.get("bits")), has_budget, chosen["format"])
     return chosen
 
 

@@ -45,7 +45,8 @@ from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering, loading
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
-from rotationzoo.recipe import PRESETS, Recipe, name_of
+from rotationzoo.recipe import Recipe, name_of
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
 from rotationzoo.storage.files import sha256
 from rotationzoo.storage.folders import check_writable

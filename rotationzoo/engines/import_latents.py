@@ -16,7 +16,8 @@ from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import LATENT
 from rotationzoo.storage.files import digest, sha256
 

@@ -9,10 +9,11 @@ from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.budget import Bits
+from rotationzoo.budget import Budget
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.rivals import (
     ENGINE_CACHES,
     RivalCodec,
@@ -60,7 +61,7 @@ def build_arms(
     baselines: Collection[str] = BASELINES,
     pooled: bool = False,
     uncentered: Collection[str] = (),
-    bits: Bits = None,
+    budget: Budget | None = None,
 ) -> list[Arm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
     factors; then one with one rotation per layer for each that has more; then one per baseline. All
@@ -77,7 +78,7 @@ def build_arms(
     for artifact in artifacts:
         name = _unique_name(artifact, [arm.name for arm in plain])
         codec = RotatedCodec(
-            reduced_rotations(artifact, False, uncentered, bits), artifact.recipe.group_size
+            reduced_rotations(artifact, False, uncentered, budget), artifact.recipe.group_size
         )
         about = AboutArm(name=name, kind="artifact", artifact=artifact.identity)
         plain.append(Arm(about, codec))

@@ -81,7 +81,7 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
         geometry = geometry_of(model)
         check_model(job, artifacts, geometry)
     pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
-    arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, job.bits)
+    arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, job.budget)
     layers, start = _layers_in_2_bits(job, geometry), ready.start
     return Trial(
         geometry, arms, ready.caches, layers, job.sides, job.queries, start, job.real_cache

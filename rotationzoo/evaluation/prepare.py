@@ -9,12 +9,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.codec import int2
 from rotationzoo.codec.budget import (
-    Bits,
     average_fine_channels,
-    bits_beside_windows,
-    check_bits,
+    budget_beside_windows,
+    check_budget,
 )
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.layout import CacheLayout
@@ -44,6 +44,7 @@ from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.words import nearest
+from rotationzoo.writer import check_writable
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Evaluation(RunSettings):
     format: str | None = None
     """The cache format: a name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of
     bits."""
-    bits: Bits = None
+    budget: Budget | None = None
     """The budget of bits of the artifacts' arms; None for their own."""
     anyway: bool = False
     """Whether artifacts that were made for other weights are measured, too."""
@@ -141,7 +142,7 @@ def prepare(job: Evaluation, progress: Progress) -> Prepared:
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     for artifact in artifacts:
         if artifact.folder in job.save_to:  # fail now, and not after hours of evaluation
-            artifact.check_writable()
+            check_writable(artifact)
     if job.pooled:
         check_pooled(artifacts)
     progress("looking at the model", 0, 0)
@@ -220,10 +221,10 @@ def _leave_windows(
     if not job.beside_windows or full is None:
         return job
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    bits = bits_beside_windows(job.bits, has_budget, has_windows=True)
-    if bits == "equal":
+    budget = budget_beside_windows(job.budget, has_budget, has_windows=True)
+    if budget == EQUAL:
         notes = [*job.notes, "Beside layers with a sliding window, the budget of bits is left out"]
-        job = replace(job, bits=bits, format=job.beside_windows, notes=notes)
+        job = replace(job, budget=budget, format=job.beside_windows, notes=notes)
     if job.layers or job.real_cache or job.drift:
         return job
     if not full:
@@ -239,9 +240,9 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     """The job with the format that it leaves to the artifacts."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
-    check_bits(job.bits, has_budget, name)
-    if job.bits not in (None, "equal"):
-        said = f"The artifacts have a budget of {job.bits} bits here, and not their own"
+    check_budget(job.budget, has_budget, name)
+    if job.budget:
+        said = f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"
         job = replace(job, notes=[*job.notes, said])
     return replace(job, format=name)
 
@@ -253,7 +254,7 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
     assert job.format is not None
     format = int2.SIMULATED[job.format]
     if format.offset == "none" and artifacts:
-        spent = reduced_rotations(artifacts[0], False, (), job.bits)
+        spent = reduced_rotations(artifacts[0], False, (), job.budget)
         if spent.has_budget:  # the baselines take as many bytes as the first artifact
             format = replace(format, fine_channels=average_fine_channels(spent))
     layout = job.prefill_layout or "server"

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.options import build_settings, served_bits
+from rotationzoo.budget import EQUAL
+from rotationzoo.cache.options import build_settings, served_budget
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.settings import CacheOptions, as_engine
 from rotationzoo.engines.reductions import describe_choice
@@ -83,8 +84,8 @@ def generate(
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
-    bits = served_bits(job.cache, artifacts, config)
-    has_budget = bits != "equal" and any(each.rotations.has_budget for each in artifacts)
+    budget = served_budget(job.cache, artifacts, config)
+    has_budget = budget != EQUAL and any(each.rotations.has_budget for each in artifacts)
     options = as_engine(job.cache, has_budget)
     windows = _windows(options, artifact)
     prompt = _encode(job, tokenizer, windows, position_count(config), note)

@@ -4,13 +4,15 @@ To add a recipe with a name, add a row to `PRESETS`.
 """
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from rotationzoo.budget import Budget
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.recipe.schema import BUDGETS, Data, Recipe, Section
+from rotationzoo.recipe.schema import Data, Recipe, Section
 from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
 
@@ -108,13 +110,13 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
     return _from_options({**recipe.model_dump(), **changes})
 
 
-def with_budget(recipe: Recipe, **bits: float | None) -> Recipe:
-    """The recipe with a budget of `bits`, or of `key_bits` and `value_bits`, in place of its own,
-    under a name that says so. Raises `UsageError`."""
-    content = {**recipe.model_dump(), **dict.fromkeys(BUDGETS), **bits}
+def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
+    """The recipe with a budget of bits in place of its own, under a name that says so. Raises
+    `UsageError`."""
+    content = {**recipe.model_dump(), **asdict(budget)}
     changed = _from_options(content, "as: --bits 2.5, with a recipe such as oscar")
-    given = (getattr(changed, key) for key in BUDGETS)
-    suffix = "-".join(f"{number:g}" for number in given if number is not None)
+    given = filter(None, asdict(budget).values())
+    suffix = "-".join(f"{number:g}" for number in given)
     return changed.model_copy(update={"name": f"{recipe.name}-{suffix}-bits"})
 
 

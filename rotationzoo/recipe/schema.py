@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from rotationzoo.budget import Budget
+from rotationzoo.errors import UsageError
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.words import nearest
@@ -117,10 +119,6 @@ class Data(Section):
         return name_of(self.source)
 
 
-BUDGETS = ("bits", "key_bits", "value_bits")
-"""The keys of a budget of bits."""
-
-
 class Recipe(Section):
     """Every choice that decides which rotation comes out, in one object that is hashed and stored.
     It covers how statistics become rotations, and the cache that the rotations are for."""
@@ -157,12 +155,12 @@ class Recipe(Section):
     """With `feedback`, also store matrices that keys and values are multiplied by before they are
     rotated, so that their channels vary alike. Queries and outputs are then multiplied by other
     matrices than the rotations."""
-    bits: Annotated[float, Field(gt=2, le=4)] | None = None
+    bits: float | None = None
     """Bits an element of the quantized rows, with their scales, on average over layers and sides.
     With `feedback`, layers whose rounding costs more get more of them, in caches that store the
     format `fine`. None leaves the same bits to all."""
-    key_bits: Annotated[float, Field(gt=2, le=4)] | None = None
-    value_bits: Annotated[float, Field(gt=2, le=4)] | None = None
+    key_bits: float | None = None
+    value_bits: float | None = None
     """The same for keys and for values, instead of `bits`."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are
@@ -193,22 +191,23 @@ class Recipe(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_budget(self) -> "Recipe":
-        sides = [self.key_bits, self.value_bits]
-        if any(sides) and (self.bits or not all(sides)):
-            raise ValueError("give bits, or key_bits and value_bits")
-        if self.has_budget and not self.feedback:
+    def _possible_budget(self) -> "Recipe":
+        try:
+            has_budget = bool(self.budget)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        if has_budget and not self.feedback:
             raise ValueError("a budget of bits needs a recipe with error feedback")
-        if self.has_budget and self.data.media:
+        if has_budget and self.data.media:
             raise ValueError("a budget of bits is measured on text alone, not on images or audio")
         if self.data.positions != "all" and not self.data.media:
             raise ValueError(f"positions {self.data.positions} needs a column of images or audio")
         return self
 
     @property
-    def has_budget(self) -> bool:
-        """Whether layers and sides have different bits."""
-        return self.bits is not None or self.key_bits is not None
+    def budget(self) -> Budget:
+        """The budget of bits; an empty one where all rows have the same."""
+        return Budget(self.bits, self.key_bits, self.value_bits)
 
     @property
     def hash(self) -> str:

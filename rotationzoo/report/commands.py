@@ -10,7 +10,8 @@ from rotationzoo.artifact.measured import Conditions
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
-from rotationzoo.recipe import PRESETS, Recipe, override, with_feedback, with_rope_scaling
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS, override, with_feedback, with_rope_scaling
 
 FOLDER = "FOLDER"
 """Stands for the folder of an artifact, which readers of a page have elsewhere."""

@@ -76,7 +76,7 @@ def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
     """How an engine stores the cache: in the format and with the windows that were measured."""
     recipe = artifact.recipe
     if measured is None:
-        return CacheLayout.of_recipe(recipe, FINE if recipe.has_budget else SGLANG)
+        return CacheLayout.of_recipe(recipe, FINE if recipe.budget else SGLANG)
     layout = CacheLayout.of_recipe(recipe, SIMULATED.get(measured.format, SGLANG))
     return replace(layout, sink=measured.window.sink, recent=measured.window.recent)
 

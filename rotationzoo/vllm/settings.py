@@ -14,8 +14,9 @@ from pydantic import Field
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
 from rotationzoo.codec import cuda_attention
-from rotationzoo.codec.budget import bits_beside_windows, reduce_rotations
+from rotationzoo.codec.budget import budget_beside_windows, reduce_rotations
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engines import check_sides, find_engine
@@ -43,7 +44,7 @@ class Options(strict_json.Strict, extra="forbid"):
     """The folder of the artifact."""
     format: Literal["sglang", "vllm", "fine"] | None = None
     """By default `fine` where the artifact has a budget of bits, and else `vllm`."""
-    bits: float | None = Field(default=None, gt=0)
+    bits: float | None = None
     """Another budget of bits an element than the artifact's, which must have one."""
     rounding: Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
@@ -104,9 +105,10 @@ def make_settings(options: Options, name: str, folder: Path, has_windows: bool) 
     check_model(artifact, name, folder)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
-    bits = bits_beside_windows(options.bits, artifact.rotations.has_budget, has_windows)
+    budget = None if options.bits is None else Budget(options.bits)
+    budget = budget_beside_windows(budget, artifact.rotations.has_budget, has_windows)
     uncentered = find_engine("vllm").uncentered
-    rotations = reduce_rotations(artifact.rotations, recipe, uncentered, bits)
+    rotations = reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
     chosen = as_engine(chosen | asked, rotations.has_budget)
     return complete_settings(recipe, rotations, chosen)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from rotationzoo.artifact.leftovers import unlisted_files
 from rotationzoo.artifact.manifest import PlainName
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -199,7 +200,7 @@ def pull(
     hashes = hash_files(target, entry.files)
     if hashes is not None:
         artifact = Artifact.open(target, hashes)
-        if unlisted := artifact.unlisted_files():
+        if unlisted := unlisted_files(artifact):
             raise RotationZooError(
                 f"{target} is not only what was pulled: {unlisted[0]}",
                 hint="move it elsewhere and run the same command again",

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo import recipe as recipes
 from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
@@ -21,6 +20,7 @@ from rotationzoo.evaluation.verdict import judge_answers, prompt_sizes
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import loading as recipes
 from rotationzoo.words import change, counted, nats, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index

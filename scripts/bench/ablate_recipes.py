@@ -58,7 +58,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
-from rotationzoo.recipe import PRESETS, Data, Recipe
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.simulation.rivals import ENGINE_CACHES, RivalCodec, store_as_kivi
 from rotationzoo.simulation.simulated import Simulation

@@ -14,7 +14,7 @@ from measuring import Job, compare
 
 from rotationzoo.calibration.collect import collect
 from rotationzoo.model.capture import decoder
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 
 def main() -> None:

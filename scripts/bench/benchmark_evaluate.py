@@ -16,7 +16,7 @@ from rotationzoo.artifact.fit import fit
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.forward import attention_modules, token_losses
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.simulated import Observers, Simulation
 
 

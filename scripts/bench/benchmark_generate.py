@@ -33,7 +33,7 @@ from rotationzoo import RotatedCache
 from rotationzoo.artifact.fit import fit
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 WARM_UP = 2  # steps before those that are timed
 ROW_STEPS = 3

@@ -50,7 +50,7 @@ from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import Rotation, Rotations
 
 QWEN3_8B = {

@@ -40,7 +40,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.steps import Known, Planner, Step

@@ -29,7 +29,8 @@ from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 

@@ -18,7 +18,8 @@ from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import decoder
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from rotationzoo.vllm import WORKER
-from rotationzoo.vllm.plugin import EVERY_LAYER, server_command
+from rotationzoo.vllm.command import EVERY_LAYER, server_command
 
 # The client's own command is part of `vllm`, which the package for CPUs cannot start.
 CLIENT = """

@@ -13,7 +13,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
-from rotationzoo.writer import add_files
+from rotationzoo.writer import add_files, check_writable
 from rotationzoo.zoo import index
 from rotationzoo.zoo.upload import prepare_upload
 
@@ -92,7 +92,7 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(docs.file)
     artifact = Artifact.open(folder)
-    artifact.check_writable()
+    check_writable(artifact)
     add_files(artifact, {"answers.png": b"a picture"}, {})
     assert docs.whole()
     problems = verify(Artifact.open(folder)).problems

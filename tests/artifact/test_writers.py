@@ -20,10 +20,10 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.storage import files, folders
 from rotationzoo.storage.locks import locked
-from rotationzoo.writer import add_files, write_artifact
+from rotationzoo.writer import add_files, check_writable, write_artifact
 
 
 def another(small: Path, folder: Path, name: str) -> Path:
@@ -274,7 +274,7 @@ def test_the_folder_that_one_is_in_is_not_replaced(folder, monkeypatch):
         with pytest.raises(UsageError, match="holds the current folder"):
             folders.check_name(path)
     with pytest.raises(UsageError, match="holds the current folder"):
-        Artifact.open(Path(".")).check_writable()
+        check_writable(Artifact.open(Path(".")))
 
 
 def test_what_else_is_in_a_folder_stays(folder):
@@ -305,7 +305,7 @@ def test_somebody_who_may_not_write_changes_nothing(small, what):
                 os.setgid(65534)
                 os.setuid(65534)
             try:
-                Artifact.open(folder).check_writable()
+                check_writable(Artifact.open(folder))
             except RotationZooError as error:
                 os._exit(7 if "Permission denied" in str(error) else 8)
             except BaseException:

@@ -28,7 +28,7 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 # How many tokens a call brings, and what it reads. All windows are smaller than the sliding windows

@@ -21,7 +21,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
 

@@ -20,7 +20,7 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.size import codec_bits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 16, 12
 GEOMETRY = [Layer(0, 0, 4, HEADS, KEY_DIM, VALUE_DIM)]

@@ -1,4 +1,4 @@
-"""The public cache: from an artifact, a folder, a name in the zoo, rotations, or nothing."""
+"""The public cache: from an artifact, a folder, rotations, or nothing."""
 
 import copy
 from dataclasses import replace
@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rotationzoo import Artifact, RotatedCache
 from rotationzoo.codec.formats import MLX, SGLANG
-from rotationzoo.errors import HubError, RotationZooError, UsageError
-from rotationzoo.generation import artifacts
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.model import compatibility
 from rotationzoo.model.source import DEMO, Source
 
 PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -23,19 +23,16 @@ def demo():
     return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
 
-def test_all_ways_to_name_rotations(demo, made, monkeypatch):
+def test_all_ways_to_name_rotations(demo, made):
     artifact = Artifact.open(made)
     # Error feedback takes seconds on a CPU.
     options = {"sink": 4, "recent": 16, "rounding": "nearest"}
     texts = []
-    pulled = []
-    monkeypatch.setattr(artifacts, "pull", lambda name: pulled.append(name) or artifact)
-    for rotations in (artifact, str(made), made, artifact.rotations, "Qwen/Qwen3-8B"):
+    for rotations in (artifact, str(made), made, artifact.rotations):
         cache = RotatedCache(rotations, demo, **options)
         assert cache.settings.layout.sink == 4
         texts.append(generate(demo, cache, PROMPT, 6))
         assert cache.bytes_held < cache.get_seq_length() * 4 * 2 * 2 * 64 * 4, "less than exact"
-    assert pulled == ["Qwen/Qwen3-8B"]
     assert all(torch.equal(text, texts[0]) for text in texts)
 
 
@@ -86,18 +83,6 @@ def test_what_no_cache_can_have_is_refused(demo, options, message):
         RotatedCache(None, demo, **options)
 
 
-def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(demo, made, tmp_path, monkeypatch):
-    monkeypatch.setattr(artifacts, "pull", lambda name: pytest.fail(f"asked for {name}"))
-    monkeypatch.chdir(made.parent)
-    # Beside an artifact that is there, as in the folder of `calibrate`.
-    beside = f"../{made.parent.name}/mistyped"
-    monkeypatch.chdir(made.parent.parent)
-    (tmp_path / "a file").write_text("text")
-    for folder in (beside, f"{made.parent.name}/mistyped", made / "mistyped", tmp_path / "a file"):
-        with pytest.raises(RotationZooError, match=r"is no artifact|there is no"):
-            RotatedCache(folder, demo)
-
-
 def test_what_is_no_model_and_no_rotations_is_refused(demo, made):
     with pytest.raises(UsageError, match="a str is no model of transformers"):
         RotatedCache(made, "demo")
@@ -123,16 +108,6 @@ def test_an_artifact_of_other_weights_is_a_warning(demo, made, tmp_path, caplog)
     assert caplog.messages == [message]
 
 
-def test_a_name_of_the_zoo_that_cannot_be_pulled(demo, monkeypatch):
-    def refuse(name: str) -> None:
-        raise HubError("the hub is closed", hint="see --index")
-
-    monkeypatch.setattr(artifacts, "pull", refuse)
-    with pytest.raises(HubError, match=r"someone/model is no folder.*closed") as raised:
-        RotatedCache("someone/model", demo)
-    assert "--index" not in str(raised.value.hint)
-
-
 def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     asked = []
@@ -141,10 +116,10 @@ def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
         asked.append((name, file, revision))
         return str(tmp_path / file)
 
-    monkeypatch.setattr(artifacts, "try_to_load_from_cache", look)
+    monkeypatch.setattr(compatibility, "try_to_load_from_cache", look)
     model = Qwen3ForCausalLM(copy.deepcopy(demo.config))
     model.name_or_path = ""
-    assert artifacts._source_of(model) is None, "made in code"
+    assert compatibility._source_of(model) is None, "made in code"
     model.name_or_path, model.config._commit_hash = "someone/model", "1" * 40
-    assert artifacts._source_of(model) == Source("someone/model", tmp_path, "1" * 40)
+    assert compatibility._source_of(model) == Source("someone/model", tmp_path, "1" * 40)
     assert asked == [("someone/model", "config.json", "1" * 40)]

@@ -28,7 +28,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.model.capture import capture
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 WINDOWS = CacheLayout(sink=2, recent=5)
 IDS = torch.randint(5, 60, (2, 22), generator=torch.Generator().manual_seed(1))

@@ -15,6 +15,7 @@ from rotationzoo import api
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.calibrate import calibrate
@@ -26,7 +27,7 @@ from rotationzoo.codec.budget import (
     PER_BIT,
     Place,
     average_fine_channels,
-    check_budget,
+    check_room,
     choose_bits,
     spend_bits,
 )
@@ -40,12 +41,13 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
-from rotationzoo.recipe import PRESETS, Recipe, from_dict, with_budget, with_feedback
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget, with_feedback
 from rotationzoo.report.page import make_report
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
 BITS = 3.5
-RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), bits=BITS)
+RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), Budget(BITS))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_noise_is_subtracted_and_rows_are_clamped_before_their_mean(made, monkey
         None, made.geometry, made.rotations, [torch.zeros(8)] * 2, RECIPE, lambda *_: None
     )
     assert [float(rotation.sensitivity) for _, _, rotation in measured.each()] == [2, 0.5, 2, 0]
-    spent = spend_bits(measured, RECIPE.model_copy(update={"bits": 4}))
+    spent = spend_bits(measured, Budget(4), RECIPE.group_size)
     assert {int(rotation.fine_channels) for _, _, rotation in spent.each()} == {16}
 
 
@@ -109,7 +111,7 @@ def test_inspect_says_which_layers_get_more(made):
 
 
 def test_no_more_bits_are_spent_than_the_budget_has(made):
-    least = stored_bits(made, spend_bits(made.rotations, RECIPE.model_copy(update={"bits": 3})))
+    least = stored_bits(made, spend_bits(made.rotations, Budget(3), RECIPE.group_size))
     assert least == pytest.approx(3)  # 2 bits and a float16 scale for 16 channels
     assert least < stored_bits(made, made.rotations) <= BITS
     assert average_fine_channels(made.rotations) == 8  # of 16
@@ -124,19 +126,18 @@ def test_a_page_counts_the_bits_of_the_budget(made):
 
 
 def test_another_budget_needs_no_model(made):
-    generous = reduced_rotations(made, False, (), bits=4)
+    generous = reduced_rotations(made, False, (), Budget(4))
     assert {int(rotation.fine_channels) for _, _, rotation in generous.each()} == {16}
     with pytest.raises(RotationZooError, match=r"a budget of 2\.5 bits is less") as error:
-        reduced_rotations(made, False, (), bits=2.5)
+        reduced_rotations(made, False, (), Budget(2.5))
     assert error.value.hint == "give 3 or more"
     for bits in (float("nan"), 4.5, "many"):
         with pytest.raises(UsageError, match="bits = "):
-            reduced_rotations(made, False, (), bits=bits)
+            reduced_rotations(made, False, (), Budget(bits))
 
 
 def test_sides_may_have_budgets_of_their_own(made):
-    recipe = with_budget(PRESETS["oscar"], key_bits=4, value_bits=3)
-    spent = spend_bits(made.rotations, recipe)
+    spent = spend_bits(made.rotations, Budget(key_bits=4, value_bits=3), None)
     for _, side, rotation in spent.each():
         assert rotation.fine_channels == {"key": 16, "value": 0}[side]
 
@@ -145,13 +146,13 @@ def test_an_artifact_without_a_budget_says_how_to_make_one(folder, tmp_path):
     recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
     plain = calibrate(job(folder, tmp_path, recipe))
     with pytest.raises(RotationZooError, match="do not know what each layer loses") as error:
-        reduced_rotations(plain, False, (), bits=3)
+        reduced_rotations(plain, False, (), Budget(3))
     assert error.value.hint == "calibrate with --bits"
 
 
 def test_a_budget_too_small_is_refused_before_anything_runs(folder, tmp_path):
     stages = []
-    recipe = with_budget(PRESETS["oscar"], bits=2.5)
+    recipe = with_budget(PRESETS["oscar"], Budget(2.5))
     with pytest.raises(RotationZooError, match=r"2\.5 bits is less than codes of 2 bits"):
         calibrate(job(folder, tmp_path, recipe), lambda stage, *_: stages.append(stage))
     assert stages == ["looking at the model"]
@@ -168,7 +169,7 @@ def test_a_budget_too_small_is_refused_before_anything_runs(folder, tmp_path):
 )
 def test_budgets_that_contradict_each_other_are_refused(budget, problem):
     with pytest.raises(UsageError, match=problem):
-        with_budget(PRESETS["oscar"], **budget)
+        with_budget(PRESETS["oscar"], Budget(**budget))
 
 
 def test_a_budget_needs_error_feedback():
@@ -179,7 +180,7 @@ def test_a_budget_needs_error_feedback():
 
 
 def test_another_budget_takes_the_place_of_the_files():
-    chosen = with_budget(from_dict({"key_bits": 3, "value_bits": 2.5}, "the file"), bits=2.25)
+    chosen = with_budget(from_dict({"key_bits": 3, "value_bits": 2.5}, "the file"), Budget(2.25))
     assert [chosen.bits, chosen.key_bits, chosen.value_bits] == [2.25, None, None]
 
 
@@ -204,9 +205,10 @@ def test_verify_finds_bits_that_rows_have_no_room_for(made):
 @pytest.mark.parametrize("budget", [{"bits": 3.5}, {"key_bits": 4, "value_bits": 3.5}])
 def test_verify_finds_more_bits_than_the_budget_has(made, budget):
     recipe = made.recipe.model_copy(update={"bits": None, **budget})
-    claim, spent = Claim(recipe, made.geometry), spend_bits(made.rotations, recipe)
+    claim = Claim(recipe, made.geometry)
+    spent = spend_bits(made.rotations, recipe.budget, recipe.group_size)
     assert claim.content_problems(spent, made.statistics) == []
-    full = spend_bits(made.rotations, with_budget(recipe, bits=4))
+    full = spend_bits(made.rotations, Budget(4), recipe.group_size)
     assert claim.content_problems(full, made.statistics) == [
         "more fine channels than 3.5 bits buy: layer 0"
     ]
@@ -227,17 +229,17 @@ def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made)
 def test_the_least_budget_that_a_hint_names_is_one(dim):
     layers = [Layer(index, index, 8, 3, dim, dim) for index in range(7)]
     with pytest.raises(RotationZooError) as error:
-        check_budget(Recipe(feedback=True, bits=2.001), layers)
+        check_room(Budget(2.001), None, layers)
     least = float(error.value.hint.split()[1])
     assert 2 + 16 / dim <= least + 1e-9 < 2 + 16 / dim + 0.001
-    check_budget(Recipe(feedback=True, bits=least), layers)
+    check_room(Budget(least), None, layers)
 
 
 def test_a_model_whose_layers_only_its_weights_show_may_have_a_budget():
     check_recipe(Recipe(feedback=True, bits=2.5), [])
     latents, apart = Layer(0, 0, 8, 1, 64, 64, rope_dim=16), {"key_bits": 3, "value_bits": 3}
     with pytest.raises(RotationZooError, match="leave none for latents"):
-        check_budget(Recipe(feedback=True, **apart), [latents])
+        check_room(Budget(**apart), None, [latents])
 
 
 def test_baselines_get_no_more_bits_than_their_shortest_rows_have_channels():

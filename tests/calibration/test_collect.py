@@ -15,7 +15,8 @@ from rotationzoo.linalg.compositions import permutation
 from rotationzoo.linalg.hadamard import hadamard
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 
 BATCHES = list(torch.randint(3, 59, (2, 3, 32), generator=torch.Generator().manual_seed(2)))
 SDPA = 1e-9  # measured 4e-16

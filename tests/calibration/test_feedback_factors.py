@@ -20,7 +20,8 @@ from rotationzoo.linalg.moments import sums
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.report.spectra import summarize
 from rotationzoo.rotations import SIDES
 from rotationzoo.text.rows import read_corpus

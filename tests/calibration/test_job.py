@@ -14,7 +14,8 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS, Data, Recipe
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.report.spectra import summarize
 from rotationzoo.writer import write_artifact
 

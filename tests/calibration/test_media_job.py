@@ -9,7 +9,8 @@ from support import media
 from support.published import ok
 
 from rotationzoo import Artifact
-from rotationzoo.recipe import Data, Recipe, from_dict
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe.loading import from_dict
 from rotationzoo.report.origin import describe_identity
 
 pytestmark = media.needs_pillow

@@ -15,7 +15,8 @@ from rotationzoo.calibration import memory
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS
 
 # Of an estimate to what is allocated. Too little is what a user would find out by a crash.
 LEAST, MOST = 0.9, 1.3

@@ -25,7 +25,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.source import find, weights_fingerprint
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.report.spectra import summarize
 
 

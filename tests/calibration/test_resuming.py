@@ -12,7 +12,7 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS, override
+from rotationzoo.recipe.loading import PRESETS, override
 from rotationzoo.writer import write_artifact
 
 

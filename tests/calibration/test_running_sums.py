@@ -15,7 +15,8 @@ from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Data, Recipe
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe.loading import PRESETS
 
 BATCHES = list(torch.randint(3, 59, (3, 2, 32), generator=torch.Generator().manual_seed(2)))
 RECIPE = Recipe(sink=4, recent=6)

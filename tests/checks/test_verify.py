@@ -15,7 +15,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
 from rotationzoo.codec.engines import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo.hubs.registry import HUBS, HubName
 
 # ---- help and usage

@@ -13,7 +13,7 @@ from support.models import edit_config, save_family, save_tiny
 
 from rotationzoo.cli.calibrate import RECIPES
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from support import architectures
 from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
 from support.reports import evaluate
-from support.vllm import pretend
+from support.vllm import pretend, server_settings
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.store import Artifact
@@ -23,10 +23,9 @@ from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.probe import record_probes
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import plugin
-from rotationzoo.vllm.settings import Options, make_settings
 
 SHORT = dict(tokens=64, length=32, tasks=())
 WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "512"]
@@ -83,7 +82,7 @@ def _loaded(model: str):
 
 def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     model, artifact = tiny_of_heads
-    served = make_settings(Options(artifact=str(artifact.folder)), find(model))
+    served = server_settings(model, artifact.folder)
     read = build_settings(artifact, _loaded(model), {"engine": "vllm"})
     assert read.layout == served.layout
     assert served.layout.prefill_layout == "window"
@@ -132,7 +131,7 @@ def test_layers_that_the_engine_keeps_exact_are_exact(windowed):
 @pytest.mark.parametrize("layers", [None, {3}])
 def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, chosen, layers):
     model, artifact = windowed
-    served = make_settings(Options(artifact=str(artifact.folder), **chosen), find(model))
+    served = server_settings(model, artifact.folder, **chosen)
     trials = []
 
     def keep(_model, _batches, trial, *others):
@@ -154,7 +153,7 @@ def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, cho
 
 def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowed):
     model, artifact = windowed
-    served = make_settings(Options(artifact=str(artifact.folder)), find(model))
+    served = server_settings(model, artifact.folder)
     for_vllm = build_settings(artifact, _loaded(model), {"engine": "vllm"})
     for side in SIDES:
         stored = for_vllm.codec.page_layout(3, side, 64, for_vllm.layout.format)
@@ -172,9 +171,8 @@ def test_another_budget_is_refused_where_rows_have_the_same_bits(tiny_of_heads, 
     with pytest.raises(UsageError, match="have the same bits in all layers"):
         generate(model, "a b", rotations=artifact, bits=3.25, **options)
     if "format" in options:
-        served = Options(artifact=str(artifact.folder), bits=3.25, **options)
         with pytest.raises(UsageError, match="have the same bits in all layers"):
-            make_settings(served, find(model))
+            server_settings(model, artifact.folder, bits=3.25, **options)
 
 
 def test_without_a_budget_no_other_one_can_be_asked_for(tiny_of_heads):
@@ -190,7 +188,7 @@ def test_beside_windows_no_other_budget_can_be_asked_for(windowed):
     asked = {"engine": "vllm", "bits": 3.25}
     for refused in (
         lambda: evaluate(evaluation_job(model, artifact, **asked, **SHORT)),
-        lambda: make_settings(Options(artifact=str(artifact.folder), bits=3.25), find(model)),
+        lambda: server_settings(model, artifact.folder, bits=3.25),
         lambda: build_settings(artifact, _loaded(model), asked),
     ):
         with pytest.raises(UsageError, match="all others have the same bits"):

@@ -20,7 +20,8 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
+from rotationzoo.recipe import Data, Recipe, digest, name_of
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo.upload import prepare_upload
 
 SMALL = Data(tokens=1024, length=512)

@@ -8,12 +8,11 @@ import sys
 import pytest
 from support.command_line import SMALL, succeeded
 from support.models import edited_weights, save_tiny
-from support.vllm import pretend
+from support.vllm import pretend, server_settings
 
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.model.source import DEMO, find
+from rotationzoo.model.source import DEMO
 from rotationzoo.vllm import WORKER, plugin
-from rotationzoo.vllm.settings import Options, make_settings
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm
     done = inside("serve", model, "--rotations", "made", *less, "--dry-run")
     assert ("The budget of bits is left out" in done.stderr) == windows
     options = json.loads(shlex.split(done.stdout)[-1])["rotationzoo"]
-    settings = make_settings(Options(**options), find(str(model)))
+    settings = server_settings(model, **options)
     assert settings.codec.rotations.has_budget != windows
     assert settings.layout.format == SIMULATED["vllm" if windows else "fine"]
     if not windows:

@@ -15,7 +15,8 @@ from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS
 
 FORMATS = int2.FORMATS | {
     "fine": FINE,

@@ -15,7 +15,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 SYMMETRIC = replace(FINE, fine_channels=0)
 # Every way to lay out a row, with and without third bits: a whole row of them, some that end

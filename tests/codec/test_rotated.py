@@ -14,7 +14,7 @@ from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Layer
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 LAYER = Layer(0, 0, 4, 2, 64, 64)
 

@@ -29,7 +29,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.absorbed import RECORD
 from rotationzoo.model.capture import decoder, intercept
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -10,7 +10,7 @@ from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, PULL_ENGINE_NAMES
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 
 def test_every_row_has_files_or_a_command_of_ours():

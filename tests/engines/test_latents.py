@@ -22,7 +22,8 @@ from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg import compositions
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 
 FITTED = "c_kv_rcov_phblock_g16"
 RANK = 32

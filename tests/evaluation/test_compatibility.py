@@ -24,7 +24,8 @@ from rotationzoo.model.compatibility import settle_rope_scaling
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import find
-from rotationzoo.recipe import Data, Recipe, with_rope_scaling
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe.loading import with_rope_scaling
 from rotationzoo.text.documents import BUNDLED
 
 SMALL = Data(tokens=1024, length=256)

@@ -22,7 +22,8 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.linalg.paired import paired_difference
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.report.tables import comparison_table
 
 

@@ -21,7 +21,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli.evaluate import parse_layers
 from rotationzoo.cli.options import parse_windows
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation import evaluate as job_module
+from rotationzoo.evaluation import prepare as job_module
 from rotationzoo.evaluation.arms import BASELINES, RIVALS
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
@@ -30,7 +30,8 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 

@@ -21,7 +21,7 @@ from rotationzoo.evaluation.metrics import Buckets, HeadSums, Metrics
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 
 BUCKETS = Buckets.between(2, 6)

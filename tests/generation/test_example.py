@@ -14,7 +14,7 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.generation.prompt import write_example
 from rotationzoo.model.source import DEMO
-from rotationzoo.recipe import load
+from rotationzoo.recipe.loading import load
 
 
 def rotations(model: str, recipe: str, folder) -> Artifact:

@@ -11,8 +11,9 @@ from support.models import edit_config, save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from rotationzoo import RotatedCache, generate
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo import Artifact, RotatedCache, generate
+from rotationzoo.errors import HubError, RotationZooError, UsageError
+from rotationzoo.generation import artifacts
 from rotationzoo.generation.continuation import find_parting
 from rotationzoo.generation.generate import generate as run
 from rotationzoo.generation.settings import Generation
@@ -245,3 +246,28 @@ def test_spaces_before_words_stay_at_the_start_of_the_text_and_of_lines(prompt):
     """transformers' own streamer loses those of a line's beginning."""
     ids = [2, 3, 4, 5, 6]
     assert "".join(stream(words_with_spaces(), prompt, ids)) == " x:\n    return y"
+
+
+def test_a_name_of_the_zoo_is_pulled_and_a_refusal_says_so(made, monkeypatch):
+    monkeypatch.setattr(artifacts, "pull", lambda name: Artifact.open(made))
+    assert artifacts.open_artifact("Qwen/Qwen3-8B").folder == made
+
+    def refuse(name: str) -> None:
+        raise HubError("the hub is closed", hint="see --index")
+
+    monkeypatch.setattr(artifacts, "pull", refuse)
+    with pytest.raises(HubError, match=r"someone/model is no folder.*closed") as raised:
+        artifacts.open_artifact("someone/model")
+    assert "--index" not in str(raised.value.hint)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(artifacts, "pull", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.chdir(made.parent)
+    # Beside an artifact that is there, as in the folder of `calibrate`.
+    beside = f"../{made.parent.name}/mistyped"
+    monkeypatch.chdir(made.parent.parent)
+    (tmp_path / "a file").write_text("text")
+    for folder in (beside, f"{made.parent.name}/mistyped", made / "mistyped", tmp_path / "a file"):
+        with pytest.raises(RotationZooError, match=r"is no artifact|there is no"):
+            artifacts.open_artifact(folder)

@@ -27,7 +27,8 @@ from rotationzoo.geometry import geometry_from_json, geometry_json, shifted_laye
 from rotationzoo.model import centering, loading
 from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry
 

@@ -14,7 +14,7 @@ from rotationzoo.model.capture import Attention, capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.long_masks import LongMask, NeedsWholeMask
 from rotationzoo.model.prediction import run_decoder
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation import simulated
 from rotationzoo.simulation.simulated import Observers, Simulation
 

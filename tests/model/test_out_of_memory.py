@@ -22,7 +22,8 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.out_of_memory import RowLimit, is_out_of_memory
 from rotationzoo.progress import silent
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 
 RECIPE = Recipe(sink=4)
 IDS = torch.randint(3, 59, (7, 32), generator=torch.Generator().manual_seed(2))

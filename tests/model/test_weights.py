@@ -20,7 +20,7 @@ from rotationzoo.model import source as model_source
 from rotationzoo.model.placement import PREFIX, offload_folder
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Bytes
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.storage import growth
 
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

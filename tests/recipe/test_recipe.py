@@ -3,7 +3,8 @@ import yaml
 from support.places import ROOT
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS, Data, Recipe, load, override
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe.loading import PRESETS, load, override
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 

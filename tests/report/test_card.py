@@ -21,7 +21,7 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import bits_per_element
 from rotationzoo.geometry import Layer
-from rotationzoo.recipe import PRESETS, override
+from rotationzoo.recipe.loading import PRESETS, override
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import name_in_commands, reproduce_command
 

@@ -18,7 +18,7 @@ from rotationzoo import generate
 from rotationzoo.cli import prompt_text
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import find, license_of
-from rotationzoo.recipe import load
+from rotationzoo.recipe.loading import load
 from rotationzoo.text import chats
 from rotationzoo.text.chats import ChatTemplate
 

@@ -14,7 +14,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, bits_per_element, codec_bits
 from rotationzoo.geometry import Layer
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 
 

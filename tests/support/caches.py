@@ -11,7 +11,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import Rotations
 from rotationzoo.simulation.simulated import Simulation
 from support.float64 import to_float64

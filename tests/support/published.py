@@ -18,7 +18,8 @@ ZOO = "someone/zoo"
 def made(tmp_path_factory) -> Path:
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.calibration.plan import Job
-    from rotationzoo.recipe import PRESETS, Data
+    from rotationzoo.recipe import Data
+    from rotationzoo.recipe.loading import PRESETS
 
     recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
     folder = tmp_path_factory.mktemp("zoo") / "made"

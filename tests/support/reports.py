@@ -15,7 +15,8 @@ from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.writer import add_files, library_versions, write_artifact
 
 OF_ARTIFACT = "0123456789abcdef" * 4

@@ -5,13 +5,16 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.geometry import full_attention_layers
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.vllm import plugin, settings
+from rotationzoo.vllm import command, plugin, settings
 from support.places import ROOT
 
 PYTHON = Path(os.environ.get("ROTATIONZOO_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -20,6 +23,14 @@ NEEDS_VLLM = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
 ]
 CHUNK, TOKENS = 256, 24
+
+
+def server_settings(model: Path | str, artifact: Path, **options: Any) -> CacheSettings:
+    """What a server of a model makes of an artifact."""
+    source = find(str(model))
+    has_windows = full_attention_layers(load_config(source)) is not None
+    asked = settings.Options(artifact=str(artifact), **options)
+    return settings.make_settings(asked, source.name, source.folder, has_windows)
 
 
 def serve(
@@ -75,15 +86,15 @@ def environment() -> dict[str, str]:
 
 def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
     """Let commands find a vLLM that takes any options, and starts nothing."""
-    monkeypatch.setattr(plugin.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(command.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[-1]))
-    monkeypatch.setattr(plugin, "read_command", _read_command)
+    monkeypatch.setattr(command, "read_command", _read_command)
     monkeypatch.setattr(settings, "check_server", lambda config: None)
 
 
-def _read_command(command: list[str], more: list[str]) -> SimpleNamespace:
-    model = command[command.index("--model" if "--model" in command else "serve") + 1]
-    named = command[command.index("--additional-config") + 1]
+def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
+    model = words[words.index("--model" if "--model" in words else "serve") + 1]
+    named = words[words.index("--additional-config") + 1]
     return SimpleNamespace(
         additional_config=json.loads(named),
         lora_config=None,

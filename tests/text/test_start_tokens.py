@@ -14,7 +14,7 @@ from support.models import (
 )
 
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text.rows import read_corpus, start_tokens
 
 TURN = "<turn>{{ m.role }}\n{{ m.content }}\n"

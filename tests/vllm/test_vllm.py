@@ -21,6 +21,7 @@ from support.vllm import CHUNK, NEEDS_VLLM, PYTHON, TOKENS, drive, environment, 
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rotationzoo import Artifact, RotatedCache
+from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.server import Server
@@ -31,7 +32,8 @@ from rotationzoo.evaluation.probe import record_probes
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
-from rotationzoo.recipe import PRESETS, Data, with_budget
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS, with_budget
 from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.simulated import Simulation
 
@@ -317,7 +319,7 @@ def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
 def test_each_layer_takes_the_bytes_that_a_budget_gives_it(alone, prompts, tmp_path):
     """Cells of 36 to 52 bytes, of which some are no whole number of float32. The second request
     finds a prefix, where a step is cut."""
-    recipe = with_budget(PRESETS["oscar"], bits=2.7)
+    recipe = with_budget(PRESETS["oscar"], Budget(2.7))
     recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
     artifact = calibrate(Job("demo", recipe, tmp_path / "budgeted", device="cpu"))
     cells = [

@@ -18,7 +18,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import steps
 from rotationzoo.vllm.pages import LayerPages, attend_causally

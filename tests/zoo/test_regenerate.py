@@ -5,7 +5,7 @@ from support.published import CONFIG, EVALUATED, ZOO, change_weights, ok, planne
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.recipe import PRESETS, with_rope_scaling
+from rotationzoo.recipe.loading import PRESETS, with_rope_scaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.regenerate import find_newest
 

@@ -15,7 +15,7 @@ from support.engine_artifacts import (
 )
 from support.tensors import stored_rotations, stored_statistics
 
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe.loading import PRESETS
 
 
 def test_what_nobody_has_verified_is_said(made, tmp_path):

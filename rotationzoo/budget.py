@@ -1,0 +1,48 @@
+"""A budget of bits: how many an element takes, with its scales, on average over layers."""
+
+from dataclasses import dataclass
+
+from rotationzoo.errors import UsageError
+
+LEAST, MOST = 2.0, 4.0
+"""The bounds of each number: rows start from codes of 2 bits with a scale, and have a third bit at
+most in as many channels as the budget buys."""
+_HINT = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`bits` of keys and values together, or `key_bits` and `value_bits` apart; none of them where
+    all rows have the same bits. Raises `UsageError` for other combinations, and beyond the
+    bounds."""
+
+    bits: float | None = None
+    key_bits: float | None = None
+    value_bits: float | None = None
+
+    def __post_init__(self) -> None:
+        sides = [self.key_bits, self.value_bits]
+        if any(sides) and (self.bits or not all(sides)):
+            raise UsageError("give bits, or key_bits and value_bits together", _HINT)
+        for name, bits in vars(self).items():
+            is_number = isinstance(bits, int | float)
+            if bits is not None and not (is_number and LEAST < bits <= MOST):
+                raise UsageError(
+                    f"{name} = {bits} is no budget of more than {LEAST:g} and at most {MOST:g} "
+                    "bits",
+                    _HINT,
+                )
+
+    def __bool__(self) -> bool:
+        return self.bits is not None or self.key_bits is not None
+
+    @property
+    def shares(self) -> list[tuple[tuple[str, ...], float]]:
+        """The sides that share a number of bits, and that number."""
+        together = ("key", "value", "latent"), self.bits
+        shares = [together, (("key",), self.key_bits), (("value",), self.value_bits)]
+        return [(sides, bits) for sides, bits in shares if bits is not None]
+
+
+EQUAL = Budget()
+"""The same bits in all rows."""

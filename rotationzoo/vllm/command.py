@@ -1,0 +1,61 @@
+"""The command that starts a server, and what vLLM makes of its options before anything starts."""
+
+import shutil
+import sys
+from typing import Any, NoReturn
+
+from rotationzoo.errors import RotationZooError, as_unavailable
+from rotationzoo.vllm import WORKER
+from rotationzoo.vllm.plugin import GPU_PACKAGE, check_version
+
+EVERY_LAYER = ("--attention-backend", "CUSTOM")
+FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM")
+"""Layers with a sliding window keep the backend that vLLM chooses."""
+FEWER_REQUESTS = ("--max-num-seqs", "64")
+"""vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
+later option of the same name replaces this one."""
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+WRITTEN = ("model", "model_tag", "revision", "worker_cls", "additional_config")
+"""What `serve` writes among vLLM's options, and no later option may replace."""
+
+
+def server_command(model: str, has_windows: bool) -> list[str]:
+    """The words that start a server with the installed vLLM. `has_windows`: whether layers of the
+    model have a sliding window. Raises as `check_version`."""
+    # The config itself names our code: it runs also where no plugin is loaded.
+    worker = ["--worker-cls", WORKER]
+    if check_version() == GPU_PACKAGE:
+        command = ["vllm"]
+        if shutil.which("vllm") is None:
+            command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        # As many requests as exact copies are kept for, besides the memory that vLLM plans.
+        backend = FULL_ATTENTION if has_windows else EVERY_LAYER
+        return [*command, "serve", model, *backend, *FEWER_REQUESTS, *worker]
+    # The command `vllm` of the package for CPUs ends with an error: it looks for the other one.
+    return [sys.executable, "-m", ENTRY, "--model", model, *worker]
+
+
+def read_command(command: list[str], more: list[str]) -> Any:
+    """The `VllmConfig` of a command of `server_command` with more of vLLM's options, as vLLM itself
+    reads them: nothing is started. Raises `RotationZooError` for options that vLLM refuses, and for
+    those that replace what the command says."""
+    from vllm.entrypoints.launchers import cli_args
+    from vllm.usage.usage_lib import UsageContext
+
+    class Parser(cli_args.FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    start = next(at for at, word in enumerate(command, 1) if word in (ENTRY, "serve"))
+    with as_unavailable("vLLM refuses its options", hint="compare them with vLLM's own --help"):
+        parser = cli_args.make_arg_parser(Parser())
+        ours, given = (parser.parse_args(command[start:] + words) for words in ([], more))
+        for name in WRITTEN:
+            if getattr(given, name) != getattr(ours, name):
+                raise RotationZooError(
+                    f"vLLM's options name another {name}, which this command writes",
+                    hint="leave it out, or start vllm serve yourself",
+                )
+        given.model = given.model_tag or given.model  # as `vllm serve` does
+        engine = cli_args.AsyncEngineArgs.from_cli_args(given)
+        return engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
