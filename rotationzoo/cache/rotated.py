@@ -55,6 +55,9 @@ class RotatedCache(DynamicCache):
     """
 
     settings: CacheSettings
+    _adds_layers = False
+    """Whether layers are added one by one, when they are first updated: a cache class of a model's
+    own takes the number of layers for that of its states."""
 
     def __new__(cls, *args: Any, **options: Any) -> "RotatedCache":
         """A cache of the class that the model asks for: a few accept only one of their own."""
@@ -63,7 +66,7 @@ class RotatedCache(DynamicCache):
         kind = _own_class(models[0]) if models else None
         if kind is None:
             return super().__new__(cls)
-        return super().__new__(type(cls.__name__, (cls, kind), {}))
+        return super().__new__(type(cls.__name__, (cls, kind), {"_adds_layers": True}))
 
     def __init__(
         self,
@@ -80,11 +83,8 @@ class RotatedCache(DynamicCache):
         (self._name,) = cache_argument(model, None)
         self.padding = Padding()
         self._planned = self._build_layers(model)
-        # A cache class of a model's own takes the number of layers for that of its states, so its
-        # layers are added one by one, when they are first updated.
-        one_by_one = len(type(self).__bases__) > 1
-        self.layers = [] if one_by_one else self._planned
-        next_layer: Any = self._next_layer if one_by_one else None
+        self.layers = [] if self._adds_layers else self._planned
+        next_layer: Any = self._next_layer if self._adds_layers else None
         self.layer_class_to_replicate = next_layer
         _check_means(settings.codec.rotations, model)
         watch_padding(model)

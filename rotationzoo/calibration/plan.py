@@ -28,7 +28,7 @@ from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
-from rotationzoo.model.placement import weights_bytes
+from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
@@ -105,7 +105,7 @@ def plan(job: Job) -> Plan:
     Raises `ModelUnavailable` if there is no such model, and `RotationZooError` if the job cannot be
     done as asked. A model that cannot be calibrated raises nothing: the plan's `refusal` says why.
     """
-    _ = job.memory_limits  # only for the errors that it raises
+    job.check_memory_limits()
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
@@ -155,7 +155,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         on_cpu=on_cpu,
     )
     if job.batch == SIZED:
-        limits = job.memory_limits
+        limits = memory_limits(job.device_map, job.max_memory)
         earlier = None if job.restart else earlier_batch(job.checkpoint, job.output)
         job = replace(job, batch=earlier or choose_batch(needs, loaded, limits))
         needs = replace(needs, batch=job.batch)

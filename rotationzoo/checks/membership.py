@@ -87,7 +87,7 @@ def check_membership(
     Raises `RotationZooError` for rotations that contain no eigenbasis, and for artifacts that are
     bound to no model.
     """
-    _ = candidate.memory_limits  # for its errors
+    candidate.check_memory_limits()
     bases = _recover_bases(artifact)
     check_bound(artifact, candidate.model)
     recipe = artifact.recipe

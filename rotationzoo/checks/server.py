@@ -41,7 +41,7 @@ Content = TypeVar("Content", bound=Strict)
 
 
 @dataclass(frozen=True)
-class Reading:
+class ServerCheck:
     """What a server's log probabilities say. Distances are mean absolute differences in nats."""
 
     compared: int
@@ -130,7 +130,7 @@ class Server:
                 f"{self.address} is no address of a server", hint="--server http://127.0.0.1:8000"
             )
 
-    def read(self) -> Reading:
+    def read(self) -> ServerCheck:
         """Let it continue the recorded prompts, and compare what it answers. Raises
         `RotationZooError` where it does not answer, or not as vLLM does."""
         model = self._ask("models", _Models).data[0]
@@ -143,7 +143,7 @@ class Server:
             )
         return compare(self.probes, [self._continue(model.id, each) for each in self.probes])
 
-    def refusal(self, reading: Reading) -> RotationZooError | None:
+    def refusal(self, reading: ServerCheck) -> RotationZooError | None:
         """The error for what a server reads; None if it is the artifact's rotations."""
         problems = {
             "exact": "reads an exact cache: the artifact is not in use",
@@ -211,7 +211,7 @@ class Server:
         return strict_json.validate(kind, strict_json.parse(content, what), what)
 
 
-def compare(probes: Sequence[Probe], answers: Sequence[LogProbabilities]) -> Reading:
+def compare(probes: Sequence[Probe], answers: Sequence[LogProbabilities]) -> ServerCheck:
     """Compare answers with the record, each up to its first other token. First tokens are left out,
     because everything before them is read exact."""
     changes, to_record, to_exact = [], [], []
@@ -230,5 +230,5 @@ def compare(probes: Sequence[Probe], answers: Sequence[LogProbabilities]) -> Rea
             if token != f"token_id:{expected}":
                 break
     if not changes:
-        return Reading(0, 0.0, 0.0, 0.0)
-    return Reading(len(changes), fmean(changes), fmean(to_record), fmean(to_exact))
+        return ServerCheck(0, 0.0, 0.0, 0.0)
+    return ServerCheck(len(changes), fmean(changes), fmean(to_record), fmean(to_exact))

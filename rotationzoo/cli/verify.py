@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.soundness import Verification
     from rotationzoo.checks.membership import Agreement
-    from rotationzoo.checks.server import Reading
+    from rotationzoo.checks.server import ServerCheck
     from rotationzoo.zoo.signing.verify import Finding
 
 
@@ -144,7 +144,7 @@ def show_verification(
     verification: "Verification",
     agreement: "Agreement | None",
     finding: "Finding | None",
-    reading: "Reading | None",
+    reading: "ServerCheck | None",
 ) -> None:
     """Print the problems that were found, and everything that was checked.
 

@@ -28,7 +28,7 @@ PER_BIT = 0.25
 these halve."""
 SMALLEST = 1e-3
 """The share of the mean loss that every place loses at least. In bfloat16, a loss may be too small
-to be measured; bits that nobody needs more go there."""
+to be measured; bits that are left go there."""
 _NOTHING = 1e-9  # bits that are no more than rounding of the average
 _GAP = 1e-5  # a solution this close to the best one, relative to its loss, is as good
 

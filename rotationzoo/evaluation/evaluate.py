@@ -23,7 +23,7 @@ from rotationzoo.evaluation.compatibility import (
 from rotationzoo.evaluation.decision import SIMPLEST
 from rotationzoo.evaluation.drift import measure_drift
 from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.pace import Pace, Tell, tell_nobody
+from rotationzoo.evaluation.pace import Pace, Tell, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probe import record_probes
 from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
@@ -48,7 +48,7 @@ from rotationzoo.words import duration
 _LONG = 120  # seconds of texts, after which a shorter evaluation is named
 
 
-def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = tell_nobody) -> Measured:
+def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_nothing) -> Measured:
     """Evaluate artifacts and baselines, and return everything that was measured. `tell` is given
     how long the evaluation takes, once that is known.
 

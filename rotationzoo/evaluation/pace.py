@@ -12,15 +12,15 @@ Reader = tuple[CacheLayout, str] | None
 Tell = Callable[[str], None]
 
 
-def tell_nobody(words: str) -> None:
-    """A `Tell` that says nothing."""
+def say_nothing(words: str) -> None:
+    """Drop what there is to tell."""
 
 
 @dataclass(frozen=True)
 class Pace:
     """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
 
-    tell: Tell = tell_nobody
+    tell: Tell = say_nothing
     seconds: dict[Reader, float] = field(default_factory=dict)
 
     @contextmanager

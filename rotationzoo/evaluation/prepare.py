@@ -196,7 +196,7 @@ def _check_settings(job: Evaluation) -> None:
             hint=f"leave out {'--real-cache' if job.real_cache else '--drift'}",
         )
     job.tasks.check()
-    _ = job.memory_limits  # for its errors
+    job.check_memory_limits()
 
 
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:

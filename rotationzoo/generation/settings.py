@@ -90,4 +90,4 @@ class Generation(RunSettings):
             raise UsageError("the prompt is empty", hint="give some text to continue")
         self.sampling.check()
         check_options({**self.cache})
-        _ = self.memory_limits  # for its errors
+        self.check_memory_limits()

@@ -1,6 +1,6 @@
-"""What a writer has that chooses the codes of a row together (`codec.feedback`): the triangular
-factor of a metric, with which errors of channels make up for each other, and a whitening, after
-which all channels use the range that they share."""
+"""The two matrices of error feedback (`codec.feedback`): the triangular factor of a metric, with
+which errors of channels make up for each other, and a whitening, after which all channels use the
+range that they share."""
 
 import torch
 

@@ -17,7 +17,7 @@ from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, a
 from rotationzoo.model.files import check_count, entry_file, read_headers, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
-from rotationzoo.model.placement import Limits, Placement, is_disk_full, memory_limits
+from rotationzoo.model.placement import Placement, is_disk_full, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, license_of
@@ -303,10 +303,9 @@ class RunSettings:
         """The dtype to load weights in; `auto` is the dtype of the model's own checkpoint."""
         return torch_dtype(self.dtype, self.device, self.device_map)
 
-    @property
-    def memory_limits(self) -> Limits | None:
-        """Bytes of weights by device. Raises `UsageError` for limits that cannot be parsed."""
-        return memory_limits(self.device_map, self.max_memory)
+    def check_memory_limits(self) -> None:
+        """Raise `UsageError` for limits of a device map that cannot be parsed."""
+        memory_limits(self.device_map, self.max_memory)
 
 
 class RunOptions(TypedDict, total=False):

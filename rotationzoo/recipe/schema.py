@@ -33,7 +33,7 @@ Tokens = Annotated[int, Field(gt=0, le=10**8)]
 """Tokens to read: 3,000 times what a preset does."""
 # Recipes without such a key keep the hash that is published.
 _LATER = Field(exclude_if=lambda value: value in (None, "all"))
-Window = Annotated[int, Field(ge=0, le=10**9)]
+WindowSize = Annotated[int, Field(ge=0, le=10**9)]
 
 
 class Section(BaseModel):
@@ -171,8 +171,8 @@ class Recipe(Section):
     ratio of 1 turns clipping off."""
     group_size: Count | None = None
     """Channels that share a scale; None means the whole head."""
-    sink: Window = 64
-    recent: Window = 256
+    sink: WindowSize = 64
+    recent: WindowSize = 256
     """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
     seed: Seed = 0
     """Seeds the composition `random`."""

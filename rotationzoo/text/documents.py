@@ -63,9 +63,9 @@ class Tally:
         except BadRow as error:
             self.bad[number] = error
             if len(self.bad) > _BAD:
-                self.settle()
+                self.check()
 
-    def settle(self) -> str | None:
+    def check(self) -> str | None:
         """The note on rows that were left out. Raises `RotationZooError` if it is more than 1 %."""
         if not self.bad:
             return None
@@ -97,7 +97,7 @@ def _samples(data: Data, tally: Tally) -> Iterator[Sample]:
                 empty = False
                 yield sample
     if empty:
-        tally.settle()
+        tally.check()
         raise RotationZooError(
             f"{data.source} holds no text", hint="give another source with --data, or bundled"
         )

@@ -59,7 +59,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
                 rows.append(row)
         if sum(len(row.counts) for row in rows) >= data.tokens:
             break
-    bad = tally.settle()
+    bad = tally.check()
     if not rows:
         raise RotationZooError(
             f"{data.label} has no row whose images and audio fit {data.length} tokens",

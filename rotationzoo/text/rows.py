@@ -139,7 +139,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     start = start_tokens(tokenizer)
     make_rows = _document_rows if data.packing == "document" else _packed_rows
     rows = make_rows(documents, data, start)
-    left_out = tally.settle()
+    left_out = tally.check()
     if not rows:
         raise RotationZooError(
             f"{data.label} is too short for a row of {data.length} tokens",

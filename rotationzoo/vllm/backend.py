@@ -7,6 +7,7 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -151,8 +152,8 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.reserved: torch.Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Let the layer of this ask a backend that knows the layer's number for its spec: vLLM
-        calls this before it asks, and names no layer to a backend."""
+        """Give this layer a backend that knows the layer's number. vLLM asks a backend for the spec
+        of a cache after this call, and does not say for which layer."""
         for name, layer in _current.compilation_config.static_forward_context.items():
             if getattr(layer, "impl", None) is self:
                 layer.attn_backend = _for_layer(layer.attn_backend, extract_layer_index(name))
@@ -270,8 +271,8 @@ class _CpuImpl(RotatedImpl):
     """Ours, or vLLM's for layers with a sliding window."""
 
     def __new__(cls, *arguments: Any, **others: Any) -> Any:
-        *_, sliding_window = arguments[:6]  # vLLM gives the first ones by position
-        if sliding_window is not None:
+        asked = signature(RotatedImpl.__init__).bind(None, *arguments, **others).arguments
+        if asked.get("sliding_window") is not None:
             return CPUAttentionBackend.get_impl_cls()(*arguments, **others)
         return super().__new__(cls)
 

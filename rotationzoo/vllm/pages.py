@@ -23,7 +23,7 @@ from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm.steps import Chunk, DecodeMetadata, Step, Window
+from rotationzoo.vllm.steps import Chunk, CopiedTokens, DecodeMetadata, Step
 
 _STORE = Path(__file__).with_name("store.cu")
 
@@ -179,7 +179,7 @@ class LayerPages:
         packed = self.codec.packed_side(self.layer, side, self.layouts[side], blocks)
         return replace(packed, table=table, base=memory.data_ptr())
 
-    def _window(self, window: Window) -> ExactWindow:
+    def _window(self, window: CopiedTokens) -> ExactWindow:
         copies = self.copies["key"], self.copies["value"]
         return ExactWindow(*copies, window.lengths, window.starts, window.slots)
 

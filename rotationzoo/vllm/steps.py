@@ -20,11 +20,11 @@ from rotationzoo.codec.layout import CacheLayout
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
 _NEVER = 2**62
-"""When slot 0 is used next: it takes the copies that nobody reads."""
+"""When slot 0 is used next: it takes copies that are never read."""
 
 
 @dataclass(frozen=True)
-class Window:
+class CopiedTokens:
     """Tokens of B requests that are read exact, in N slots of the copies each."""
 
     slots: torch.Tensor
@@ -34,9 +34,9 @@ class Window:
     lengths: torch.Tensor
     """int32 `[B]`: the token after the last one that is read."""
 
-    def select(self, rows: torch.Tensor) -> "Window":
+    def select(self, rows: torch.Tensor) -> "CopiedTokens":
         starts = None if self.starts is None else self.starts[rows]
-        return Window(self.slots[rows], starts, self.lengths[rows])
+        return CopiedTokens(self.slots[rows], starts, self.lengths[rows])
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class DecodeMetadata:
     """int32 `[B]`: the first token that is read from its codes."""
     ends: torch.Tensor
     """int32 `[B]`: the token after the last one that is read from its codes."""
-    sink: Window
-    recent: Window
+    sink: CopiedTokens
+    recent: CopiedTokens
 
     def select(self, rows: torch.Tensor) -> "DecodeMetadata":
         """The same for some of the requests."""
@@ -191,8 +191,10 @@ class Planner:
             for name in ("pages", "page_offsets", "slots")
         )
         starts, ends = like("starts", rows), like("ends", rows)
-        sink = Window(like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows))
-        recent = Window(
+        sink = CopiedTokens(
+            like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows)
+        )
+        recent = CopiedTokens(
             like("recent slots", rows, self.recent_pages),
             like("recent starts", rows),
             like("recent lengths", rows),

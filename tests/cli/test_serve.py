@@ -12,7 +12,7 @@ from support.vllm import pretend, server_settings
 
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.source import DEMO
-from rotationzoo.vllm import WORKER, plugin
+from rotationzoo.vllm import WORKER, command, plugin
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     words = ["serve", "demo", "--rotations", made, "--sink", "4", "--dry-run", "--port", "8123"]
     done = succeeded(inside(*words))
     line = shlex.split(done.stdout)
-    assert line[:5] == ["vllm", "serve", str(DEMO), *plugin.EVERY_LAYER]
+    assert line[:5] == ["vllm", "serve", str(DEMO), *command.EVERY_LAYER]
     assert line[5:10] == [*plugin.FEWER_REQUESTS, "--worker-cls", WORKER, "--additional-config"]
     options = {"artifact": str(made), "sink": 4}
     assert json.loads(line[10]) == {"rotationzoo": options}
