@@ -12,14 +12,8 @@ from rotationzoo.artifact.measured import Measured, Probe, Text
 from rotationzoo.artifact.pooling import has_statistics
 from rotationzoo.artifact.scores import Drift
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.arms import (
-    build_arms,
-    judged_arms,
-)
-from rotationzoo.evaluation.compatibility import (
-    notes_for_reader,
-    rope_notes,
-)
+from rotationzoo.evaluation.arms import build_arms, judged_arms
+from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
 from rotationzoo.evaluation.decision import SIMPLEST
 from rotationzoo.evaluation.drift import measure_drift
 from rotationzoo.evaluation.forward import Trial, run_models
@@ -119,6 +113,7 @@ def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[st
     return [
         *ready.job.notes,
         *notes_for_reader(ready.text, ready.source, ready.artifacts, geometry),
+        *float16_notes(ready.artifacts, ready.caches[0].format, ready.job.uncentered),
         *loading.notes_of(model),
         *rope_notes(ready.artifacts, ready.scaling),
         *doubt_loss(loss, vocabulary),

@@ -5,14 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rotationzoo.artifact.measured import (
-    Exact,
-    Measured,
-    MeasuredArm,
-    Probe,
-    Window,
-    plain_arm,
-)
+from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Window, plain_arm
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.layout import CacheLayout

@@ -127,9 +127,7 @@ class LimitedSessions:
             response.stream = self.stream_type(response.stream, limit, host)
         may_pass = response.status_code in (408, 429) or response.status_code >= 500
         if self._caller_repeats and may_pass:
-            from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
-                hf_raise_for_status,
-            )
+            from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined, unused-ignore]
 
             # Raising here gets ahead of the client's own retries.
             response.read()

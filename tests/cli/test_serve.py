@@ -25,7 +25,7 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     done = succeeded(inside(*words))
     line = shlex.split(done.stdout)
     assert line[:5] == ["vllm", "serve", str(DEMO), *command.EVERY_LAYER]
-    assert line[5:10] == [*plugin.FEWER_REQUESTS, "--worker-cls", WORKER, "--additional-config"]
+    assert line[5:10] == [*command.FEWER_REQUESTS, "--worker-cls", WORKER, "--additional-config"]
     options = {"artifact": str(made), "sink": 4}
     assert json.loads(line[10]) == {"rotationzoo": options}
     assert line[11:] == ["--port", "8123"]
