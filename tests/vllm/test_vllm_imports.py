@@ -1,0 +1,54 @@
+"""What a worker of vLLM loads of this package: the codec and the reader of artifacts."""
+
+import ast
+import json
+import subprocess
+import sys
+
+from support.places import ROOT
+from support.vllm import NEEDS_VLLM, PYTHON, environment
+
+MODULES, LINES = 45, 6700
+"""44 modules with 6,600 lines are loaded today."""
+UNWANTED = ["datasets", "modelscope", "huggingface_hub", "transformers", "altair", "typer", "rich"]
+BACKEND = "rotationzoo.vllm.backend"
+COUNT = f"""
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+loaded = {{name: module.__file__ for name, module in sys.modules.items()
+          if name.partition(".")[0] == "rotationzoo"}}
+print("LOADED", json.dumps([loaded, [name for name in {UNWANTED} if name in sys.modules]]))
+"""
+
+
+def count_lines(files) -> int:
+    return sum(len((ROOT / file).read_text("utf-8").splitlines()) for file in files)
+
+
+def load(python, modules, **options):
+    words = [python, "-c", COUNT, *modules]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, **options)
+    return json.loads(done.stdout.rpartition("LOADED")[2])
+
+
+def test_a_worker_loads_the_codec_and_the_reader_of_artifacts_alone():
+    tree = ast.parse((ROOT / "rotationzoo/vllm/backend.py").read_text("utf-8"))
+    froms = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = sorted({name for name in froms if name and name.startswith("rotationzoo")})
+    assert "rotationzoo.vllm.pages" in ours
+    loaded, unwanted = load(sys.executable, ours)
+    assert unwanted == []
+    assert len(loaded) + 1 <= MODULES
+    assert count_lines([*loaded.values(), "rotationzoo/vllm/backend.py"]) <= LINES
+    rooms = {name.split(".")[1] for name in loaded if "." in name}
+    assert not rooms & {"model", "evaluation", "calibration", "zoo", "engines", "report", "network"}
+
+
+@NEEDS_VLLM[0]
+@NEEDS_VLLM[1]
+def test_the_backend_itself_loads_no_more():
+    loaded, _ = load(PYTHON, [BACKEND], env=environment())
+    assert BACKEND in loaded
+    assert len(loaded) <= MODULES
+    assert count_lines(loaded.values()) <= LINES
