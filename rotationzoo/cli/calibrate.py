@@ -98,15 +98,42 @@ def calibrate_command(
     out = Output(json, quiet)
     if recipe is not None:
         _check_recipe(recipe)
-    _check_budget(bits=bits, key_bits=key_bits, value_bits=value_bits)
+    _check_budget({"--bits": bits, "--key-bits": key_bits, "--value-bits": value_bits})
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.api import CalibrationOptions, calibration_job
+    from rotationzoo.api import calibration_job
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.cli.calibrate_view import show_plan
 
     hush_libraries()
-    settings = options.chosen(locals(), CalibrationOptions)
-    job = calibration_job(model, options.follow_link(output), recipe, **settings)
+    job = calibration_job(
+        model,
+        options.follow_link(output),
+        recipe,
+        engine=engine,
+        data=data,
+        feedback=feedback,
+        bits=bits,
+        key_bits=key_bits,
+        value_bits=value_bits,
+        subset=subset,
+        split=split,
+        column=column,
+        images=images,
+        audio=audio,
+        positions=positions,
+        packing=packing,
+        tokens=tokens,
+        length=length,
+        seed=seed,
+        batch=batch,
+        rope_scaling=rope_scaling,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        restart=restart,
+    )
     if engine and recipe is None and job.recipe.name != "oscar":  # which nobody need know
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
@@ -134,16 +161,17 @@ def _check_recipe(recipe: str) -> None:
         )
 
 
-def _check_budget(**given: float | None) -> None:
+def _check_budget(options: dict[str, float | None]) -> None:
     """Raise `UsageError` for budgets that no recipe has, by the names of their options. `Recipe`
     knows it, too, but its module imports torch."""
-    budget = options.given(**given)
+    budget = {name: bits for name, bits in options.items() if bits is not None}
     hint = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
     for name, bits in budget.items():
         if not 2 < bits <= 4:
-            option = f"--{name.replace('_', '-')} {bits:g}"
-            raise UsageError(f"{option} is no budget of more than 2 and at most 4 bits", hint)
-    if budget.keys() not in (set(), {"bits"}, {"key_bits", "value_bits"}):
+            raise UsageError(
+                f"{name} {bits:g} is no budget of more than 2 and at most 4 bits", hint
+            )
+    if budget.keys() not in (set(), {"--bits"}, {"--key-bits", "--value-bits"}):
         raise UsageError("a budget is --bits alone, or --key-bits and --value-bits together", hint)
 
 

@@ -94,23 +94,48 @@ def evaluate_command(
             hint="name a folder of rotations after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
-    from rotationzoo.api import EvaluationOptions, evaluation_job
+    from rotationzoo.api import evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
     from rotationzoo.evaluation.job import evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
 
     hush_libraries()
-    parsed = {
-        "tasks": options.parse_tasks(tasks),
-        "lengths": options.parse_lengths(lengths),
-        "questions": parse_questions(questions),
-        "windows": options.parse_windows(windows) or None,
-        "layers": parse_layers(layers),
-        "rivals": rivals.replace(" ", "").split(",") if rivals else None,
-        "sides": _quantized_sides(keys_only, values_only),
-    }
-    settings = options.chosen(locals() | parsed, EvaluationOptions)
-    job = evaluation_job(model, artifacts or [], save, **settings)
+    job = evaluation_job(
+        model,
+        artifacts or [],
+        save,
+        engine=engine,
+        data=data,
+        subset=subset,
+        split=split,
+        column=column,
+        tokens=tokens,
+        length=length,
+        seed=seed,
+        tasks=options.parse_tasks(tasks),
+        lengths=options.parse_lengths(lengths),
+        questions=parse_questions(questions),
+        windows=options.parse_windows(windows) or None,
+        format=format,
+        bits=bits,
+        rivals=rivals.replace(" ", "").split(",") if rivals else None,
+        pooled=pooled,
+        layers=parse_layers(layers),
+        sides=_quantized_sides(keys_only, values_only),
+        prefill_chunk=prefill_chunk,
+        prefill_layout=prefill_layout,
+        real_cache=real_cache,
+        drift=drift,
+        queries=queries,
+        rope_scaling=rope_scaling,
+        batch=batch,
+        anyway=anyway,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     with show_progress(out) as progress:
         report = evaluate(job, progress, ThroughCache, out.tell)
     show_evaluation(out, report, details)

@@ -93,13 +93,37 @@ def generate_command(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
     text = read_prompt(prompt, file, out.note)
-    from rotationzoo.api import GenerationOptions, generation_job
+    from rotationzoo.api import generation_job
     from rotationzoo.runtime.job import generate
 
     hush_libraries()
     _check_order(model, rotations)
-    settings = options.chosen(locals(), GenerationOptions)
-    job = generation_job(model, text, None, **settings)
+    job = generation_job(
+        model,
+        text,
+        None,
+        engine=engine,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        bits=bits,
+        format=format,
+        rounding=rounding,
+        sink=sink,
+        recent=recent,
+        prefill_chunk=prefill_chunk,
+        prefill_layout=prefill_layout,
+        rope_scaling=rope_scaling,
+        compare=compare,
+        anyway=anyway,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     job.check()  # before rotations are looked for
     job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:

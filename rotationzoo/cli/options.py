@@ -1,9 +1,8 @@
 """The options that several commands share, their choices, and how their values are parsed."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -78,18 +77,6 @@ def parse_lengths(lengths: str | None) -> list[int] | None:
             hint="write it as: --lengths 2048,8192",
         )
     return list(dict.fromkeys(map(int, parts)))
-
-
-def given(**options: Any) -> Any:
-    """The options that the user gave: without those that are None, whose default is the
-    function's."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def chosen(values: Mapping[str, Any], kind: type) -> Any:
-    """Of the variables of a command, the ones that are options of `kind`, such as
-    `api.CalibrationOptions`, and that the user gave."""
-    return given(**{name: values.get(name) for name in kind.__annotations__})
 
 
 def follow_link(folder: Path | None) -> Path | None:

@@ -54,9 +54,14 @@ def pull_command(
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
-    from rotationzoo.zoo.signing.verify import SignatureOptions, make_demand
+    from rotationzoo.zoo.signing.verify import make_demand
 
-    demand = make_demand(**options.chosen(locals(), SignatureOptions))
+    demand = make_demand(
+        signers=signers or (),
+        issuer=issuer,
+        require_signature=require_signature,
+        trust_config=trust_config,
+    )
     hubs = options.chosen_hubs(from_)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])

@@ -78,14 +78,23 @@ def regenerate_command(
         next_words = ["regenerate", models[0].model] if models else ["list"]
         out.suggest(*next_words)
         return
-    from rotationzoo.api import Rows, calibration_job, evaluation_job
+    from rotationzoo.api import calibration_job, evaluation_job
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.report import add_report
     from rotationzoo.zoo.regenerate import regenerate
 
-    run = options.chosen(locals(), Rows)
-    job = calibration_job(model, options.follow_link(output), str(recipe_file), **run)
-    asked = options.given(
+    job = calibration_job(
+        model,
+        options.follow_link(output),
+        str(recipe_file),
+        batch=batch,
+        revision=revision,
+        device=device,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
+    evaluation = evaluation_job(
+        model,
         data=data,
         tokens=tokens,
         length=length,
@@ -93,7 +102,6 @@ def regenerate_command(
         lengths=options.parse_lengths(lengths),
         questions=questions,
     )
-    evaluation = evaluation_job(model, **asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
     add_report(Artifact.open(job.output))

@@ -54,8 +54,14 @@ def serve_command(
     from rotationzoo.runtime.vllm.plugin import claim, read_command, server_command
     from rotationzoo.runtime.vllm.settings import Options, make_settings
 
-    chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
-    asked = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
+    asked = Options(
+        artifact=str(rotations.expanduser().absolute()),
+        format=format,
+        bits=bits,
+        rounding=rounding,
+        sink=sink,
+        recent=recent,
+    )
     source = find(model, revision)
     settings = make_settings(asked, source)
     artifact = Artifact.open(Path(asked.artifact))

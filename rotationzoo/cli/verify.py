@@ -58,9 +58,14 @@ def verify_command(
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.cli.artifact_view import suggest_text
-    from rotationzoo.zoo.signing.verify import SignatureOptions, check_artifact, make_demand
+    from rotationzoo.zoo.signing.verify import check_artifact, make_demand
 
-    demand = make_demand(**options.chosen(locals(), SignatureOptions))
+    demand = make_demand(
+        signers=signers or (),
+        issuer=issuer,
+        require_signature=require_signature,
+        trust_config=trust_config,
+    )
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     hush_libraries(models=run)
@@ -75,10 +80,15 @@ def verify_command(
     agreement = None
     if run and model is not None and verification.orthogonality_error is not None:
         from rotationzoo.checks.membership import Candidate, check_membership
-        from rotationzoo.model.loading import RunOptions
 
         with show_progress(out) as progress:
-            candidate = Candidate(model, **options.chosen(locals(), RunOptions))
+            candidate = Candidate(
+                model,
+                revision=revision,
+                device=device,
+                device_map=device_map,
+                max_memory=max_memory,
+            )
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
             verification = verification.with_misfits(
