@@ -6,11 +6,10 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
@@ -28,48 +27,44 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 def calibrate_command(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
-        ),
+        argument("A hub id, a local folder, or demo: a small model that ships with rotationzoo."),
     ],
     engine: options.Engine = None,
     recipe: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
+        str | None, option(f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")
+        str | None, option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
     ] = None,
     feedback: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "Store what a cache needs to choose codes by error feedback.",
             "--feedback/--no-feedback",
-            help="Store what a cache needs to choose codes by error feedback.",
         ),
     ] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Budget: bits an element; layers that lose more get more.")
+        float | None, option("Budget: bits an element; layers that lose more get more.")
     ] = None,
-    key_bits: Annotated[float | None, typer.Option(help="The same for keys alone.")] = None,
-    value_bits: Annotated[float | None, typer.Option(help="The same for values alone.")] = None,
+    key_bits: Annotated[float | None, option("The same for keys alone.")] = None,
+    value_bits: Annotated[float | None, option("The same for values alone.")] = None,
     subset: options.Subset = None,
     split: options.Split = None,
     column: options.Column = None,
-    images: Annotated[str | None, typer.Option(help="Column of images (vision models).")] = None,
-    audio: Annotated[str | None, typer.Option(help="Column of audio, as WAV.")] = None,
-    positions: Annotated[str | None, typer.Option(help="Of these: all, text or media.")] = None,
+    images: Annotated[str | None, option("Column of images (vision models).")] = None,
+    audio: Annotated[str | None, option("Column of audio, as WAV.")] = None,
+    positions: Annotated[str | None, option("Of these: all, text or media.")] = None,
     packing: Annotated[
         str | None,
-        typer.Option(
-            help="packed: full rows; mixed: every second row in halves; document: one document "
-            "per row."
+        option(
+            "packed: full rows; mixed: every second row in halves; document: one document per row."
         ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all (32768).")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens per row (2048).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
+    tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None,
+    length: Annotated[int | None, option("Tokens per row (2048).", min=2)] = None,
+    seed: Annotated[int | None, option("Order of the documents (0).")] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows per forward pass (4; with a device map all that fit)."),
+        int | None, option("Rows per forward pass (4; with a device map all that fit).", min=1)
     ] = None,
     rope_scaling: options.RopeScaling = None,
     output: options.OutputFolder = None,
@@ -79,10 +74,10 @@ def calibrate_command(
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Drop a checkpoint and replace rotations.")
+        bool, option("Drop a checkpoint and replace rotations.", "--restart")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; read no weights.")
+        bool, option("Say what would be done; read no weights.", "--dry-run")
     ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, Quiet, Restart, follow_link
+from rotationzoo.cli.options import Json, Quiet, Restart, follow_link, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 
@@ -24,9 +22,7 @@ TEXT = 1024
 def demo_command(
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Folder of the artifact and its page (rotations/demo)."
-        ),
+        option("Folder of the artifact and its page (rotations/demo).", "--output", "-o"),
     ] = None,
     restart: Restart = False,
     json: Json = False,

@@ -4,11 +4,10 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
@@ -17,60 +16,50 @@ from rotationzoo.errors import UsageError
 def evaluate_command(
     model: options.ModelName,
     artifacts: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of rotations.", metavar="ROTATIONS")
+        list[Path] | None, argument("Folders of rotations.", metavar="ROTATIONS")
     ] = None,
     engine: options.Engine = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet (held-out text).")
+        str | None, option("Data set id, .jsonl, .txt or .parquet (held-out text).")
     ] = None,
     subset: options.Subset = None,
     split: options.Split = None,
     column: options.Column = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all (16384).")] = None,
+    tokens: Annotated[int | None, option("Tokens in all (16384).", min=1)] = None,
     length: options.TextLength = None,
-    seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
+    seed: Annotated[int | None, option("Order of the documents (0).")] = None,
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
-    questions: Annotated[
-        str, typer.Option(help="Per task and length; auto: until it is decided.")
-    ] = "auto",
+    questions: Annotated[str, option("Per task and length; auto: until it is decided.")] = "auto",
     windows: Annotated[
-        str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
+        str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")
     ] = None,
-    format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
+    format: Annotated[options.Format | None, option("The 2-bit format")] = None,
     bits: options.Budget = None,
-    rivals: Annotated[
-        str | None, typer.Option(help="Other engines' caches, too, as fp8,q4_0,exl3-2.")
-    ] = None,
+    rivals: Annotated[str | None, option("Other engines' caches, too, as fp8,q4_0,exl3-2.")] = None,
     pooled: Annotated[
-        bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
+        bool | None, option("Also measure one rotation per layer.", "--pooled")
     ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")
-    ] = None,
-    keys_only: Annotated[bool, typer.Option("--keys-only", help="Leave the values exact.")] = False,
-    values_only: Annotated[
-        bool, typer.Option("--values-only", help="Leave the keys exact.")
-    ] = False,
+    layers: Annotated[str | None, option("Only these layers in 2 bits, as 0,4-7.")] = None,
+    keys_only: Annotated[bool, option("Leave the values exact.", "--keys-only")] = False,
+    values_only: Annotated[bool, option("Leave the keys exact.", "--values-only")] = False,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Prefill in chunks, which read a quantized history.")
+        int | None, option("Prefill in chunks, which read a quantized history.", min=1)
     ] = None,
     prefill_layout: options.PrefillLayout = None,
     real_cache: Annotated[
-        bool, typer.Option("--real-cache", help="Answer through a cache that really stores 2 bits.")
+        bool, option("Answer through a cache that really stores 2 bits.", "--real-cache")
     ] = False,
-    drift: Annotated[int | None, typer.Option(min=1, help="Drift over N new tokens.")] = None,
+    drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None,
     queries: Annotated[
-        int | None, typer.Option(min=0, help="Queries per text for the attention KL (32).")
+        int | None, option("Queries per text for the attention KL (32).", min=0)
     ] = None,
     rope_scaling: options.RopeScaling = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Texts per forward pass (1).")] = None,
-    save: Annotated[
-        bool, typer.Option("--save", help="Add evaluation.json to the rotations.")
-    ] = False,
+    batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None,
+    save: Annotated[bool, option("Add evaluation.json to the rotations.", "--save")] = False,
     anyway: options.Anyway = False,
     details: Annotated[
-        bool, typer.Option("--details", help="Also print all tables, and how they were measured.")
+        bool, option("Also print all tables, and how they were measured.", "--details")
     ] = False,
     revision: options.Revision = None,
     device: options.Device = "auto",

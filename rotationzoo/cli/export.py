@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import EngineName
@@ -15,44 +14,37 @@ from rotationzoo.errors import UsageError
 
 def export_command(
     artifact: options.ArtifactFolder,
-    to: Annotated[EngineName | None, typer.Option("--for", "--to", help="Engine")] = None,
+    to: Annotated[EngineName | None, option("Engine", "--for", "--to")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder (ROTATIONS-ENGINE in exports).")
+        Path | None, option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o")
     ] = None,
     pooled: Annotated[
-        bool,
-        typer.Option("--pooled", help="One rotation per layer, fitted from the pooled statistics."),
+        bool, option("One rotation per layer, fitted from the pooled statistics.", "--pooled")
     ] = False,
     uncentered: Annotated[
-        bool, typer.Option("--uncentered", help="Leave the means of keys and values out.")
+        bool, option("Leave the means of keys and values out.", "--uncentered")
     ] = False,
     clip: options.Clip = None,
     windows: options.Windows = None,
     base: Annotated[
-        Path | None, typer.Option(help="llama.cpp: the GGUF file that is copied and added to.")
+        Path | None, option("llama.cpp: the GGUF file that is copied and added to.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="llama.cpp: the model that the base was converted from, to compare them."
-        ),
+        option("llama.cpp: the model that the base was converted from, to compare them."),
     ] = None,
     engine_hadamard: Annotated[
         bool,
-        typer.Option(
-            "--engine-hadamard",
-            help="llama.cpp: leave the last Hadamard transform to the engine's own.",
+        option(
+            "llama.cpp: leave the last Hadamard transform to the engine's own.", "--engine-hadamard"
         ),
     ] = False,
     absorb: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Write this model with its values or latents rotated."),
+        str | None, option("Write this model with its values or latents rotated.", metavar="MODEL")
     ] = None,
     absorbed: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Serve this model, which --absorb wrote for the same rotations."
-        ),
+        option("Serve this model, which --absorb wrote for the same rotations.", metavar="FOLDER"),
     ] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,

@@ -6,10 +6,9 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Mode, Output, say, write_text
 from rotationzoo.cli.prompt_text import read_prompt
 from rotationzoo.cli.text_screen import TextScreen
@@ -27,47 +26,38 @@ def generate_command(
     model: options.ModelName,
     rotations: Annotated[
         str | None,
-        typer.Option(
-            help="Their folder, name in the zoo, or none. By default the newest of the model in "
-            "the folder rotations that you calibrated or pulled on this machine.",
+        option(
+            "Their folder, name in the zoo, or none. By default the newest of the model in "
+            "the folder rotations that you calibrated or pulled on this machine."
         ),
     ] = None,
     engine: options.Engine = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The text to continue.")
-    ] = None,
+    prompt: Annotated[str | None, option("The text to continue.", "--prompt", "-p")] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="A file with that text, or - for a pipe.")
+        Path | None, option("A file with that text, or - for a pipe.", "--file", "-f")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The text is a user's message to a chat model.")
+        bool, option("The text is a user's message to a chat model.", "--chat")
     ] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to write at most (256).")
-    ] = None,
+    max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0, help="Sample at this temperature, and not the most probable token."),
+        float | None, option("Sample at this temperature, and not the most probable token.", min=0)
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most probable tokens up to this share.")
+        float | None, option("Sample from the most probable tokens up to this share.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
+    seed: Annotated[int | None, option("Seed of the samples (0).")] = None,
     bits: options.Budget = None,
-    format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
+    format: Annotated[options.Format | None, option("The 2-bit format")] = None,
     rounding: options.Rounding = None,
     sink: options.Sink = None,
-    recent: Annotated[
-        int | None, typer.Option(min=0, help="Last tokens kept exact (the recipe's).")
-    ] = None,
+    recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=0)] = None,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Read the prompt in chunks of so many tokens.")
+        int, option("Read the prompt in chunks of so many tokens.", min=1)
     ] = 2048,
     prefill_layout: options.PrefillLayout = None,
     rope_scaling: options.RopeScaling = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also show what the exact model writes.")
-    ] = False,
+    compare: Annotated[bool, option("Also show what the exact model writes.", "--compare")] = False,
     anyway: options.Anyway = False,
     revision: options.Revision = None,
     device: options.Device = "auto",
@@ -75,9 +65,7 @@ def generate_command(
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     json: options.Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the text and nothing else.")
-    ] = False,
+    quiet: Annotated[bool, option("Print the text and nothing else.", "--quiet", "-q")] = False,
 ) -> None:
     """Write text with a model whose cache is stored in 2 bits.
 

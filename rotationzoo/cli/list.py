@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
+from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import UNKNOWN, change, counted, percent
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
@@ -19,14 +17,10 @@ _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "ggu
 
 
 def list_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Only models with this in their name.")
-    ] = None,
-    recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
-    from_: Annotated[HubName, typer.Option("--from", help="Whose index.")] = DEFAULT_HUB,
-    html: Annotated[
-        Path | None, typer.Option(help="Write all of it as one page to this file.")
-    ] = None,
+    model: Annotated[str | None, argument("Only models with this in their name.")] = None,
+    recipe: Annotated[str | None, option("Only this recipe.")] = None,
+    from_: Annotated[HubName, option("Whose index.", "--from")] = DEFAULT_HUB,
+    html: Annotated[Path | None, option("Write all of it as one page to this file.")] = None,
     index: IndexPlace = None,
     repo: ZooRepo = None,
     json: Json = False,

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,6 +11,16 @@ from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
+
+
+def option(help: str, *names: str, **settings: Any) -> Any:
+    """An option of a command, with its `help`. Without `names`, it has the parameter's name."""
+    return typer.Option(*names, help=help, **settings)
+
+
+def argument(help: str, **settings: Any) -> Any:
+    """An argument of a command, with its `help`."""
+    return typer.Argument(help=help, **settings)
 
 
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
@@ -106,109 +116,84 @@ else:
     HubOrAny = Literal[(*HUB_NAMES, "any")]
     Format = Literal[tuple(SIMULATED)]
 
-Engine = Annotated[EngineName | None, typer.Option("--for", help="Engine")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
+Engine = Annotated[EngineName | None, option("Engine", "--for")]
+Json = Annotated[bool, option("Print one JSON object and nothing else.", "--json")]
+Quiet = Annotated[bool, option("Print names only.", "--quiet", "-q")]
 
-ModelName = Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")]
-ArtifactFolder = Annotated[
-    Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ROTATIONS")
-]
+ModelName = Annotated[str, argument("A hub id, a local folder, or demo.")]
+ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
 OutputFolder = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Artifact folder, by default MODEL-RECIPE in rotations."),
+    Path | None, option("Artifact folder, by default MODEL-RECIPE in rotations.", "--output", "-o")
 ]
-Restart = Annotated[bool, typer.Option("--restart", help="Replace an artifact that is there.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Restart = Annotated[bool, option("Replace an artifact that is there.", "--restart")]
+Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.")]
 
-Subset = Annotated[str | None, typer.Option(help="The data set's configuration.")]
-Split = Annotated[str | None, typer.Option(help="The data set's split (train).")]
-Column = Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")]
+Subset = Annotated[str | None, option("The data set's configuration.")]
+Split = Annotated[str | None, option("The data set's split (train).")]
+Column = Annotated[str | None, option("Column of the text or of the chat messages.")]
 
 TextLength = Annotated[
-    int | None, typer.Option(min=2, help="Tokens per text (2048, or more if windows need it).")
+    int | None, option("Tokens per text (2048, or more if windows need it).", min=2)
 ]
 
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
-Dtype = Annotated[
-    Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own")
-]
-DeviceMap = Annotated[
-    str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")
-]
-MaxMemory = Annotated[
-    str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")
-]
+Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], option("auto: the model's own")]
+DeviceMap = Annotated[str | None, option("auto: spread over GPUs, main memory and disk.")]
+MaxMemory = Annotated[str | None, option("Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
-RopeScaling = Annotated[
-    str | None, typer.Option(help="Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")
-]
+RopeScaling = Annotated[str | None, option("Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")]
 
 Clip = Annotated[
-    str | None,
-    typer.Option("--clip", help="Clip ratios of keys and values, as 0.96/0.92, or one for both."),
+    str | None, option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", "--clip")
 ]
 Windows = Annotated[
-    str | None, typer.Option("--windows", help="Sink and recent tokens kept exact, as 64/256.")
+    str | None, option("Sink and recent tokens kept exact, as 64/256.", "--windows")
 ]
 
 Anyway = Annotated[
-    bool, typer.Option("--anyway", help="Also take rotations that were made for other weights.")
+    bool, option("Also take rotations that were made for other weights.", "--anyway")
 ]
 Rounding = Annotated[
     Literal["nearest", "feedback"] | None,
-    typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
+    option("How rows get their codes (feedback, where the artifact has it)."),
 ]
 Budget = Annotated[
-    float | None,
-    typer.Option("--bits", min=2, max=4, help="Another budget of bits than the artifact's."),
+    float | None, option("Another budget of bits than the artifact's.", "--bits", min=2, max=4)
 ]
-Sink = Annotated[int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")]
-PrefillLayout = Annotated[
-    Literal["server", "window"] | None,
-    typer.Option(help="Exact of earlier chunks"),
-]
+Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", min=0)]
+PrefillLayout = Annotated[Literal["server", "window"] | None, option("Exact of earlier chunks")]
 
-Tasks = Annotated[str, typer.Option(help=f"Recall tasks: {', '.join(TASKS)}; all or none.")]
-Lengths = Annotated[
-    str | None, typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length).")
-]
+Tasks = Annotated[str, option(f"Recall tasks: {', '.join(TASKS)}; all or none.")]
+Lengths = Annotated[str | None, option("Tokens per prompt of the tasks, as 2048,8192 (--length).")]
 
 Signers = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Accept only what this identity, or this public key (a .pem file), has signed. "
+        "May be repeated.",
         "--signer",
         metavar="SIGNER",
-        help="Accept only what this identity, or this public key (a .pem file), has signed. "
-        "May be repeated.",
     ),
 ]
 Issuer = Annotated[
-    str | None,
-    typer.Option(help="Who vouches for the identity; not needed for workflows of GitHub."),
+    str | None, option("Who vouches for the identity; not needed for workflows of GitHub.")
 ]
-RequireSignature = Annotated[
-    bool, typer.Option("--require-signature", help="Refuse what is not signed.")
-]
+RequireSignature = Annotated[bool, option("Refuse what is not signed.", "--require-signature")]
 TrustConfig = Annotated[
-    Path | None, typer.Option(help="Keys of another Sigstore than the public one, as a JSON file.")
+    Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
 ]
 SignWith = Annotated[
     str | None,
-    typer.Option(
-        "--sign",
-        help="keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+    option(
+        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
         "Actions with an identity sign keyless.",
+        "--sign",
     ),
 ]
 AdoptIndex = Annotated[
     bool,
-    typer.Option(
-        "--adopt-index", help="Sign the index even where its entries have other signers or none."
-    ),
+    option("Sign the index even where its entries have other signers or none.", "--adopt-index"),
 ]
 
-IndexPlace = Annotated[str | None, typer.Option("--index", help="Path of a zoo_index.json.")]
-ZooRepo = Annotated[
-    str | None, typer.Option("--repo", help="The zoo repository whose index to read.")
-]
+IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
+ZooRepo = Annotated[str | None, option("The zoo repository whose index to read.", "--repo")]

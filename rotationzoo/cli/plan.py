@@ -2,35 +2,28 @@
 
 from typing import Annotated, Literal
 
-import typer
-
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, ModelName, Revision
+from rotationzoo.cli.options import Json, ModelName, Revision, option
 from rotationzoo.cli.output import Output
 
 
 def plan_command(
     model: ModelName,
-    gpu: Annotated[
-        str, typer.Option(help="A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")
-    ] = "24GiB",
-    gpus: Annotated[int, typer.Option(min=1, help="How many of it share the model.")] = 1,
+    gpu: Annotated[str, option("A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")] = "24GiB",
+    gpus: Annotated[int, option("How many of it share the model.", min=1)] = 1,
     context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of each request (131072, at most the model's positions)."),
+        int | None, option("Tokens of each request (131072, at most the model's positions).", min=1)
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
+    requests: Annotated[int, option("Requests at the same time.", min=1)] = 1,
     format: Annotated[
         Literal["sglang", "vllm", "mlx"],
-        typer.Option(help="Whose 2-bit format: it decides the size of scales and offsets."),
+        option("Whose 2-bit format: it decides the size of scales and offsets."),
     ] = "sglang",
-    sink: Annotated[int, typer.Option(min=0, help="First tokens kept exact.")] = 64,
-    recent: Annotated[int, typer.Option(min=0, help="Last tokens kept exact.")] = 256,
+    sink: Annotated[int, option("First tokens kept exact.", min=0)] = 64,
+    recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
     json: Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the answer in one line.")
-    ] = False,
+    quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
 ) -> None:
     """Show what a model's weights and cache take, and what fits a GPU.
 

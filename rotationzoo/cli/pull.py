@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import ENGINES, PullEngineName
@@ -17,24 +16,18 @@ if TYPE_CHECKING:
 
 
 def pull_command(
-    model: Annotated[
-        str, typer.Argument(help="The model whose rotations to fetch, such as Qwen/Qwen3-8B.")
-    ],
-    from_: Annotated[options.HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
+    model: Annotated[str, argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B.")],
+    from_: Annotated[options.HubOrAny, option("Which hub.", "--from")] = "any",
     revision: Annotated[
-        str | None, typer.Option(help="The model's revision that they should be made for.")
+        str | None, option("The model's revision that they should be made for.")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
+    recipe: Annotated[str | None, option("Only rotations of this recipe.")] = None,
     rope_scaling: Annotated[
-        str | None,
-        typer.Option(help="Only rotations for this scaling, such as yarn:4; by default none."),
+        str | None, option("Only rotations for this scaling, such as yarn:4; by default none.")
     ] = None,
-    local_dir: Annotated[
-        Path | None, typer.Option(help="Put them here and not into the cache.")
-    ] = None,
+    local_dir: Annotated[Path | None, option("Put them here and not into the cache.")] = None,
     to: Annotated[
-        PullEngineName | None,
-        typer.Option("--for", "--to", help="Also export them for this engine"),
+        PullEngineName | None, option("Also export them for this engine", "--for", "--to")
     ] = None,
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,

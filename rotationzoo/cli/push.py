@@ -6,11 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -96,31 +95,26 @@ def _sign_upload(
 
 def push_command(
     artifact: options.ArtifactFolder,
-    repo: Annotated[str, typer.Argument(help="The zoo repository, as owner/name.", metavar="REPO")],
-    to: Annotated[options.HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
-    create_pr: Annotated[
-        bool, typer.Option("--create-pr", help="As a pull request (Hugging Face).")
-    ] = False,
+    repo: Annotated[str, argument("The zoo repository, as owner/name.", metavar="REPO")],
+    to: Annotated[options.HubOrBoth, option("Which hub.")] = DEFAULT_HUB,
+    create_pr: Annotated[bool, option("As a pull request (Hugging Face).", "--create-pr")] = False,
     no_statistics: Annotated[
-        bool, typer.Option("--no-statistics", help="Leave the statistics behind.")
+        bool, option("Leave the statistics behind.", "--no-statistics")
     ] = False,
     index: Annotated[
-        Path | None,
-        typer.Option(help="Also list it in this zoo_index.json, with pinned revisions."),
+        Path | None, option("Also list it in this zoo_index.json, with pinned revisions.")
     ] = None,
     published: Annotated[
         datetime | None,
-        typer.Option(formats=["%Y-%m-%d"], help="When it was first published, of a copy (today)."),
+        option("When it was first published, of a copy (today).", formats=["%Y-%m-%d"]),
     ] = None,
     sign: options.SignWith = None,
     adopt_index: options.AdoptIndex = False,
     trust_config: options.TrustConfig = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also if its evaluation shows no use of it.")
+        bool, option("Also if its evaluation shows no use of it.", "--anyway")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")
-    ] = False,
+    dry_run: Annotated[bool, option("Say what would go; reach no hub.", "--dry-run")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -4,10 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
@@ -22,22 +21,20 @@ if TYPE_CHECKING:
 
 def regenerate_command(
     model: Annotated[
-        str | None, typer.Argument(help="The model to make rotations for; none with --plan.")
+        str | None, argument("The model to make rotations for; none with --plan.")
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Only list what is due.")] = False,
-    configs: Annotated[Path, typer.Option(help="Folder of recipe files, or one.")] = Path(
-        "configs"
-    ),
-    revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
+    plan: Annotated[bool, option("Only list what is due.", "--plan")] = False,
+    configs: Annotated[Path, option("Folder of recipe files, or one.")] = Path("configs"),
+    revision: Annotated[str | None, option("The model's revision.")] = None,
     output: options.OutputFolder = None,
-    data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
+    data: Annotated[str, option("Text to evaluate on.")] = "bundled",
+    tokens: Annotated[int, option("Tokens to evaluate on.", min=1)] = 16384,
     length: options.TextLength = None,
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
-    questions: Annotated[int, typer.Option(min=1, help="Questions per task and length.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
-    to: Annotated[options.HubOrBoth | None, typer.Option(help="Publish to this hub.")] = None,
+    questions: Annotated[int, option("Questions per task and length.", min=1)] = 64,
+    batch: Annotated[int, option("Rows per forward pass.", min=1)] = 4,
+    to: Annotated[options.HubOrBoth | None, option("Publish to this hub.")] = None,
     sign: options.SignWith = None,
     adopt_index: options.AdoptIndex = False,
     trust_config: options.TrustConfig = None,

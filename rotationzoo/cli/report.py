@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
+from rotationzoo.cli.options import ArtifactFolder, Json, Quiet, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
 
@@ -19,19 +17,16 @@ if TYPE_CHECKING:
 def report_command(
     artifact: ArtifactFolder,
     compare: Annotated[
-        list[Path] | None,
-        typer.Option(help="Other rotations to compare with. May be repeated."),
+        list[Path] | None, option("Other rotations to compare with. May be repeated.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
+    output: Annotated[Path, option("Where to write the page.", "--output", "-o")] = Path(
         "report.html"
     ),
     save: Annotated[
-        bool,
-        typer.Option("--save", help="Add the page to the rotations, and its chart to the card."),
+        bool, option("Add the page to the rotations, and its chart to the card.", "--save")
     ] = False,
     context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens whose memory is shown (the model's positions)."),
+        int | None, option("Tokens whose memory is shown (the model's positions).", min=1)
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet
+from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.words import counted
@@ -16,9 +14,7 @@ if TYPE_CHECKING:
 
 def validate_command(
     artifact: ArtifactFolder,
-    rows: Annotated[
-        int, typer.Option(min=64, help="Rows for each layer, KV head and side.")
-    ] = 1024,
+    rows: Annotated[int, option("Rows for each layer, KV head and side.", min=64)] = 1024,
     device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,

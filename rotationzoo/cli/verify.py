@@ -4,10 +4,9 @@ import shlex
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -23,20 +22,13 @@ if TYPE_CHECKING:
 
 def verify_command(
     artifact: options.ArtifactFolder,
-    model: Annotated[
-        str | None, typer.Option(help="Also check that it was made for this model.")
-    ] = None,
+    model: Annotated[str | None, option("Also check that it was made for this model.")] = None,
     run: Annotated[
-        bool,
-        typer.Option(
-            "--run", help="Also run the model, and look for the rotations in what it computes."
-        ),
+        bool, option("Also run the model, and look for the rotations in what it computes.", "--run")
     ] = False,
     server: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL", help="Also ask this running vLLM whether it reads these rotations."
-        ),
+        option("Also ask this running vLLM whether it reads these rotations.", metavar="URL"),
     ] = None,
     revision: options.Revision = None,
     signers: options.Signers = None,
