@@ -14,7 +14,6 @@ import typer
 
 from rotationzoo import __version__
 from rotationzoo.cli.calibrate import calibrate_command
-from rotationzoo.cli.command_line import remember_words
 from rotationzoo.cli.demo import demo_command
 from rotationzoo.cli.evaluate import evaluate_command
 from rotationzoo.cli.export import export_command
@@ -23,6 +22,7 @@ from rotationzoo.cli.help import Command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.list import list_command
+from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.output import print_traceback, say, show_error, show_lines, start_output
 from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.pull import pull_command

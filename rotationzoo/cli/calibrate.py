@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import named, show_artifact, suggest_step, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -96,7 +96,6 @@ def calibrate_command(
     _check_budget({"--bits": bits, "--key-bits": key_bits, "--value-bits": value_bits})
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.api import calibration_job
-    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.cli.calibrate_view import show_plan
 
     hush_libraries()
@@ -143,7 +142,7 @@ def calibrate_command(
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact, with_time=is_new)
-    suggest_evaluation(out, artifact, model, revision, engine)
+    suggest_step(out, artifact, named(model, revision), engine)
 
 
 def _check_recipe(recipe: str) -> None:

@@ -1,16 +1,21 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
-import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import named, retyped, shell_line, typed_words
 from rotationzoo.cli.options import argument, option
-from rotationzoo.cli.output import Output
+from rotationzoo.cli.output import Output, say, show_table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
+from rotationzoo.words import counted
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.measured import Measured, Window
+    from rotationzoo.artifact.scores import Decision
 
 
 def evaluate_command(
@@ -84,7 +89,6 @@ def evaluate_command(
         )
     _check_order(model, artifacts or [])
     from rotationzoo.api import evaluation_job
-    from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
     from rotationzoo.evaluation.job import evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
 
@@ -128,20 +132,18 @@ def evaluate_command(
     with show_progress(out) as progress:
         report = evaluate(job, progress, ThroughCache, out.tell)
     show_evaluation(out, report, details)
-    words = [model, "--revision", revision] if revision else [model]
-    decisions, given = report.window.verdict.decisions, artifacts or []
-    suggest_next(out, decisions, words, given, save, seed or 0, engine)
+    decisions, model_words = report.window.verdict.decisions, named(model, revision)
+    suggest_next(out, decisions, model_words, artifacts or [], save, seed or 0, engine)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
     """Raise `UsageError` if an artifact stands in the model's place."""
     if (Path(model) / "manifest.json").is_file():
-        named = list(map(str, artifacts))
-        rest = typed_words("evaluate", model, *named)
-        words = ["rotationzoo", "evaluate", *(named or ["MODEL"]), model, *rest]
+        folders = list(map(str, artifacts))
+        rest = typed_words("evaluate", model, *folders)
         raise UsageError(
             f"{model} has rotations, and the model comes before them",
-            hint=f"give them as: {shlex.join(words)}",
+            hint=f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}",
         )
 
 
@@ -187,3 +189,92 @@ def parse_layers(text: str | None) -> set[int] | None:
             f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7"
         ) from error
     return layers
+
+
+def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
+    """Print the decision on each artifact, with `details` after all tables. Without artifacts there
+    are tables alone."""
+    notes = report.notes
+    # What was picked for an engine is the first note: of interest where something is lost.
+    if report.engine and not details and notes[0].endswith("Lost: nothing"):
+        notes = [f"simulated as {report.engine} serves it", *notes[1:]]
+    out.notes(notes)
+    names = "\n".join(report.window.arms)
+    out.result(report.report(), names, lambda: _say_evaluation(report, details))
+
+
+def suggest_next(
+    out: Output,
+    decisions: Sequence["Decision"],
+    model: list[str],
+    artifacts: list[Path],
+    saved: bool,
+    seed: int = 0,
+    engine: str | None = None,
+) -> None:
+    """Suggest what the decision on the first of these artifacts calls for.
+
+    - `model`: its name and, if the user gave one, the option for its revision;
+    - `seed`: of the questions that were asked. New ones need another;
+    - `engine`: that the user named.
+    """
+    from rotationzoo.report.commands import decided_words
+
+    served = ["--for", engine] if engine else []
+    if not artifacts:
+        out.suggest("calibrate", *model, *served)
+        return
+    more = decisions[0].more_questions
+    if more is not None:
+        out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
+    elif words := decided_words(decisions[0], model, str(artifacts[0]), served):
+        out.suggest(*words)
+    elif saved:
+        out.suggest("report", str(artifacts[0]))
+    else:
+        named = ["--rotations", str(artifacts[0])]
+        prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
+        out.suggest("generate", *model, *named, *served, "--compare", *prompt)
+
+
+def _say_evaluation(report: "Measured", details: bool) -> None:
+    from rotationzoo.report.conditions import describe_drift
+
+    if details or not report.window.verdict.decisions:
+        _say_details(report)
+    for window in report.windows:
+        if len(report.windows) > 1:
+            say(f"With {_title(window)}:")
+        say(*window.verdict.words)
+    say(*describe_drift(report))
+
+
+def _say_details(report: "Measured") -> None:
+    from rotationzoo.report.conditions import (
+        ABOUT_BITS,
+        describe_arms,
+        describe_prefill,
+        describe_recall,
+    )
+    from rotationzoo.report.tables import evaluation_tables
+
+    tokens = f"{counted(report.tokens, 'token')} from position {report.first_position} on"
+    text = f"{tokens} in {counted(report.text.rows, 'text')}"
+    exact = f"exact perplexity {report.exact.perplexity:.4f}"
+    say(f"{report.model}, {text}, format {report.format}{describe_prefill(report)}; {exact}")
+    for number, window in enumerate(report.windows):
+        if number:
+            say("")
+        say(_title(window))
+        for table in evaluation_tables(report, window):
+            show_table(table, apart=True)
+    say("")
+    say(*describe_recall(report))
+    say("±: standard error over texts, paired with the exact model")
+    say(f"{ABOUT_BITS}; bits here: at {report.text.length:,}")
+    say(*describe_arms(report.window.arms.values()))
+    say("")
+
+
+def _title(window: "Window") -> str:
+    return f"sink {window.sink}, recent {window.recent}"

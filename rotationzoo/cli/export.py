@@ -1,15 +1,19 @@
 """`rotationzoo export`: write the files that a serving engine reads."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import option
-from rotationzoo.cli.output import Output
+from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.engines.export import Exported
 
 
 def export_command(
@@ -64,7 +68,6 @@ def export_command(
             hint="name the engine: --for vllm, or --for sglang",
         )
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.export_view import show_changed_model, show_export
 
     opened = Artifact.open(artifact)
     for_llama_cpp = bool(base or engine_hadamard or model)
@@ -108,3 +111,35 @@ def export_command(
     if opened.manifest.metrics.evaluation is None:
         out.note("Note: nobody has measured what these rotations keep: rotationzoo evaluate does")
     show_export(out, exported)
+
+
+def show_export(out: Output, exported: "Exported") -> None:
+    """Print the command that starts the engine, with notes on what the export left out."""
+    from rotationzoo.engines.export import as_json, launch_line
+
+    for words in exported.reduced:
+        out.note(f"Lost: {words}")
+    out.notes(exported.launch.notes)
+
+    def human() -> None:
+        if exported.files:
+            out.note(f"Files: {exported.path}")
+        out.note("Next: start the engine with")
+        show_lines(*launch_line(exported.launch).splitlines())
+
+    out.result(as_json(exported), str(exported.path), human)
+
+
+def show_changed_model(out: Output, model: Path, artifact: "Artifact") -> None:
+    """Print the folder of the model whose weights carry the value rotation of an artifact, and the
+    command that exports the rest for it. Of latents there is no rest."""
+    of_latents = artifact.rotations.has_latents
+
+    def human() -> None:
+        say(str(model))
+        rest = "Its cache holds rotated latents" if of_latents else "Its engine needs the keys, too"
+        out.note(rest)
+
+    out.result({"model": str(model)}, str(model), human)
+    if not of_latents:
+        out.suggest("export", str(artifact.folder), "--for", "sglang", "--absorbed", str(model))

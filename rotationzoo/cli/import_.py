@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import named, show_artifact, suggest_step, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 
@@ -41,7 +41,6 @@ def import_command(
     """
     out = Output(json, quiet)
     hush_libraries(models=model is not None)
-    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.storage.folders import default_output
 
@@ -66,7 +65,7 @@ def import_command(
     if model is None:
         out.suggest(*typed_words("--restart"), "--model", "MODEL", "--restart")
     else:
-        suggest_evaluation(out, artifact, model, revision)
+        suggest_step(out, artifact, named(model, revision))
 
 
 def _folder_name(file: Path) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import number
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
     """Show what each layer's statistics look like."""
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.artifact_view import suggest_step
     from rotationzoo.report.spectra import summarize
 
     opened = Artifact.open(artifact)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
@@ -72,7 +73,7 @@ def pull_command(
     if to is None:
         show_pull(out, pulled)
         return
-    from rotationzoo.cli.export_view import show_export
+    from rotationzoo.cli.export import show_export
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
@@ -96,7 +97,6 @@ def _import(pulled: "Pulled", revision: str | None) -> "Artifact":
 def show_pull(out: Output, pulled: "Pulled") -> None:
     """Print where the files are and, for OSCAR's own files, how to make an artifact of them."""
     entry = pulled.entry
-    from rotationzoo.cli.artifact_view import suggest_text
 
     out.notes(pulled.notes)
     data = {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress

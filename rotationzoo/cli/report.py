@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
@@ -39,7 +40,6 @@ def report_command(
     """
     out = Output(json, quiet)
     from rotationzoo.artifact.store import EVALUATION, Artifact
-    from rotationzoo.cli.artifact_view import suggest_step
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
@@ -26,7 +27,6 @@ def validate_command(
     out = Output(json, quiet)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.kernel import check_device, validate_kernel
-    from rotationzoo.cli.artifact_view import suggest_step
 
     hush_libraries(models=False)
     opened = Artifact.open(artifact)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
@@ -49,7 +50,6 @@ def verify_command(
     from rotationzoo.artifact.weights import model_words
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
-    from rotationzoo.cli.artifact_view import suggest_text
     from rotationzoo.zoo.signing.verify import check_artifact, make_demand
 
     demand = make_demand(
