@@ -12,8 +12,7 @@ from rotationzoo.storage.folders import default_output
 from rotationzoo.words import counted, size_words
 
 if TYPE_CHECKING:
-    from rotationzoo.capacity.job import Capacity
-    from rotationzoo.capacity.report import Answer
+    from rotationzoo.capacity.job import Answer, Capacity
 
 _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 _WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}
@@ -49,9 +48,9 @@ def plan_command(
     rotationzoo plan Qwen/Qwen3-4B --gpu H200 --context 100000 --requests 256
     """
     out = Output(json, quiet)
-    from rotationzoo.capacity.cache_bytes import Storage
     from rotationzoo.capacity.cards import parse_card, several
     from rotationzoo.capacity.job import Wish, measure_capacity
+    from rotationzoo.capacity.shape import Storage
 
     card = several(parse_card(gpu), gpus)
     hush_libraries()
@@ -62,8 +61,7 @@ def plan_command(
 
 def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
     """Print the plan for a wish: tables for people, one line, or one JSON object."""
-    from rotationzoo.capacity.job import zoo_entries
-    from rotationzoo.capacity.report import capacity_json, judge_wish, remarks
+    from rotationzoo.capacity.job import capacity_json, judge_wish, remarks, zoo_entries
 
     answer = judge_wish(capacity, capacity.wish.card)
     entries = zoo_entries(capacity)
