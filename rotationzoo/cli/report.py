@@ -11,8 +11,7 @@ from rotationzoo.errors import RotationZooError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.report.origin import Badge
-    from rotationzoo.report.page import Report
+    from rotationzoo.report.page import Badge, Report
 
 
 def report_command(
@@ -110,7 +109,7 @@ def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":
 
 def _describe_signature(artifact: "Artifact") -> "Badge":
     """The state of the signature, in the words of a page."""
-    from rotationzoo.report.origin import Badge
+    from rotationzoo.report.page import Badge
     from rotationzoo.zoo.signing.verify import Demand, check_artifact
 
     # The folder's name is that of one machine, and readers of a page have another.
