@@ -1,14 +1,13 @@
 """`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
 import os
-import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.next_steps import named, show_artifact, suggest_step, typed_words
+from rotationzoo.cli.next_steps import named, shell_line, show_artifact, suggest_step, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -189,10 +188,8 @@ def _calibrate(out: Output, job: "Job") -> "Artifact":
 
 def _interruption(job: "Job") -> Interrupted:
     if not job.unfinished:
-        command = shlex.join(["rotationzoo", *typed_words()])
-        return Interrupted(
-            "interrupted before anything was saved", hint=f"start again with: {command}"
-        )
+        hint = f"start again with: {shell_line(*typed_words())}"
+        return Interrupted("interrupted before anything was saved", hint)
     kept = typed_words("--restart")  # it would drop what was saved
-    command = shlex.join(["rotationzoo", *kept])
-    return Interrupted("interrupted; what was done so far is saved", hint=f"go on with: {command}")
+    hint = f"go on with: {shell_line(*kept)}"
+    return Interrupted("interrupted; what was done so far is saved", hint)

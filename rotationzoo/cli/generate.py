@@ -1,6 +1,5 @@
 """`rotationzoo generate`: write text with a model whose cache stores 2 bits."""
 
-import shlex
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
@@ -8,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import served, shell_line
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Mode, Output, say, write_text
+from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.cli.prompt_text import read_prompt
-from rotationzoo.cli.text_screen import TextScreen
 from rotationzoo.errors import Interrupted, UsageError
 from rotationzoo.words import byte_count, counted
 
@@ -149,11 +149,8 @@ def _check_order(model: str, rotations: str | None) -> None:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.artifact.weights import model_words
 
-    words = [*model_words(Artifact.open(model)), "--rotations", model]
-    raise UsageError(
-        f"{model} has rotations and no model",
-        hint=f"give it with its model: {shlex.join(['rotationzoo', 'generate', *words])}",
-    )
+    line = shell_line("generate", *model_words(Artifact.open(model)), "--rotations", model)
+    raise UsageError(f"{model} has rotations and no model", f"give it with its model: {line}")
 
 
 def _say_generation(out: Output, report: dict[str, Any]) -> None:
@@ -209,9 +206,6 @@ def suggest_next(
 ) -> None:
     """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
     what the rotations cost the model; model and engine are named as the user named them."""
-    from rotationzoo.codec.engines import ENGINES
-
-    served = ["--for", engine] if engine and ENGINES[engine].format else []
     if "answer" in report and report["rotations"] is not None:
         out.suggest("generate", model, "--rotations", NO_ROTATION)
     elif "answer" in report:
@@ -221,4 +215,4 @@ def suggest_next(
     elif (Path(report["rotations"]) / "evaluation.json").exists():
         out.suggest("report", report["rotations"])
     else:
-        out.suggest("evaluate", model, report["rotations"], *served, "--save")
+        out.suggest("evaluate", model, report["rotations"], *served(engine), "--save")

@@ -1,6 +1,5 @@
 """`rotationzoo push`: verify an artifact, sign it if asked, and publish it."""
 
-import shlex
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.next_steps import typed_words
+from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
@@ -146,14 +145,10 @@ def push_command(
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
     show_push(out, repo, upload.path, places)
-    _suggest_next(out, upload.entry.model, repo, destination)
-
-
-def _suggest_next(out: Output, model: str, repo: str, destination: "Destination") -> None:
-    """Suggest to fetch what was published; of a pull request, to see what the repository lists."""
     hub = destination.hubs[0]
     place = ["--repo", repo] if hub == DEFAULT_HUB else ["--from", hub, "--repo", repo]
-    out.suggest(*(["list"] if destination.create_pr else ["pull", model]), *place)
+    # What is in a pull request cannot be fetched yet.
+    out.suggest(*(["list"] if create_pr else ["pull", upload.entry.model]), *place)
 
 
 def check_use(artifact: "Artifact") -> None:
@@ -161,11 +156,10 @@ def check_use(artifact: "Artifact") -> None:
     evaluation = artifact.manifest.metrics.evaluation
     for decision in evaluation.verdict.decisions if evaluation else ():
         if decision.action not in ("use", "ask"):
-            command = shlex.join(["rotationzoo", *typed_words(), "--anyway"])
             raise RotationZooError(
                 f"{artifact.folder} is not worth publishing by its own evaluation: "
                 f"{decision.words[0 if decision.action == 'nothing' else -1].rstrip('.')}",
-                hint=f"to publish it all the same: {command}",
+                hint=f"to publish it all the same: {shell_line(*typed_words(), '--anyway')}",
             )
 
 
@@ -181,10 +175,9 @@ def show_push_plan(
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"
         rows.append([file["path"], size])
-    names = [file["path"] for file in files]
     out.result(
         {"repo": repo, "files": files, "root_files": root_files},
-        "\n".join(names),
+        "\n".join(name for name, _ in rows),
         lambda: table(f"would go to {repo}", ["file", "bytes"], rows),
     )
     out.note(f"Note: the commit also writes {', '.join(root_files)}")
@@ -192,15 +185,12 @@ def show_push_plan(
 
 def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
     """Print where the artifact is. `published`: hub -> its place there."""
-    data = {
-        "repo": repo,
-        "path": path,
-        "hubs": {name: asdict(place) for name, place in published.items()},
-    }
+    hubs = {name: asdict(place) for name, place in published.items()}
 
     def human() -> None:
         for name, place in published.items():
             change = "published" if place.changed else "nothing new"
             say(f"{name}: {change}, revision {place.revision}, {place.url}")
 
+    data = {"repo": repo, "path": path, "hubs": hubs}
     out.result(data, "\n".join(place.revision for place in published.values()), human)
