@@ -82,12 +82,13 @@ def evaluate_command(
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     out = Output(json, quiet)
+    artifacts = artifacts or []
     if save and not artifacts:
         raise UsageError(
             "--save adds the report to artifacts, and none is given",
             hint="name a folder of rotations after the model, or print the report with --json",
         )
-    _check_order(model, artifacts or [])
+    _check_order(model, artifacts)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.job import evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
@@ -95,7 +96,7 @@ def evaluate_command(
     hush_libraries()
     job = evaluation_job(
         model,
-        artifacts or [],
+        artifacts,
         save,
         engine=engine,
         data=data,
@@ -133,7 +134,7 @@ def evaluate_command(
         report = evaluate(job, progress, ThroughCache, out.tell)
     show_evaluation(out, report, details)
     decisions, model_words = report.window.verdict.decisions, named(model, revision)
-    suggest_next(out, decisions, model_words, artifacts or [], save, seed or 0, engine)
+    suggest_next(out, decisions, model_words, artifacts, save, seed or 0, engine)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
@@ -149,15 +150,11 @@ def _check_order(model: str, artifacts: list[Path]) -> None:
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
     if keys_only and values_only:
-        raise UsageError(
-            "--keys-only and --values-only leave nothing to store in 2 bits",
-            hint="give one of them",
-        )
+        words = "--keys-only and --values-only leave nothing to store in 2 bits"
+        raise UsageError(words, hint="give one of them")
     if keys_only:
         return ("key",)
-    if values_only:
-        return ("value",)
-    return ("key", "value")
+    return ("value",) if values_only else ("key", "value")
 
 
 def parse_questions(text: str) -> int | Literal["auto"]:
@@ -167,9 +164,8 @@ def parse_questions(text: str) -> int | Literal["auto"]:
     try:
         return int(text)
     except ValueError as error:
-        raise UsageError(
-            f"--questions {text!r} is no number", hint="write it as: --questions 64, or auto"
-        ) from error
+        words = f"--questions {text!r} is no number"
+        raise options.wrong_value(words, "--questions 64, or auto") from error
 
 
 def parse_layers(text: str | None) -> set[int] | None:
@@ -177,17 +173,15 @@ def parse_layers(text: str | None) -> set[int] | None:
     if text is None:
         return None
     layers: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
             numbers = range(int(first), int(last or first) + 1)
-            if not numbers:
-                raise ValueError(part)
-            layers.update(numbers)
-    except ValueError as error:
-        raise UsageError(
-            f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7"
-        ) from error
+        except ValueError:
+            numbers = range(0)
+        if not numbers:
+            raise options.wrong_value(f"--layers has no layer in {part!r}", "--layers 0,4-7")
+        layers.update(numbers)
     return layers
 
 

@@ -23,30 +23,30 @@ def argument(help: str, **settings: Any) -> Any:
     return typer.Argument(help=help, **settings)
 
 
+def wrong_value(words: str, example: str) -> UsageError:
+    """The error for the value of an option; an `example` shows how it is written."""
+    return UsageError(words, hint=f"write it as: {example}")
+
+
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
     """Parse `64/256,128/1024` to pairs of sink and recent tokens. Raises `UsageError`."""
     windows = []
     for part in filter(None, (text or "").split(",")):
         sink, _, recent = part.partition("/")
         if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
-            raise UsageError(
-                f"--windows has no sink/recent in {part!r}",
-                hint="write it as: --windows 64/256,128/1024",
-            )
+            words = f"--windows has no sink/recent in {part!r}"
+            raise wrong_value(words, "--windows 64/256,128/1024")
         windows.append((int(sink), int(recent)))
     return list(dict.fromkeys(windows))
 
 
 def parse_window(text: str | None) -> tuple[int, int] | None:
     """Parse `64/256` to one pair of sink and recent tokens. Raises `UsageError`."""
-    if text is None:
-        return None
     windows = parse_windows(text)
-    if len(windows) != 1:
-        raise UsageError(
-            f"--windows {text} is not one pair of sink/recent", hint="write it as: --windows 64/256"
-        )
-    return windows[0]
+    if text is not None and len(windows) != 1:
+        words = f"--windows {text} is not one pair of sink/recent"
+        raise wrong_value(words, "--windows 64/256")
+    return windows[0] if windows else None
 
 
 def parse_clip(text: str | None) -> tuple[float, float] | None:
@@ -61,10 +61,8 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         ratios = []
     if len(ratios) not in (1, 2) or not all(0 < ratio <= 1 for ratio in ratios):
-        raise UsageError(
-            f"--clip {text} is no clip ratio above 0 and at most 1",
-            hint="write it as: --clip 0.96/0.92",
-        )
+        words = f"--clip {text} is no clip ratio above 0 and at most 1"
+        raise wrong_value(words, "--clip 0.96/0.92")
     return ratios[0], ratios[-1]
 
 
@@ -82,10 +80,8 @@ def parse_lengths(lengths: str | None) -> list[int] | None:
         return None
     parts = [part.strip() for part in lengths.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
-        raise UsageError(
-            f"--lengths {lengths} is no list of numbers of tokens",
-            hint="write it as: --lengths 2048,8192",
-        )
+        words = f"--lengths {lengths} is no list of numbers of tokens"
+        raise wrong_value(words, "--lengths 2048,8192")
     return list(dict.fromkeys(map(int, parts)))
 
 

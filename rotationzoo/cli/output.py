@@ -52,9 +52,7 @@ class Output:
     """Prints the result and the notes of one command, in one of three modes."""
 
     def __init__(self, json: bool = False, quiet: bool = False):
-        self.mode = Mode.HUMAN
-        if quiet:
-            self.mode = Mode.QUIET
+        self.mode = Mode.QUIET if quiet else Mode.HUMAN
         if json:
             self.mode = Mode.JSON
 

@@ -99,10 +99,10 @@ def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
 def _show_sizes(capacity: "Capacity", data: dict[str, Any], format: str) -> None:
     weights = data["weights_bytes"]
     published, four_bit = size_words(weights["published"]), size_words(weights["4bit"])
-    layers = counted(data["layers"], "layer")
+    kind = counted(data["layers"], "layer")
     if data["sliding_layers"]:
-        layers += f" ({data['sliding_layers']} with a sliding window)"
-    kind = f"{layers} with a cache"
+        kind += f" ({data['sliding_layers']} with a sliding window)"
+    kind += " with a cache"
     if capacity.caches_latents:
         kind += " of latents"
     parameters = f"{data['parameters'] / 1e9:.1f} billion"
@@ -112,10 +112,9 @@ def _show_sizes(capacity: "Capacity", data: dict[str, Any], format: str) -> None
     say(f"Weights: {published} as published, {four_bit} in 4 bits")
     rows = []
     for cache, size in data["kv_bytes_per_request"].items():
-        if size is not None:
-            bytes_per_token = f"{data['kv_bytes_per_token'][cache]:,.0f}"
-            all_requests = size_words(size * data["requests"])
-            rows.append([cache, bytes_per_token, size_words(size), all_requests])
+        bytes_per_token = f"{data['kv_bytes_per_token'][cache]:,.0f}"
+        all_requests = size_words(size * data["requests"])
+        rows.append([cache, bytes_per_token, size_words(size), all_requests])
     columns = ["cache", "bytes a token", "one request", counted(data["requests"], "request")]
     if data["requests"] == 1:  # the last column would repeat the one before
         columns, rows = columns[:-1], [row[:-1] for row in rows]
@@ -143,15 +142,14 @@ def _show_card(data: dict[str, Any]) -> None:
 
 def _show_cards(data: dict[str, Any]) -> None:
     """One row a card and kind of weights that fit it; bf16 and the smallest cache side by side."""
-    small = "fp8" if data["refusal"] else "int2"
-    columns = ["card", "weights", "longest bf16", small, "fit bf16", small]
+    columns = ["card", "weights", "longest bf16", "int2", "fit bf16", "int2"]
     rows = []
     for card in data["cards"]:
         for name, fitting in _different_weights(data, card):
             if fitting["fit"]:
                 cells = [card["name"], _WEIGHTS_NAMES[name]]
-                cells += [_context(fitting["max_context"][cache]) for cache in ("bf16", small)]
-                cells += [f"{fitting['max_requests'][cache]:,}" for cache in ("bf16", small)]
+                cells += [_context(fitting["max_context"][cache]) for cache in ("bf16", "int2")]
+                cells += [f"{fitting['max_requests'][cache]:,}" for cache in ("bf16", "int2")]
                 rows.append(cells)
     if not rows:
         say("", "None of the cards known here holds the weights alone, not even in 4 bits")
