@@ -224,7 +224,7 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "recent": wish.storage.recent,
         "layers": len(shape.layers),
         "sliding_layers": len(sliding),
-        "parameters": capacity.weights.parameters,
+        "parameters": shape.parameters,
         "weights_bytes": capacity.sizes_of_weights(),
         "weights_from": capacity.weights.origin,
         "bits_per_element": bits,

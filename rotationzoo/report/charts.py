@@ -118,23 +118,21 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     tops = [height * (1 - point.share / full) - _LINE / 2 for point in ranked]
     rows = []
     for point, lines, top in zip(ranked, labels, _spread(tops, heights, height), strict=True):
-        words = f"{point.name}: {point.percent} at {point.memory:.3g} {unit}"
         drawn = {
+            **asdict(point),
             "label": "\n".join(lines),
             "place": full * (1 - (top + _LINE / 2) / height),
-            "words": words,
+            "words": f"{point.name}: {point.percent} at {point.memory:.3g} {unit}",
             "color": _ACCENT if point.accent else _PLAIN,
         }
-        rows.append({**asdict(point), **drawn})
+        rows.append(drawn)
     # What is judged covers others that have the same share in the same bytes.
     rows.sort(key=itemgetter("accent"))
     widest = _SIZE * max(_measure(line) for lines in labels for line in lines)
     width = round(_WIDTH - _LEFT - _LABEL - widest)
     padding = {"left": _LEFT, "right": _WIDTH - _LEFT - width, "top": _TOP, "bottom": _BOTTOM}
-    chart = altair.layer(*_draw_marks(rows, unit, width, full)).properties(
-        width=width, height=height
-    )
-    return {**chart.to_dict(), "padding": padding}
+    chart = altair.layer(*_draw_marks(rows, unit, width, full))
+    return {**chart.properties(width=width, height=height).to_dict(), "padding": padding}
 
 
 def _draw_marks(
@@ -160,12 +158,8 @@ def _draw_marks(
         .encode(x=x, y=altair.Y("low:Q"), y2=altair.Y2("high:Q")),
     ]
     bold = altair.expr("datum.accent ? 'bold' : 'normal'")
-    points = base.mark_circle(size=70, opacity=1).encode(
-        x=x,
-        y=y,
-        color=altair.Color("color:N", scale=None),
-        description=altair.Description("words:N"),
-    )
+    color, words = altair.Color("color:N", scale=None), altair.Description("words:N")
+    points = base.mark_circle(size=70, opacity=1).encode(x=x, y=y, color=color, description=words)
     text = base.mark_text(aria=False, align="left", baseline="middle", fontWeight=bold).encode(
         x=altair.XValue(end), y=altair.Y("place:Q"), text=altair.Text("label:N")
     )

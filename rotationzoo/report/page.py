@@ -144,13 +144,8 @@ def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -
     reasons += list_exact_parts(measured, layers)
     if arms.left_out:
         reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
-    return Section(
-        anchor="verdict",
-        title=_VERDICT,
-        lead=lead,
-        words=reasons,
-        figure=_draw_answers(arms, request),
-    )
+    figure = _draw_answers(arms, request)
+    return Section(anchor="verdict", title=_VERDICT, lead=lead, words=reasons, figure=figure)
 
 
 def describe_measurement(arms: Arms) -> Section:
@@ -209,11 +204,11 @@ def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
     """What the artifact is, with what is known of it."""
     manifest, cached = artifact.manifest, cached_layers(artifact.geometry)
     model, recipe = manifest.model, artifact.recipe
-    heads = sorted({layer.kv_heads for layer in cached})
-    dims = sorted({layer.key_dim for layer in cached})
-    rows = f"KV heads {_listed(heads)}, head dimension {_listed(dims)}"
+    heads = " or ".join(map(str, sorted({layer.kv_heads for layer in cached})))
+    dims = " or ".join(map(str, sorted({layer.key_dim for layer in cached})))
+    rows = f"KV heads {heads}, head dimension {dims}"
     if manifest.has_latents:
-        rows = f"latents of {_listed(dims)} elements"
+        rows = f"latents of {dims} elements"
     shape = f"{counted(len(cached), 'layer')} with a cache, {rows}"
     facts = [
         ("Model", model.id if artifact.bound else "not named yet"),
@@ -278,10 +273,6 @@ def _describe_text(artifact: Artifact) -> str:
     return f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}{media}"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))
-
-
 # ---- pages
 
 
@@ -299,16 +290,12 @@ def render_page(
     name that slipped through unescaped could still do nothing.
     """
     sources = [_read(name) for name in scripts]
-    hashes = " ".join(map(_policy_hash, sources))
-    return (
-        _environment(*folders)
-        .get_template(template)
-        .render(
-            style=Markup(_read("page.css")),
-            scripts=[Markup(source) for source in sources],
-            script_policy=Markup(hashes or "'none'"),
-            **values,
-        )
+    page = _environment(*folders).get_template(template)
+    return page.render(
+        style=Markup(_read("page.css")),
+        scripts=[Markup(source) for source in sources],
+        script_policy=Markup(" ".join(map(_policy_hash, sources)) or "'none'"),
+        **values,
     )
 
 
