@@ -3,12 +3,13 @@ page that `rotationzoo` prints without a command.
 """
 
 import functools
+import inspect
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 
@@ -150,9 +151,18 @@ def _close_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _name_flags(command: Callable[..., None]) -> None:
+    """Name flags as their parameters. Typer would also give each a flag `--no-...`."""
+    for name, parameter in inspect.signature(command).parameters.items():
+        known = get_args(parameter.annotation)[1]
+        if parameter.default is False and not known.param_decls:
+            known.param_decls = (f"--{name.replace('_', '-')}",)
+
+
 # What `serve` does not know goes to vLLM.
 _HANDED_ON = {"serve": {"ignore_unknown_options": True}}
 for _name, _command in COMMANDS.items():
+    _name_flags(_command)
     _settings = _HANDED_ON.get(_name)
     app.command(_name, cls=Command, context_settings=_settings)(_interruptible(_command))
 

@@ -72,12 +72,8 @@ def calibrate_command(
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
-    restart: Annotated[
-        bool, option("Drop a checkpoint and replace rotations.", "--restart")
-    ] = False,
-    dry_run: Annotated[
-        bool, option("Say what would be done; read no weights.", "--dry-run")
-    ] = False,
+    restart: Annotated[bool, option("Drop a checkpoint and replace rotations.")] = False,
+    dry_run: Annotated[bool, option("Say what would be done; read no weights.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

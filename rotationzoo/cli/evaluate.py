@@ -46,14 +46,14 @@ def evaluate_command(
         bool | None, option("Also measure one rotation per layer.", "--pooled")
     ] = None,
     layers: Annotated[str | None, option("Only these layers in 2 bits, as 0,4-7.")] = None,
-    keys_only: Annotated[bool, option("Leave the values exact.", "--keys-only")] = False,
-    values_only: Annotated[bool, option("Leave the keys exact.", "--values-only")] = False,
+    keys_only: Annotated[bool, option("Leave the values exact.")] = False,
+    values_only: Annotated[bool, option("Leave the keys exact.")] = False,
     prefill_chunk: Annotated[
         int | None, option("Prefill in chunks, which read a quantized history.", min=1)
     ] = None,
     prefill_layout: options.PrefillLayout = None,
     real_cache: Annotated[
-        bool, option("Answer through a cache that really stores 2 bits.", "--real-cache")
+        bool, option("Answer through a cache that really stores 2 bits.")
     ] = False,
     drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None,
     queries: Annotated[
@@ -61,11 +61,9 @@ def evaluate_command(
     ] = None,
     rope_scaling: options.RopeScaling = None,
     batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None,
-    save: Annotated[bool, option("Add evaluation.json to the rotations.", "--save")] = False,
+    save: Annotated[bool, option("Add evaluation.json to the rotations.")] = False,
     anyway: options.Anyway = False,
-    details: Annotated[
-        bool, option("Also print all tables, and how they were measured.", "--details")
-    ] = False,
+    details: Annotated[bool, option("Also print all tables, and how they were measured.")] = False,
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

@@ -23,11 +23,9 @@ def export_command(
         Path | None, option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o")
     ] = None,
     pooled: Annotated[
-        bool, option("One rotation per layer, fitted from the pooled statistics.", "--pooled")
+        bool, option("One rotation per layer, fitted from the pooled statistics.")
     ] = False,
-    uncentered: Annotated[
-        bool, option("Leave the means of keys and values out.", "--uncentered")
-    ] = False,
+    uncentered: Annotated[bool, option("Leave the means of keys and values out.")] = False,
     clip: options.Clip = None,
     windows: options.Windows = None,
     base: Annotated[
@@ -39,9 +37,7 @@ def export_command(
     ] = None,
     engine_hadamard: Annotated[
         bool,
-        option(
-            "llama.cpp: leave the last Hadamard transform to the engine's own.", "--engine-hadamard"
-        ),
+        option("llama.cpp: leave the last Hadamard transform to the engine's own."),
     ] = False,
     absorb: Annotated[
         str | None, option("Write this model with its values or latents rotated.", metavar="MODEL")

@@ -36,9 +36,7 @@ def generate_command(
     file: Annotated[
         Path | None, option("A file with that text, or - for a pipe.", "--file", "-f")
     ] = None,
-    chat: Annotated[
-        bool, option("The text is a user's message to a chat model.", "--chat")
-    ] = False,
+    chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False,
     max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None,
     temperature: Annotated[
         float | None, option("Sample at this temperature, and not the most probable token.", min=0)
@@ -57,7 +55,7 @@ def generate_command(
     ] = 2048,
     prefill_layout: options.PrefillLayout = None,
     rope_scaling: options.RopeScaling = None,
-    compare: Annotated[bool, option("Also show what the exact model writes.", "--compare")] = False,
+    compare: Annotated[bool, option("Also show what the exact model writes.")] = False,
     anyway: options.Anyway = False,
     revision: options.Revision = None,
     device: options.Device = "auto",
@@ -65,7 +63,7 @@ def generate_command(
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     json: options.Json = False,
-    quiet: Annotated[bool, option("Print the text and nothing else.", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, option("Print the text and nothing else.", "-q")] = False,
 ) -> None:
     """Write text with a model whose cache is stored in 2 bits.
 

@@ -27,9 +27,7 @@ def import_command(
     group_size: Annotated[
         int | None, option("Channels that share a scale (the whole head).", min=1)
     ] = None,
-    transposed: Annotated[
-        bool, option("They hold the matrices transposed.", "--transposed")
-    ] = False,
+    transposed: Annotated[bool, option("They hold the matrices transposed.")] = False,
     restart: options.Restart = False,
     json: options.Json = False,
     quiet: options.Quiet = False,

@@ -113,7 +113,7 @@ else:
     Format = Literal[tuple(SIMULATED)]
 
 Engine = Annotated[EngineName | None, option("Engine", "--for")]
-Json = Annotated[bool, option("Print one JSON object and nothing else.", "--json")]
+Json = Annotated[bool, option("Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, option("Print names only.", "--quiet", "-q")]
 
 ModelName = Annotated[str, argument("A hub id, a local folder, or demo.")]
@@ -121,7 +121,7 @@ ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", me
 OutputFolder = Annotated[
     Path | None, option("Artifact folder, by default MODEL-RECIPE in rotations.", "--output", "-o")
 ]
-Restart = Annotated[bool, option("Replace an artifact that is there.", "--restart")]
+Restart = Annotated[bool, option("Replace an artifact that is there.")]
 Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.")]
 
 Subset = Annotated[str | None, option("The data set's configuration.")]
@@ -146,9 +146,7 @@ Windows = Annotated[
     str | None, option("Sink and recent tokens kept exact, as 64/256.", "--windows")
 ]
 
-Anyway = Annotated[
-    bool, option("Also take rotations that were made for other weights.", "--anyway")
-]
+Anyway = Annotated[bool, option("Also take rotations that were made for other weights.")]
 Rounding = Annotated[
     Literal["nearest", "feedback"] | None,
     option("How rows get their codes (feedback, where the artifact has it)."),
@@ -174,7 +172,7 @@ Signers = Annotated[
 Issuer = Annotated[
     str | None, option("Who vouches for the identity; not needed for workflows of GitHub.")
 ]
-RequireSignature = Annotated[bool, option("Refuse what is not signed.", "--require-signature")]
+RequireSignature = Annotated[bool, option("Refuse what is not signed.")]
 TrustConfig = Annotated[
     Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
 ]
@@ -188,7 +186,7 @@ SignWith = Annotated[
 ]
 AdoptIndex = Annotated[
     bool,
-    option("Sign the index even where its entries have other signers or none.", "--adopt-index"),
+    option("Sign the index even where its entries have other signers or none."),
 ]
 
 IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]

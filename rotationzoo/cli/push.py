@@ -96,10 +96,8 @@ def push_command(
     artifact: options.ArtifactFolder,
     repo: Annotated[str, argument("The zoo repository, as owner/name.", metavar="REPO")],
     to: Annotated[options.HubOrBoth, option("Which hub.")] = DEFAULT_HUB,
-    create_pr: Annotated[bool, option("As a pull request (Hugging Face).", "--create-pr")] = False,
-    no_statistics: Annotated[
-        bool, option("Leave the statistics behind.", "--no-statistics")
-    ] = False,
+    create_pr: Annotated[bool, option("As a pull request (Hugging Face).")] = False,
+    no_statistics: Annotated[bool, option("Leave the statistics behind.")] = False,
     index: Annotated[
         Path | None, option("Also list it in this zoo_index.json, with pinned revisions.")
     ] = None,
@@ -110,10 +108,8 @@ def push_command(
     sign: options.SignWith = None,
     adopt_index: options.AdoptIndex = False,
     trust_config: options.TrustConfig = None,
-    anyway: Annotated[
-        bool, option("Also if its evaluation shows no use of it.", "--anyway")
-    ] = False,
-    dry_run: Annotated[bool, option("Say what would go; reach no hub.", "--dry-run")] = False,
+    anyway: Annotated[bool, option("Also if its evaluation shows no use of it.")] = False,
+    dry_run: Annotated[bool, option("Say what would go; reach no hub.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

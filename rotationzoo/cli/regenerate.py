@@ -23,7 +23,7 @@ def regenerate_command(
     model: Annotated[
         str | None, argument("The model to make rotations for; none with --plan.")
     ] = None,
-    plan: Annotated[bool, option("Only list what is due.", "--plan")] = False,
+    plan: Annotated[bool, option("Only list what is due.")] = False,
     configs: Annotated[Path, option("Folder of recipe files, or one.")] = Path("configs"),
     revision: Annotated[str | None, option("The model's revision.")] = None,
     output: options.OutputFolder = None,

@@ -23,7 +23,7 @@ def report_command(
         "report.html"
     ),
     save: Annotated[
-        bool, option("Add the page to the rotations, and its chart to the card.", "--save")
+        bool, option("Add the page to the rotations, and its chart to the card.")
     ] = False,
     context: Annotated[
         int | None, option("Tokens whose memory is shown (the model's positions).", min=1)
@@ -52,7 +52,7 @@ def report_command(
     with files.disk_errors(output):
         files.replace(output, report.html(str(artifact)).encode())
     if save:
-        _save_report(opened, report)
+        add_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
     data = {
         "report": str(output),
@@ -83,9 +83,12 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 
-def add_report(artifact: "Artifact") -> "Artifact":
-    """Draw the report on an artifact, and add it as `report --save` does."""
-    return _save_report(artifact, _draw_report(artifact))
+def add_report(artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
+    """Add a report on an artifact to it, by default one without others, as `report --save` does."""
+    from rotationzoo.report.page import files_of_report
+    from rotationzoo.writer import add_files
+
+    return add_files(artifact, files_of_report(report or _draw_report(artifact)), {})
 
 
 def _draw_report(
@@ -98,13 +101,6 @@ def _draw_report(
     for each in (artifact, *others):
         _ = each.rotations  # a page must not recommend rotations that no engine can read
     return make_report(artifact, others, _describe_signature(artifact), context)
-
-
-def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":
-    from rotationzoo.report.page import files_of_report
-    from rotationzoo.writer import add_files
-
-    return add_files(artifact, files_of_report(report), {})
 
 
 def _describe_signature(artifact: "Artifact") -> "Badge":

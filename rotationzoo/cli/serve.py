@@ -28,9 +28,7 @@ def serve_command(
     recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=1)] = None,
     anyway: options.Anyway = False,
     revision: options.Revision = None,
-    dry_run: Annotated[
-        bool, option("Check everything, and print the line alone.", "--dry-run")
-    ] = False,
+    dry_run: Annotated[bool, option("Check everything, and print the line alone.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -24,7 +24,7 @@ def verify_command(
     artifact: options.ArtifactFolder,
     model: Annotated[str | None, option("Also check that it was made for this model.")] = None,
     run: Annotated[
-        bool, option("Also run the model, and look for the rotations in what it computes.", "--run")
+        bool, option("Also run the model, and look for the rotations in what it computes.")
     ] = False,
     server: Annotated[
         str | None,
