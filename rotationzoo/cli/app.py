@@ -130,7 +130,8 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError as error:
             # The reader, such as `head`, has read enough. Without this, Python reports the closed
             # pipe when it flushes the streams at exit.
-            _close_output()
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             raise typer.Exit(1) from error
 
     return run
@@ -143,12 +144,6 @@ def _check_alone() -> None:
             "rotationzoo runs in one process",
             hint="start it without torchrun, and use --device-map auto for several GPUs",
         )
-
-
-def _close_output() -> None:
-    """Discard what is still printed, by this package or by a library."""
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _name_flags(command: Callable[..., None]) -> None:
@@ -205,6 +200,8 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
 
 
 def _known_error(error: Exception) -> RotationZooError:
+    """The error in words for people. Of one that nobody foresaw, that is its type and the first
+    sentence of its message."""
     if isinstance(error, RotationZooError):
         return error
     if isinstance(error, typer.Abort):
@@ -217,7 +214,11 @@ def _known_error(error: Exception) -> RotationZooError:
         return RotationZooError(
             f"{place}{error.strerror}", hint="check who may read and write there, and the room"
         )
-    return _unexpected_error(error)
+    name, first = type(error).__name__, first_sentence(error)
+    return RotationZooError(
+        name if first == name else f"{name}: {first}",
+        hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
+    )
 
 
 def _usage_error(error: Any) -> UsageError:
@@ -255,12 +256,3 @@ def _describe_unknown(option: str, error: Any) -> str:
     if having:
         end = f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
     return f"{command} has no option {option}{end}"
-
-
-def _unexpected_error(error: Exception) -> RotationZooError:
-    """An unforeseen error in one line: its type and the first sentence of its message."""
-    name, first = type(error).__name__, first_sentence(error)
-    return RotationZooError(
-        name if first == name else f"{name}: {first}",
-        hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
-    )

@@ -179,13 +179,9 @@ def _calibrate(out: Output, job: "Job") -> "Artifact":
         with show_progress(out) as progress:
             return calibrate(job, progress, out.note)
     except KeyboardInterrupt:
-        raise _interruption(job) from None
-
-
-def _interruption(job: "Job") -> Interrupted:
-    if not job.unfinished:
-        hint = f"start again with: {shell_line(*typed_words())}"
-        return Interrupted("interrupted before anything was saved", hint)
-    kept = typed_words("--restart")  # it would drop what was saved
-    hint = f"go on with: {shell_line(*kept)}"
-    return Interrupted("interrupted; what was done so far is saved", hint)
+        if not job.unfinished:
+            hint = f"start again with: {shell_line(*typed_words())}"
+            raise Interrupted("interrupted before anything was saved", hint) from None
+        kept = typed_words("--restart")  # it would drop what was saved
+        hint = f"go on with: {shell_line(*kept)}"
+        raise Interrupted("interrupted; what was done so far is saved", hint) from None

@@ -84,7 +84,11 @@ def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
         _show_card(data)
         _show_cards(data)
         say("")
-        _show_published(data)
+        for entry in entries:  # of the packaged index; `pull` cannot fetch all of them
+            line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
+            if entry["format"] in _PULLED:
+                line += f"; fetch them with: rotationzoo pull {entry['model']}"
+            say(line)
         _show_steps(answer, commands, capacity.wish.model)
 
     out.result(data, answer.words, show)
@@ -156,15 +160,6 @@ def _show_cards(data: dict[str, Any]) -> None:
         return
     table("Cards that hold the weights", columns, rows, apart=True)
     say(f"longest: tokens of one request; fit: requests of {data['context']:,} tokens")
-
-
-def _show_published(data: dict[str, Any]) -> None:
-    """The entries for the model in the packaged index; `pull` cannot fetch all of them."""
-    for entry in data["zoo"]:
-        line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
-        if entry["format"] in _PULLED:
-            line += f"; fetch them with: rotationzoo pull {entry['model']}"
-        say(line)
 
 
 def _different_weights(

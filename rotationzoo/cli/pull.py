@@ -12,7 +12,6 @@ from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import ENGINES, PullEngineName
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.download import Pulled
 
 
@@ -77,27 +76,22 @@ def pull_command(
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
-    artifact = pulled.artifact or _import(pulled, revision)
+    artifact = pulled.artifact
+    if artifact is None:  # OSCAR's own files
+        from rotationzoo.engines.import_ import Import, import_
+        from rotationzoo.storage.folders import default_output
+
+        folder = default_output(entry.model, "imported")
+        artifact = import_(Import([pulled.path], folder, model=entry.model, revision=revision))
     target = None
     if not ENGINES[to].command:
         target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
     show_export(out, export(artifact, Request(str(to), target)))
 
 
-def _import(pulled: "Pulled", revision: str | None) -> "Artifact":
-    """Make an artifact of OSCAR's own files."""
-    from rotationzoo.engines.import_ import Import, import_
-    from rotationzoo.storage.folders import default_output
-
-    model = pulled.entry.model
-    output = default_output(model, "imported")
-    return import_(Import([pulled.path], output, model=model, revision=revision))
-
-
 def show_pull(out: Output, pulled: "Pulled") -> None:
     """Print where the files are and, for OSCAR's own files, how to make an artifact of them."""
     entry = pulled.entry
-
     out.notes(pulled.notes)
     data = {
         "path": str(pulled.path),

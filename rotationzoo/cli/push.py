@@ -60,26 +60,16 @@ def publish(
     signer: "IndexSigner | None",
     anew: bool,
 ) -> tuple["Upload", dict[str, "Published"]]:
-    """Check, sign and publish an upload of an artifact. Returns it as it was signed, and hub -> its
-    place there. `anew` is as in `_sign_upload`."""
+    """Check, sign and publish an upload of an artifact, and say who signed it, or that it is
+    unsigned. A signature that the artifact came with is kept, unless the user asks to sign it
+    `anew`. Returns it as it was signed, and hub -> its place there.
+    """
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import check_indexes, push
 
     check_model(artifact)
     if signer is not None:
         check_indexes(upload, destination, signer)
-    upload = _sign_upload(out, upload, signer, anew)
-    with show_progress(out) as progress:
-        return upload, push(upload, destination, str(artifact.folder), progress, signer)
-
-
-def _sign_upload(
-    out: Output, upload: "Upload", signer: "IndexSigner | None", anew: bool
-) -> "Upload":
-    """Sign what goes to a hub, and say who signed it, or that it is unsigned.
-
-    A signature that the artifact came with is kept, unless the user asks to sign it `anew`.
-    """
     if signer is not None and (anew or not upload.is_signed):
         upload = upload.signed_by(signer.tool)
         out.note(f"Note: it is signed by {upload.entry.signer}")
@@ -89,7 +79,8 @@ def _sign_upload(
         out.note(f"Note: it keeps the signature that it came with{claim}")
     else:
         out.note("Note: it is not signed; to sign it, add: --sign key.pem, or --sign keyless")
-    return upload
+    with show_progress(out) as progress:
+        return upload, push(upload, destination, str(artifact.folder), progress, signer)
 
 
 def push_command(

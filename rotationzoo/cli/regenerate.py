@@ -71,9 +71,10 @@ def regenerate_command(
         models, unknown = find_due(configs, zoo_index.content)
         show_due(out, models, unknown)
         if unknown:
-            raise _partly_known(unknown)
-        next_words = ["regenerate", models[0].model] if models else ["list"]
-        out.suggest(*next_words)
+            name, error = next(iter(unknown.items()))
+            more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            raise PartlyDone(f"whether {name} is due is not known: {error}{more}", error.hint)
+        out.suggest(*(["regenerate", models[0].model] if models else ["list"]))
         return
     from rotationzoo.api import calibration_job, evaluation_job
     from rotationzoo.artifact.store import Artifact
@@ -117,12 +118,6 @@ def regenerate_command(
         out.suggest("list", "--repo", zoo)
     else:
         out.suggest("push", str(job.output), "OWNER/REPO")
-
-
-def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:
-    name, error = next(iter(unknown.items()))
-    more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
-    return PartlyDone(f"whether {name} is due is not known: {error}{more}", hint=error.hint)
 
 
 def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]) -> None:
