@@ -1,15 +1,19 @@
-"""The chart of answers over memory as Vega-Lite, drawn on this machine as SVG for pages and as PNG
-for model cards."""
+"""The parts of a page, and its chart of answers over memory as Vega-Lite, drawn on this machine as
+SVG for pages and as PNG for model cards."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
 import altair
 import vl_convert
+from markupsafe import Markup
+
+from rotationzoo.report.tables import Table
 
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
@@ -70,6 +74,39 @@ _ACCENT, _PLAIN = "#0072B2", "#7f868f"
 # Ems of a character in bold DejaVu Sans, the widest of the usual fonts: small ones, and others.
 _SMALL, _LARGE, _FOREIGN = 0.72, 1.1, 1.3
 _SMALL_ONES = frozenset("abcdefghijklnopqrstuvxyz0123456789 .,:;-_/|()[]'")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its title."""
+
+    title: str
+    chart: Chart
+
+    @cached_property
+    def svg(self) -> Markup:
+        """The drawing for a page. The library that draws it escapes names."""
+        return Markup(draw_inline(self.chart, self.title))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a page: a heading, and what stands below it in this order."""
+
+    anchor: str
+    title: str
+    lead: str = ""
+    """The conclusion, set apart."""
+    words: Sequence[str] = ()
+    """Paragraphs."""
+    facts: Sequence[tuple[str, str]] = ()
+    """Names and values."""
+    listed: Sequence[str] = ()
+    """Sentences shown as a list."""
+    figure: Figure | None = None
+    commands: Sequence[str] = ()
+    """Commands to copy."""
+    tables: Sequence[Table] = ()
 
 
 def draw_inline(chart: Chart, words: str) -> str:

@@ -19,7 +19,7 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report.arms import EXACT, Arms, gather_arms
 from rotationzoo.report.card import describe_serving
-from rotationzoo.report.charts import Point, draw_answers, draw_png
+from rotationzoo.report.charts import Figure, Point, Section, draw_answers, draw_png
 from rotationzoo.report.commands import (
     FOLDER,
     RECIPE_FILE,
@@ -30,7 +30,6 @@ from rotationzoo.report.commands import (
     use_commands,
 )
 from rotationzoo.report.conditions import describe_conditions, list_caveats, list_exact_parts
-from rotationzoo.report.figures import Figure, Section
 from rotationzoo.report.memory import Request, describe_memory, stored_bits
 from rotationzoo.report.tables import Table, evaluation_tables
 from rotationzoo.words import counted, numbers, percent
