@@ -54,11 +54,10 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
     if centered := [side for side in sides if artifact.recipe.centers(side)]:
         names = " and ".join(f"{side}s" for side in centered)
         say(f"Centered: {names} lose the mean of their KV head before they are stored")
-    of_side = {side: [getattr(layer, place) for layer in layers] for side, place in sides.items()}
     if artifact.rotations.has_feedback:
         ranges = []
-        for side, spectra in of_side.items():
-            shares = [spectrum.feedback for spectrum in spectra]
+        for side, place in sides.items():
+            shares = [getattr(layer, place).feedback for layer in layers]
             ranges.append(f"{side}s {min(shares):.0%} to {max(shares):.0%}")
         expected = "of the errors of nearest codes are expected to be left"
         say(f"Error feedback: {' and '.join(ranges)} {expected}")

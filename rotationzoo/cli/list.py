@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.storage.files import replace
 from rotationzoo.words import UNKNOWN, change, counted, percent
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
 
@@ -45,6 +44,7 @@ def list_command(
             entries.append(entry)
     place = _place_options(index, repo, zoo_index, from_)
     if html is not None:
+        from rotationzoo.storage.files import replace
         from rotationzoo.zoo.page import render_zoo_page
 
         replace(html, render_zoo_page(zoo_index, entries, place).encode())

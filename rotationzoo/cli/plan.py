@@ -8,7 +8,6 @@ from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import Json, ModelName, Revision, option
 from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.storage.folders import default_output
 from rotationzoo.words import counted, size_words
 
 if TYPE_CHECKING:
@@ -192,6 +191,8 @@ def _show_steps(answer: "Answer", commands: list[str], model: str) -> None:
 
 def _commands(capacity: "Capacity", format: str) -> list[str]:
     """The commands that lead to the 2-bit cache of the plan."""
+    from rotationzoo.storage.folders import default_output
+
     wish, storage = capacity.wish, capacity.wish.storage
     artifact, model = str(default_output(wish.model, "oscar")), named(wish.model, wish.revision)
     generate = ["generate", *model, "--rotations", artifact]
