@@ -63,7 +63,7 @@ def generate_command(
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     json: options.Json = False,
-    quiet: Annotated[bool, option("Print the text and nothing else.", "-q")] = False,
+    quiet: Annotated[bool, option("Print the text and nothing else.", "--quiet", "-q")] = False,
 ) -> None:
     """Write text with a model whose cache is stored in 2 bits.
 

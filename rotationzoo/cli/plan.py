@@ -33,7 +33,7 @@ def plan_command(
     recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
     json: Json = False,
-    quiet: Annotated[bool, option("Print the answer in one line.", "-q")] = False,
+    quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
 ) -> None:
     """Show what a model's weights and cache take, and what fits a GPU.
 
