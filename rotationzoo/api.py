@@ -2,9 +2,10 @@
 
 They take plain values. A `..._job` function makes the settings of one run from them; `calibrate`,
 `evaluate` and `generate` run it, and return the artifact or the report that the command line shows.
+An option that is None has the same default as one that is left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -14,7 +15,7 @@ from rotationzoo.calibration.calibrate import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec.engines import DEFAULT, find_engine
-from rotationzoo.codec.settings import CacheOptions
+from rotationzoo.codec.settings import CacheOptions, Layout, Reading, Rounding
 from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
@@ -44,49 +45,50 @@ _ON_DISK = str | Path | Artifact
 class Text(TypedDict, total=False):
     """The text that a model reads. Keys left out take the recipe's values."""
 
-    data: str
+    data: str | None
     """A data set id, a `.jsonl`, `.txt` or `.parquet` file, or `bundled`."""
-    tokens: int
+    tokens: int | None
     """Tokens in total."""
-    length: int
+    length: int | None
     """Tokens per row."""
-    seed: int
+    seed: int | None
     """Sets the order of the documents."""
-    subset: str
-    split: str
-    column: str
-    packing: str
+    subset: str | None
+    split: str | None
+    column: str | None
+    packing: str | None
 
 
 class Rows(RunOptions, total=False):
     """How rows of text run through a model."""
 
-    batch: int
+    batch: int | None
     """Rows per forward pass."""
-    rope_scaling: str
+    rope_scaling: str | None
     """Scale RoPE to more positions than the config has, as `yarn:4`."""
 
 
 class CalibrationOptions(Text, Rows, total=False):
     """Further options of `calibrate`."""
 
-    images: str
-    audio: str
+    images: str | None
+    audio: str | None
     """Columns of the data that hold images and audio, for a model that reads them."""
-    positions: Literal["all", "text", "media"]
-    """Which positions of rows with images or audio enter the statistics: `all` by default."""
-    engine: str
+    positions: str | None
+    """Which positions of rows with images or audio enter the statistics: `all`, the default, `text`
+    or `media`."""
+    engine: str | None
     """The engine that the rotations are for, such as `vllm`: it picks the recipe."""
-    feedback: bool
+    feedback: bool | None
     """Store, or leave out, what a cache needs to choose codes by error feedback. Without
     this option, the recipe decides."""
-    bits: float
+    bits: float | None
     """A budget: bits an element, with scales, on average over layers and sides. Layers whose
     rounding costs more get more of them, in caches of the format `fine`."""
-    key_bits: float
-    value_bits: float
+    key_bits: float | None
+    value_bits: float | None
     """Budgets of keys and of values, instead of `bits`."""
-    restart: bool
+    restart: bool | None
     """Discard an existing checkpoint and replace an existing artifact."""
     progress: Progress
     """Called as `(stage, done, total)` while the job runs."""
@@ -95,66 +97,78 @@ class CalibrationOptions(Text, Rows, total=False):
 class EvaluationOptions(Text, Rows, total=False):
     """Further options of `evaluate`."""
 
-    engine: str
+    engine: str | None
     """Measure what this engine serves of the artifacts, such as `vllm`. It picks the format, the
     rounding, the windows, and one rotation per layer or KV head, unless options say otherwise."""
-    tasks: Sequence[str]
+    tasks: Sequence[str] | None
     """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
     empty list asks nothing."""
-    lengths: Sequence[int]
+    lengths: Sequence[int] | None
     """Tokens per prompt of the tasks. Defaults to `length`."""
-    questions: int | Literal["auto"]
+    questions: int | Literal["auto"] | None
     """Questions per task and length; `auto`, the default, asks until the decision is made."""
-    windows: list[tuple[int, int]]
+    windows: list[tuple[int, int]] | None
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""
-    bits: float
+    bits: float | None
     """Another budget of bits an element than the artifacts', which must have one."""
-    format: str
+    format: str | None
     """The engine's 2-bit format, such as `sglang` or `mlx`."""
-    pooled: bool
+    pooled: bool | None
     """Measure each artifact with one rotation per layer, too, as `export --pooled` writes it."""
-    anyway: bool
+    anyway: bool | None
     """Measure artifacts that were made for other weights, too."""
-    rounding: Literal["nearest", "feedback"]
+    rounding: Rounding | None
     """The codes of the arm that the decision is about."""
-    layers: set[int]
+    layers: set[int] | None
     """Quantize only these layers."""
-    sides: tuple[str, ...]
+    sides: tuple[str, ...] | None
     """The sides to quantize. `("key",)` or `("value",)` leaves the other side exact."""
-    prefill_chunk: int
-    prefill_layout: Literal["server", "window"]
-    real_cache: bool
+    prefill_chunk: int | None
+    prefill_layout: Layout | None
+    real_cache: bool | None
     """Read tasks through a cache that stores 2 bits, and not a simulation of it."""
-    drift: int
+    drift: int | None
     """Let the exact model generate so many tokens, which a cache that stores 2 bits reads, too."""
-    queries: int
+    queries: int | None
     """Queries sampled per text for the attention KL; 0 skips it."""
-    baselines: tuple[str, ...]
+    baselines: tuple[str, ...] | None
     """The baselines to compare with; by default `identity`, `hadamard`, `random` and `kivi`."""
-    rivals: Sequence[str]
+    rivals: Sequence[str] | None
     """Other engines' caches to compare with, too, such as `fp8` and `int4_per_token_head`."""
     progress: Progress
 
 
-class GenerationOptions(CacheOptions, RunOptions, total=False):
-    """Further options of `generate`, in addition to the options of the cache."""
+class GenerationOptions(RunOptions, total=False):
+    """Further options of `generate`."""
 
-    chat: bool
+    engine: str | None
+    format: str | None
+    bits: float | None
+    sink: int | None
+    recent: int | None
+    group_size: int | None
+    rounding: Rounding | None
+    prefill_layout: Layout | None
+    reading: Reading | None
+    slack: int | None
+    """The options of the cache up to here are those of `CacheOptions`."""
+
+    chat: bool | None
     """Put the prompt into the tokenizer's chat template, as a user's message."""
-    max_new_tokens: int
+    max_new_tokens: int | None
     """256 by default."""
-    temperature: float
+    temperature: float | None
     """Sample at this temperature. By default, each token is the most probable one."""
-    top_p: float
-    seed: int
-    prefill_chunk: int
+    top_p: float | None
+    seed: int | None
+    prefill_chunk: int | None
     """Tokens of the prompt that are read at a time, 2,048 by default."""
-    anyway: bool
+    anyway: bool | None
     """Use rotations that were made for other weights, too."""
-    compare: bool
+    compare: bool | None
     """Let the exact model continue the prompt, too."""
-    rope_scaling: str
+    rope_scaling: str | None
     """Scale RoPE to more positions than the config has, as `yarn:4`."""
     write: Write
     """Called with each piece of the text as soon as it is written."""
@@ -201,19 +215,17 @@ def calibration_job(
 ) -> Job:
     """The settings of one calibration, as `calibrate` takes them. Raises `RotationZooError` for
     settings that no recipe allows."""
-    _check_names("calibrate", options, CalibrationOptions)
-    settings: dict[str, Any] = {**options}
+    settings = _given("calibrate", options, CalibrationOptions)
     engine = find_engine(settings.pop("engine", DEFAULT))
     recipe = engine.recipe if recipe is None else recipe
     loaded = load(recipe) if isinstance(recipe, str) else recipe
     # The user did not choose a preset's row length, so rows may be shortened to the model's
     # positions.
     fit_length = "length" not in settings and isinstance(recipe, str) and recipe in PRESETS
-    media = {key: settings.pop(key, None) for key in ("images", "audio", "positions")}
-    chosen = override(loaded, **_take_text(settings), **media)
+    chosen = override(loaded, **_take_data(settings, "images", "audio", "positions"))
     if "feedback" in settings:
         chosen = with_feedback(chosen, settings.pop("feedback"))
-    if budget := Budget(**_take(settings, Budget)):
+    if budget := Budget(**_take(settings, ("bits", "key_bits", "value_bits"))):
         chosen = with_budget(chosen, budget)
     if "rope_scaling" in settings:
         chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
@@ -257,8 +269,7 @@ def evaluation_job(
     **options: Unpack[EvaluationOptions],
 ) -> Evaluation:
     """The settings of one evaluation, as `evaluate` takes them."""
-    _check_names("evaluate", options, EvaluationOptions)
-    settings: dict[str, Any] = {**options}
+    settings = _given("evaluate", options, EvaluationOptions)
     several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
     folders = [_folder_of(artifact) for artifact in several]
     if "engine" in settings:
@@ -266,16 +277,15 @@ def evaluation_job(
         settings = choose_measures(settings.pop("engine"), opened, settings) | settings
     settings["fit_length"] = "length" not in settings
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
-    text = {"tokens": 16384, "length": 2048, **_take_text(settings)}
+    text = {"tokens": 16384, "length": 2048, **_take_data(settings)}
     settings["data"] = override(load("oscar"), **text).data
     if "bits" in settings:
         settings["budget"] = Budget(settings.pop("bits"))
-    asked: dict[str, Any] = {}
-    for option, field in (("tasks", "names"), ("lengths", "lengths")):
-        if option in settings:
-            asked[field] = tuple(settings.pop(option))
-    if "questions" in settings:
-        asked["questions"] = settings.pop("questions")
+    asked = _take(settings, ("lengths", "questions"))
+    if "tasks" in settings:
+        asked["names"] = tuple(settings.pop("tasks"))
+    if "lengths" in asked:
+        asked["lengths"] = tuple(asked["lengths"])
     if rivals := settings.pop("rivals", ()):
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     save_to = folders if save else []
@@ -320,15 +330,15 @@ def generation_job(
     **options: Unpack[GenerationOptions],
 ) -> Generation:
     """The settings of one text, as `generate` takes them."""
-    _check_names("generate", options, GenerationOptions)
-    settings: dict[str, Any] = {**options}
-    cache: Any = _take(settings, CacheOptions)
-    sampling = Sampling(**_take(settings, Sampling))
+    settings = _given("generate", options, GenerationOptions)
+    cache: Any = _take(settings, CacheOptions.__annotations__)
+    sampling = Sampling(**_take(settings, Sampling.__annotations__))
     return Generation(model, prompt, rotations, sampling=sampling, cache=cache, **settings)
 
 
-def _check_names(function: str, options: Mapping[str, Any], known: type) -> None:
-    """Raise `UsageError` for an option that a function does not have."""
+def _given(function: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:
+    """The options of a function that are given: None stands for its default. Raises `UsageError`
+    for an option that it does not have."""
     names = known.__annotations__
     if unknown := options.keys() - names:
         name = min(unknown)
@@ -336,21 +346,20 @@ def _check_names(function: str, options: Mapping[str, Any], known: type) -> None
             f"{function} has no option {name!r}{nearest(name, names)}",
             hint=f"rotationzoo.api.{known.__name__} lists them",
         )
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:
     return artifact.folder if isinstance(artifact, Artifact) else Path(artifact).expanduser()
 
 
-def _take_text(settings: dict[str, Any]) -> dict[str, Any]:
+def _take_data(settings: dict[str, Any], *further: str) -> dict[str, Any]:
     """Take the settings of a recipe's `data` out of `settings`; the option `data` is `source`
     there."""
-    text = _take(settings, Text)
-    if "data" in text:
-        text["source"] = text.pop("data")
-    return text
+    text = _take(settings, (*Text.__annotations__, *further))
+    return {"source": text.pop("data", None), **text}
 
 
-def _take(settings: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Take the settings that are fields of a type out of `settings`."""
-    return {name: settings.pop(name) for name in kind.__annotations__ if name in settings}
+def _take(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Take the settings with some names out of `settings`."""
+    return {name: settings.pop(name) for name in names if name in settings}

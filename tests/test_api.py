@@ -4,7 +4,8 @@ import pytest
 from support.command_line import run_apart
 
 import rotationzoo
-from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
+from rotationzoo import Artifact, Rotations, api, calibrate, evaluate, pull
+from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.recipe.loading import PRESETS
@@ -78,6 +79,22 @@ def test_what_cannot_be_honoured_is_refused(tmp_path):
         calibrate("demo", output=tmp_path / "out", recipe="oscars")
     with pytest.raises(RotationZooError, match="is no artifact"):
         evaluate("demo", tmp_path)
+
+
+def test_an_option_that_is_none_has_its_default():
+    for make, words, kind in (
+        (api.calibration_job, ["demo"], api.CalibrationOptions),
+        (api.evaluation_job, ["demo"], api.EvaluationOptions),
+        (api.generation_job, ["demo", "def", None], api.GenerationOptions),
+    ):
+        assert make(*words, **dict.fromkeys(kind.__annotations__)) == make(*words)
+
+
+def test_generate_takes_every_option_of_the_cache():
+    named = api.GenerationOptions.__annotations__
+    assert CacheOptions.__annotations__.keys() <= named.keys()
+    job = api.generation_job("demo", "def", None, sink=4, rounding="nearest", seed=3)
+    assert (job.cache, job.sampling.seed) == ({"sink": 4, "rounding": "nearest"}, 3)
 
 
 def test_the_description_of_evaluate_names_the_baselines():

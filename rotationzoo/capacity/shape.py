@@ -1,17 +1,25 @@
 """The shape of a model as capacity planning sees it: what each layer caches, and what its weights
-are made of. It is read from the model itself, built from its config without weights.
+are made of. It is read from the model itself, built from its config without weights. From it follow
+the bytes of a request's cache, and the longest context within so many bytes.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from rotationzoo.codec.formats import FORMATS, Format
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
+
+CACHES = ("bf16", "fp8", "int4", "int2")
+_EXACT_BITS = 16
+_PLAIN_BITS = {"bf16": 16, "fp8": 8}
+_LONGEST = 1 << 31  # tokens; whatever holds so many holds any context
 
 
 @dataclass(frozen=True)
@@ -125,3 +133,58 @@ def _linear_state(text: Any) -> int:
     matrix: int = 4 * heads * key * value
     convolution: int = 2 * channels * (text.linear_conv_kernel_dim - 1)
     return matrix + convolution
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a cache of few bits is stored: the format, whose scales and offsets take bits of their
+    own, and the first and last tokens of a request that int2 keeps in bf16."""
+
+    format: Format = FORMATS["sglang"]
+    sink: int = 64
+    recent: int = 256
+
+
+def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> int:
+    """Bytes of the cache of one request of `context` tokens. States of linear attention count in
+    every cache.
+
+    * `bf16`, `fp8`: 16 and 8 bits an element, nothing else.
+    * `int4`: 4 bits an element; each row of a head, or latent, has a scale and an offset. No token
+      is exact, and the key beside a latent is.
+    * `int2`: the same with 2 bits, and the exact windows of `storage`.
+    """
+    if cache in _PLAIN_BITS:
+        bits = _PLAIN_BITS[cache] * elements(shape, context)
+    else:
+        bits = sum(_quantized_bits(layer, cache, context, storage) for layer in shape.layers)
+    return bits // 8 + shape.state_bytes
+
+
+def elements(shape: Shape, context: int) -> int:
+    """Cached elements of one request of `context` tokens, without the states of linear
+    attention."""
+    return sum(layer.elements * layer.tokens_held(context) for layer in shape.layers)
+
+
+def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> int | None:
+    """The most tokens that one request can have in `free` bytes; None if there is no limit, as
+    where every layer slides."""
+
+    def size(context: int) -> int:
+        return request_bytes(shape, cache, context, storage)
+
+    too_many = bisect_right(range(_LONGEST + 1), free, key=size)
+    return None if too_many > _LONGEST else max(0, too_many - 1)
+
+
+def _quantized_bits(layer: CachedLayer, cache: str, context: int, storage: Storage) -> int:
+    held = layer.tokens_held(context)
+    metadata = layer.rows * 2 * storage.format.metadata_bits
+    metadata += (layer.elements - layer.rounded) * _EXACT_BITS
+    if cache == "int4":
+        return held * (4 * layer.rounded + metadata)
+    # A layer that slides forgets the sink.
+    forgotten = context - held
+    exact = min(held, max(0, storage.sink - forgotten) + storage.recent)
+    return exact * layer.elements * _EXACT_BITS + (held - exact) * (2 * layer.rounded + metadata)

@@ -25,7 +25,6 @@ _STORED_BYTES = {
 class Weights:
     """Sizes of a model's weights in bytes."""
 
-    parameters: int
     published: int
     four_bit: int
     origin: str
@@ -43,7 +42,7 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
     four_bit = _packed(shape, FOUR_BITS, only_experts=False)
     if bits < 5 or published < four_bit:
         four_bit = published  # which has 4 bits already
-    return Weights(shape.parameters, published, four_bit, origin)
+    return Weights(published, four_bit, origin)
 
 
 def _packed(shape: Shape, bits: float, only_experts: bool) -> int:

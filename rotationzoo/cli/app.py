@@ -3,18 +3,18 @@ page that `rotationzoo` prints without a command.
 """
 
 import functools
+import inspect
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 
 from rotationzoo import __version__
 from rotationzoo.cli.calibrate import calibrate_command
-from rotationzoo.cli.command_line import remember_words
 from rotationzoo.cli.demo import demo_command
 from rotationzoo.cli.evaluate import evaluate_command
 from rotationzoo.cli.export import export_command
@@ -23,6 +23,7 @@ from rotationzoo.cli.help import Command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.list import list_command
+from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.output import print_traceback, say, show_error, show_lines, start_output
 from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.pull import pull_command
@@ -129,7 +130,8 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError as error:
             # The reader, such as `head`, has read enough. Without this, Python reports the closed
             # pipe when it flushes the streams at exit.
-            _close_output()
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             raise typer.Exit(1) from error
 
     return run
@@ -144,15 +146,18 @@ def _check_alone() -> None:
         )
 
 
-def _close_output() -> None:
-    """Discard what is still printed, by this package or by a library."""
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _name_flags(command: Callable[..., None]) -> None:
+    """Name flags as their parameters. Typer would also give each a flag `--no-...`."""
+    for name, parameter in inspect.signature(command).parameters.items():
+        known = get_args(parameter.annotation)[1]
+        if parameter.default is False and not known.param_decls:
+            known.param_decls = (f"--{name.replace('_', '-')}",)
 
 
 # What `serve` does not know goes to vLLM.
 _HANDED_ON = {"serve": {"ignore_unknown_options": True}}
 for _name, _command in COMMANDS.items():
+    _name_flags(_command)
     _settings = _HANDED_ON.get(_name)
     app.command(_name, cls=Command, context_settings=_settings)(_interruptible(_command))
 
@@ -195,6 +200,8 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
 
 
 def _known_error(error: Exception) -> RotationZooError:
+    """The error in words for people. Of one that nobody foresaw, that is its type and the first
+    sentence of its message."""
     if isinstance(error, RotationZooError):
         return error
     if isinstance(error, typer.Abort):
@@ -207,7 +214,11 @@ def _known_error(error: Exception) -> RotationZooError:
         return RotationZooError(
             f"{place}{error.strerror}", hint="check who may read and write there, and the room"
         )
-    return _unexpected_error(error)
+    name, first = type(error).__name__, first_sentence(error)
+    return RotationZooError(
+        name if first == name else f"{name}: {first}",
+        hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
+    )
 
 
 def _usage_error(error: Any) -> UsageError:
@@ -245,12 +256,3 @@ def _describe_unknown(option: str, error: Any) -> str:
     if having:
         end = f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
     return f"{command} has no option {option}{end}"
-
-
-def _unexpected_error(error: Exception) -> RotationZooError:
-    """An unforeseen error in one line: its type and the first sentence of its message."""
-    name, first = type(error).__name__, first_sentence(error)
-    return RotationZooError(
-        name if first == name else f"{name}: {first}",
-        hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
-    )

@@ -1,19 +1,18 @@
 """`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
 import os
-import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from rotationzoo.budget import Budget
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import named, shell_line, show_artifact, suggest_step, typed_words
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+from rotationzoo.errors import Interrupted, RotationZooError
 from rotationzoo.words import nearest, shortened
 
 if TYPE_CHECKING:
@@ -28,48 +27,44 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 def calibrate_command(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
-        ),
+        argument("A hub id, a local folder, or demo: a small model that ships with rotationzoo."),
     ],
     engine: options.Engine = None,
     recipe: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
+        str | None, option(f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")
+        str | None, option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
     ] = None,
     feedback: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "Store what a cache needs to choose codes by error feedback.",
             "--feedback/--no-feedback",
-            help="Store what a cache needs to choose codes by error feedback.",
         ),
     ] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Budget: bits an element; layers that lose more get more.")
+        float | None, option("Budget: bits an element; layers that lose more get more.")
     ] = None,
-    key_bits: Annotated[float | None, typer.Option(help="The same for keys alone.")] = None,
-    value_bits: Annotated[float | None, typer.Option(help="The same for values alone.")] = None,
+    key_bits: Annotated[float | None, option("The same for keys alone.")] = None,
+    value_bits: Annotated[float | None, option("The same for values alone.")] = None,
     subset: options.Subset = None,
     split: options.Split = None,
     column: options.Column = None,
-    images: Annotated[str | None, typer.Option(help="Column of images (vision models).")] = None,
-    audio: Annotated[str | None, typer.Option(help="Column of audio, as WAV.")] = None,
-    positions: Annotated[str | None, typer.Option(help="Of these: all, text or media.")] = None,
+    images: Annotated[str | None, option("Column of images (vision models).")] = None,
+    audio: Annotated[str | None, option("Column of audio, as WAV.")] = None,
+    positions: Annotated[str | None, option("Of these: all, text or media.")] = None,
     packing: Annotated[
         str | None,
-        typer.Option(
-            help="packed: full rows; mixed: every second row in halves; document: one document "
-            "per row."
+        option(
+            "packed: full rows; mixed: every second row in halves; document: one document per row."
         ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all (32768).")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens per row (2048).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
+    tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None,
+    length: Annotated[int | None, option("Tokens per row (2048).", min=2)] = None,
+    seed: Annotated[int | None, option("Order of the documents (0).")] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows per forward pass (4; with a device map all that fit)."),
+        int | None, option("Rows per forward pass (4; with a device map all that fit).", min=1)
     ] = None,
     rope_scaling: options.RopeScaling = None,
     output: options.OutputFolder = None,
@@ -78,12 +73,8 @@ def calibrate_command(
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Drop a checkpoint and replace rotations.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; read no weights.")
-    ] = False,
+    restart: Annotated[bool, option("Drop a checkpoint and replace rotations.")] = False,
+    dry_run: Annotated[bool, option("Say what would be done; read no weights.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -98,15 +89,41 @@ def calibrate_command(
     out = Output(json, quiet)
     if recipe is not None:
         _check_recipe(recipe)
-    _check_budget(bits=bits, key_bits=key_bits, value_bits=value_bits)
+    Budget(bits, key_bits, value_bits)  # raises
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.api import CalibrationOptions, calibration_job
-    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
+    from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate_view import show_plan
 
     hush_libraries()
-    settings = options.chosen(locals(), CalibrationOptions)
-    job = calibration_job(model, options.follow_link(output), recipe, **settings)
+    job = calibration_job(
+        model,
+        options.follow_link(output),
+        recipe,
+        engine=engine,
+        data=data,
+        feedback=feedback,
+        bits=bits,
+        key_bits=key_bits,
+        value_bits=value_bits,
+        subset=subset,
+        split=split,
+        column=column,
+        images=images,
+        audio=audio,
+        positions=positions,
+        packing=packing,
+        tokens=tokens,
+        length=length,
+        seed=seed,
+        batch=batch,
+        rope_scaling=rope_scaling,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        restart=restart,
+    )
     if engine and recipe is None and job.recipe.name != "oscar":  # which nobody need know
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
@@ -121,7 +138,7 @@ def calibrate_command(
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact, with_time=is_new)
-    suggest_evaluation(out, artifact, model, revision, engine)
+    suggest_step(out, artifact, named(model, revision), engine)
 
 
 def _check_recipe(recipe: str) -> None:
@@ -132,19 +149,6 @@ def _check_recipe(recipe: str) -> None:
             f"there is no recipe {shortened(recipe)!r}, nor such a file{nearest(recipe, RECIPES)}",
             hint=f"give one of {', '.join(RECIPES)}, or a YAML file such as configs/Qwen3-8B.yaml",
         )
-
-
-def _check_budget(**given: float | None) -> None:
-    """Raise `UsageError` for budgets that no recipe has, by the names of their options. `Recipe`
-    knows it, too, but its module imports torch."""
-    budget = options.given(**given)
-    hint = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
-    for name, bits in budget.items():
-        if not 2 < bits <= 4:
-            option = f"--{name.replace('_', '-')} {bits:g}"
-            raise UsageError(f"{option} is no budget of more than 2 and at most 4 bits", hint)
-    if budget.keys() not in (set(), {"bits"}, {"key_bits", "value_bits"}):
-        raise UsageError("a budget is --bits alone, or --key-bits and --value-bits together", hint)
 
 
 def _last_change(folder: Path) -> int | None:
@@ -162,15 +166,9 @@ def _calibrate(out: Output, job: "Job") -> "Artifact":
         with show_progress(out) as progress:
             return calibrate(job, progress, out.note)
     except KeyboardInterrupt:
-        raise _interruption(job) from None
-
-
-def _interruption(job: "Job") -> Interrupted:
-    if not job.unfinished:
-        command = shlex.join(["rotationzoo", *typed_words()])
-        return Interrupted(
-            "interrupted before anything was saved", hint=f"start again with: {command}"
-        )
-    kept = typed_words("--restart")  # it would drop what was saved
-    command = shlex.join(["rotationzoo", *kept])
-    return Interrupted("interrupted; what was done so far is saved", hint=f"go on with: {command}")
+        if not job.unfinished:
+            hint = f"start again with: {shell_line(*typed_words())}"
+            raise Interrupted("interrupted before anything was saved", hint) from None
+        kept = typed_words("--restart")  # it would drop what was saved
+        hint = f"go on with: {shell_line(*kept)}"
+        raise Interrupted("interrupted; what was done so far is saved", hint) from None

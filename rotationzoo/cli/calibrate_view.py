@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rotationzoo.calibration.plan import Job, Plan, plan
-from rotationzoo.cli.command_line import typed_words
+from rotationzoo.cli.next_steps import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.layout import CacheLayout

@@ -1,14 +1,17 @@
 """`rotationzoo demo`: the whole story on the model that ships with rotationzoo, in a minute."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, Quiet, Restart, follow_link
-from rotationzoo.cli.output import Output
+from rotationzoo.cli.options import Json, Quiet, Restart, follow_link, option
+from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
+from rotationzoo.words import counted
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm
+    from rotationzoo.artifact.store import Artifact
 
 MODEL, RECIPE = "demo", "oscar"
 BASELINES = ("identity", "hadamard")
@@ -24,9 +27,7 @@ TEXT = 1024
 def demo_command(
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Folder of the artifact and its page (rotations/demo)."
-        ),
+        option("Folder of the artifact and its page (rotations/demo).", "--output", "-o"),
     ] = None,
     restart: Restart = False,
     json: Json = False,
@@ -43,7 +44,6 @@ def demo_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.calibration.plan import Job
-    from rotationzoo.cli.demo_view import show_demo
     from rotationzoo.cli.report import add_report
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.evaluation.prepare import Evaluation
@@ -69,3 +69,67 @@ def demo_command(
         artifact = add_report(Artifact.open(folder))
     show_demo(out, artifact, report)
     out.suggest("generate", MODEL, "--rotations", str(folder), "--compare")
+
+
+def show_demo(out: Output, artifact: "Artifact", report: "Measured") -> None:
+    """Print the answers through the exact cache, with this artifact, and with the baselines.
+
+    `report`: of an evaluation of this artifact alone, which has factors for error feedback.
+    """
+    from rotationzoo.artifact.measured import arms_of
+    from rotationzoo.artifact.store import REPORT
+    from rotationzoo.codec.size import EXACT_BITS
+
+    arms = report.window.arms
+    nearest, feedback = arms_of(arms, artifact.identity)
+    rows = {
+        "these rotations, in most engines": nearest,
+        "these rotations, in RotatedCache or serve": feedback,
+        "an uncalibrated rotation": arms["hadamard"],
+        "no rotation": arms["identity"],
+    }
+    caches = {"exact": _figures(report.exact, float(EXACT_BITS))}
+    for words, arm in rows.items():
+        caches[words] = _figures(arm, arm.bits_per_element)
+    data = {
+        "artifact": str(artifact.folder),
+        "page": str(artifact.folder / REPORT),
+        "seconds": artifact.manifest.run.seconds,
+        "caches": caches,
+    }
+    out.result(data, str(artifact.folder), lambda: _say_demo(artifact, report, data))
+
+
+def _figures(measured: "Exact | MeasuredArm", bits: float) -> dict[str, Any]:
+    recall = measured.all_tasks
+    assert recall is not None, "the demo model can do these tasks"
+    return {
+        "bits_per_element": bits,
+        "answered": recall.answered,
+        "questions": recall.questions,
+        "log_probability": recall.log_probability,
+        "perplexity": measured.perplexity,
+    }
+
+
+def _say_demo(artifact: "Artifact", report: "Measured", data: dict[str, Any]) -> None:
+    from rotationzoo.codec.size import CONTEXT
+
+    layers, length = len(artifact.rotations), report.tasks.lengths[0]
+    say(
+        f"Rotations of the demo model ({counted(layers, 'layer')}), made in "
+        f"{data['seconds']:.1f} s: {artifact.folder}"
+    )
+    rows = []
+    for words, figures in data["caches"].items():
+        share = figures["answered"] / figures["questions"]
+        rows.append([words, f"{figures['bits_per_element']:.1f}", f"{share:.0%}"])
+    questions = data["caches"]["exact"]["questions"]
+    title = f"{counted(questions, 'question')} about statements hidden in {length:,} tokens"
+    table(title, ["cache", "bits", "answered"], rows, apart=True)
+    say(
+        f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
+        "RotatedCache and serve round the numbers of a row together, most engines one by one",
+        "",
+        f"The page about it: {data['page']}",
+    )

@@ -1,77 +1,69 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
-import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.output import Output
+from rotationzoo.cli.next_steps import named, retyped, shell_line, typed_words
+from rotationzoo.cli.options import argument, option
+from rotationzoo.cli.output import Output, say, show_table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
+from rotationzoo.words import counted
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.measured import Measured, Window
+    from rotationzoo.artifact.scores import Decision
 
 
 def evaluate_command(
     model: options.ModelName,
     artifacts: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of rotations.", metavar="ROTATIONS")
+        list[Path] | None, argument("Folders of rotations.", metavar="ROTATIONS")
     ] = None,
     engine: options.Engine = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet (held-out text).")
+        str | None, option("Data set id, .jsonl, .txt or .parquet (held-out text).")
     ] = None,
     subset: options.Subset = None,
     split: options.Split = None,
     column: options.Column = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all (16384).")] = None,
+    tokens: Annotated[int | None, option("Tokens in all (16384).", min=1)] = None,
     length: options.TextLength = None,
-    seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
+    seed: Annotated[int | None, option("Order of the documents (0).")] = None,
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
-    questions: Annotated[
-        str, typer.Option(help="Per task and length; auto: until it is decided.")
-    ] = "auto",
+    questions: Annotated[str, option("Per task and length; auto: until it is decided.")] = "auto",
     windows: Annotated[
-        str | None, typer.Option(help="Sink/recent tokens kept exact, as 64/256,128/1024.")
+        str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")
     ] = None,
-    format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
+    format: Annotated[options.Format | None, option("The 2-bit format")] = None,
     bits: options.Budget = None,
-    rivals: Annotated[
-        str | None, typer.Option(help="Other engines' caches, too, as fp8,q4_0,exl3-2.")
-    ] = None,
+    rivals: Annotated[str | None, option("Other engines' caches, too, as fp8,q4_0,exl3-2.")] = None,
     pooled: Annotated[
-        bool | None, typer.Option("--pooled", help="Also measure one rotation per layer.")
+        bool | None, option("Also measure one rotation per layer.", "--pooled")
     ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")
-    ] = None,
-    keys_only: Annotated[bool, typer.Option("--keys-only", help="Leave the values exact.")] = False,
-    values_only: Annotated[
-        bool, typer.Option("--values-only", help="Leave the keys exact.")
-    ] = False,
+    layers: Annotated[str | None, option("Only these layers in 2 bits, as 0,4-7.")] = None,
+    keys_only: Annotated[bool, option("Leave the values exact.")] = False,
+    values_only: Annotated[bool, option("Leave the keys exact.")] = False,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Prefill in chunks, which read a quantized history.")
+        int | None, option("Prefill in chunks, which read a quantized history.", min=1)
     ] = None,
     prefill_layout: options.PrefillLayout = None,
     real_cache: Annotated[
-        bool, typer.Option("--real-cache", help="Answer through a cache that really stores 2 bits.")
+        bool, option("Answer through a cache that really stores 2 bits.")
     ] = False,
-    drift: Annotated[int | None, typer.Option(min=1, help="Drift over N new tokens.")] = None,
+    drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None,
     queries: Annotated[
-        int | None, typer.Option(min=0, help="Queries per text for the attention KL (32).")
+        int | None, option("Queries per text for the attention KL (32).", min=0)
     ] = None,
     rope_scaling: options.RopeScaling = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Texts per forward pass (1).")] = None,
-    save: Annotated[
-        bool, typer.Option("--save", help="Add evaluation.json to the rotations.")
-    ] = False,
+    batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None,
+    save: Annotated[bool, option("Add evaluation.json to the rotations.")] = False,
     anyway: options.Anyway = False,
-    details: Annotated[
-        bool, typer.Option("--details", help="Also print all tables, and how they were measured.")
-    ] = False,
+    details: Annotated[bool, option("Also print all tables, and how they were measured.")] = False,
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -88,59 +80,78 @@ def evaluate_command(
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     out = Output(json, quiet)
+    artifacts = artifacts or []
     if save and not artifacts:
         raise UsageError(
             "--save adds the report to artifacts, and none is given",
             hint="name a folder of rotations after the model, or print the report with --json",
         )
-    _check_order(model, artifacts or [])
-    from rotationzoo.api import EvaluationOptions, evaluation_job
-    from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
+    _check_order(model, artifacts)
+    from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
     hush_libraries()
-    parsed = {
-        "tasks": options.parse_tasks(tasks),
-        "lengths": options.parse_lengths(lengths),
-        "questions": parse_questions(questions),
-        "windows": options.parse_windows(windows) or None,
-        "layers": parse_layers(layers),
-        "rivals": rivals.replace(" ", "").split(",") if rivals else None,
-        "sides": _quantized_sides(keys_only, values_only),
-    }
-    settings = options.chosen(locals() | parsed, EvaluationOptions)
-    job = evaluation_job(model, artifacts or [], save, **settings)
+    job = evaluation_job(
+        model,
+        artifacts,
+        save,
+        engine=engine,
+        data=data,
+        subset=subset,
+        split=split,
+        column=column,
+        tokens=tokens,
+        length=length,
+        seed=seed,
+        tasks=options.parse_tasks(tasks),
+        lengths=options.parse_lengths(lengths),
+        questions=parse_questions(questions),
+        windows=options.parse_windows(windows) or None,
+        format=format,
+        bits=bits,
+        rivals=rivals.replace(" ", "").split(",") if rivals else None,
+        pooled=pooled,
+        layers=parse_layers(layers),
+        sides=_quantized_sides(keys_only, values_only),
+        prefill_chunk=prefill_chunk,
+        prefill_layout=prefill_layout,
+        real_cache=real_cache,
+        drift=drift,
+        queries=queries,
+        rope_scaling=rope_scaling,
+        batch=batch,
+        anyway=anyway,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     with show_progress(out) as progress:
         report = evaluate(job, progress, out.tell)
     show_evaluation(out, report, details)
-    words = [model, "--revision", revision] if revision else [model]
-    decisions, given = report.window.verdict.decisions, artifacts or []
-    suggest_next(out, decisions, words, given, save, seed or 0, engine)
+    decisions, model_words = report.window.verdict.decisions, named(model, revision)
+    suggest_next(out, decisions, model_words, artifacts, save, seed or 0, engine)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
     """Raise `UsageError` if an artifact stands in the model's place."""
     if (Path(model) / "manifest.json").is_file():
-        named = list(map(str, artifacts))
-        rest = typed_words("evaluate", model, *named)
-        words = ["rotationzoo", "evaluate", *(named or ["MODEL"]), model, *rest]
+        folders = list(map(str, artifacts))
+        rest = typed_words("evaluate", model, *folders)
         raise UsageError(
             f"{model} has rotations, and the model comes before them",
-            hint=f"give them as: {shlex.join(words)}",
+            hint=f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}",
         )
 
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
     if keys_only and values_only:
-        raise UsageError(
-            "--keys-only and --values-only leave nothing to store in 2 bits",
-            hint="give one of them",
-        )
+        words = "--keys-only and --values-only leave nothing to store in 2 bits"
+        raise UsageError(words, hint="give one of them")
     if keys_only:
         return ("key",)
-    if values_only:
-        return ("value",)
-    return ("key", "value")
+    return ("value",) if values_only else ("key", "value")
 
 
 def parse_questions(text: str) -> int | Literal["auto"]:
@@ -150,9 +161,8 @@ def parse_questions(text: str) -> int | Literal["auto"]:
     try:
         return int(text)
     except ValueError as error:
-        raise UsageError(
-            f"--questions {text!r} is no number", hint="write it as: --questions 64, or auto"
-        ) from error
+        words = f"--questions {text!r} is no number"
+        raise options.wrong_value(words, "--questions 64, or auto") from error
 
 
 def parse_layers(text: str | None) -> set[int] | None:
@@ -160,15 +170,102 @@ def parse_layers(text: str | None) -> set[int] | None:
     if text is None:
         return None
     layers: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
             numbers = range(int(first), int(last or first) + 1)
-            if not numbers:
-                raise ValueError(part)
-            layers.update(numbers)
-    except ValueError as error:
-        raise UsageError(
-            f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7"
-        ) from error
+        except ValueError:
+            numbers = range(0)
+        if not numbers:
+            raise options.wrong_value(f"--layers has no layer in {part!r}", "--layers 0,4-7")
+        layers.update(numbers)
     return layers
+
+
+def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
+    """Print the decision on each artifact, with `details` after all tables. Without artifacts there
+    are tables alone."""
+    notes = report.notes
+    # What was picked for an engine is the first note: of interest where something is lost.
+    if report.engine and not details and notes[0].endswith("Lost: nothing"):
+        notes = [f"simulated as {report.engine} serves it", *notes[1:]]
+    out.notes(notes)
+    names = "\n".join(report.window.arms)
+    out.result(report.report(), names, lambda: _say_evaluation(report, details))
+
+
+def suggest_next(
+    out: Output,
+    decisions: Sequence["Decision"],
+    model: list[str],
+    artifacts: list[Path],
+    saved: bool,
+    seed: int = 0,
+    engine: str | None = None,
+) -> None:
+    """Suggest what the decision on the first of these artifacts calls for.
+
+    - `model`: its name and, if the user gave one, the option for its revision;
+    - `seed`: of the questions that were asked. New ones need another;
+    - `engine`: that the user named.
+    """
+    from rotationzoo.report.commands import decided_words
+
+    served = ["--for", engine] if engine else []
+    if not artifacts:
+        out.suggest("calibrate", *model, *served)
+        return
+    more = decisions[0].more_questions
+    if more is not None:
+        out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
+    elif words := decided_words(decisions[0], model, str(artifacts[0]), served):
+        out.suggest(*words)
+    elif saved:
+        out.suggest("report", str(artifacts[0]))
+    else:
+        named = ["--rotations", str(artifacts[0])]
+        prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
+        out.suggest("generate", *model, *named, *served, "--compare", *prompt)
+
+
+def _say_evaluation(report: "Measured", details: bool) -> None:
+    from rotationzoo.report.conditions import describe_drift
+
+    if details or not report.window.verdict.decisions:
+        _say_details(report)
+    for window in report.windows:
+        if len(report.windows) > 1:
+            say(f"With {_title(window)}:")
+        say(*window.verdict.words)
+    say(*describe_drift(report))
+
+
+def _say_details(report: "Measured") -> None:
+    from rotationzoo.report.conditions import (
+        ABOUT_BITS,
+        describe_arms,
+        describe_prefill,
+        describe_recall,
+    )
+    from rotationzoo.report.tables import evaluation_tables
+
+    tokens = f"{counted(report.tokens, 'token')} from position {report.first_position} on"
+    text = f"{tokens} in {counted(report.text.rows, 'text')}"
+    exact = f"exact perplexity {report.exact.perplexity:.4f}"
+    say(f"{report.model}, {text}, format {report.format}{describe_prefill(report)}; {exact}")
+    for number, window in enumerate(report.windows):
+        if number:
+            say("")
+        say(_title(window))
+        for table in evaluation_tables(report, window):
+            show_table(table, apart=True)
+    say("")
+    say(*describe_recall(report))
+    say("±: standard error over texts, paired with the exact model")
+    say(f"{ABOUT_BITS}; bits here: at {report.text.length:,}")
+    say(*describe_arms(report.window.arms.values()))
+    say("")
+
+
+def _title(window: "Window") -> str:
+    return f"sink {window.sink}, recent {window.recent}"

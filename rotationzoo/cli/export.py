@@ -1,58 +1,50 @@
 """`rotationzoo export`: write the files that a serving engine reads."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.output import Output
+from rotationzoo.cli.options import option
+from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
 
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.engines.export import Exported
+
 
 def export_command(
     artifact: options.ArtifactFolder,
-    to: Annotated[EngineName | None, typer.Option("--for", "--to", help="Engine")] = None,
+    to: Annotated[EngineName | None, option("Engine", "--for", "--to")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder (ROTATIONS-ENGINE in exports).")
+        Path | None, option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o")
     ] = None,
     pooled: Annotated[
-        bool,
-        typer.Option("--pooled", help="One rotation per layer, fitted from the pooled statistics."),
+        bool, option("One rotation per layer, fitted from the pooled statistics.")
     ] = False,
-    uncentered: Annotated[
-        bool, typer.Option("--uncentered", help="Leave the means of keys and values out.")
-    ] = False,
+    uncentered: Annotated[bool, option("Leave the means of keys and values out.")] = False,
     clip: options.Clip = None,
     windows: options.Windows = None,
     base: Annotated[
-        Path | None, typer.Option(help="llama.cpp: the GGUF file that is copied and added to.")
+        Path | None, option("llama.cpp: the GGUF file that is copied and added to.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="llama.cpp: the model that the base was converted from, to compare them."
-        ),
+        option("llama.cpp: the model that the base was converted from, to compare them."),
     ] = None,
     engine_hadamard: Annotated[
         bool,
-        typer.Option(
-            "--engine-hadamard",
-            help="llama.cpp: leave the last Hadamard transform to the engine's own.",
-        ),
+        option("llama.cpp: leave the last Hadamard transform to the engine's own."),
     ] = False,
     absorb: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Write this model with its values or latents rotated."),
+        str | None, option("Write this model with its values or latents rotated.", metavar="MODEL")
     ] = None,
     absorbed: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Serve this model, which --absorb wrote for the same rotations."
-        ),
+        option("Serve this model, which --absorb wrote for the same rotations.", metavar="FOLDER"),
     ] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -72,7 +64,6 @@ def export_command(
             hint="name the engine: --for vllm, or --for sglang",
         )
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.export_view import show_changed_model, show_export
 
     opened = Artifact.open(artifact)
     for_llama_cpp = bool(base or engine_hadamard or model)
@@ -116,3 +107,35 @@ def export_command(
     if opened.manifest.metrics.evaluation is None:
         out.note("Note: nobody has measured what these rotations keep: rotationzoo evaluate does")
     show_export(out, exported)
+
+
+def show_export(out: Output, exported: "Exported") -> None:
+    """Print the command that starts the engine, with notes on what the export left out."""
+    from rotationzoo.engines.export import as_json, launch_line
+
+    for words in exported.reduced:
+        out.note(f"Lost: {words}")
+    out.notes(exported.launch.notes)
+
+    def human() -> None:
+        if exported.files:
+            out.note(f"Files: {exported.path}")
+        out.note("Next: start the engine with")
+        show_lines(*launch_line(exported.launch).splitlines())
+
+    out.result(as_json(exported), str(exported.path), human)
+
+
+def show_changed_model(out: Output, model: Path, artifact: "Artifact") -> None:
+    """Print the folder of the model whose weights carry the value rotation of an artifact, and the
+    command that exports the rest for it. Of latents there is no rest."""
+    of_latents = artifact.rotations.has_latents
+
+    def human() -> None:
+        say(str(model))
+        rest = "Its cache holds rotated latents" if of_latents else "Its engine needs the keys, too"
+        out.note(rest)
+
+    out.result({"model": str(model)}, str(model), human)
+    if not of_latents:
+        out.suggest("export", str(artifact.folder), "--for", "sglang", "--absorbed", str(model))

@@ -1,18 +1,17 @@
 """`rotationzoo generate`: write text with a model whose cache stores 2 bits."""
 
-import shlex
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import served, shell_line
+from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Mode, Output, say, write_text
+from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.cli.prompt_text import read_prompt
-from rotationzoo.cli.text_screen import TextScreen
 from rotationzoo.errors import Interrupted, UsageError
 from rotationzoo.words import byte_count, counted
 
@@ -27,47 +26,36 @@ def generate_command(
     model: options.ModelName,
     rotations: Annotated[
         str | None,
-        typer.Option(
-            help="Their folder, name in the zoo, or none. By default the newest of the model in "
-            "the folder rotations that you calibrated or pulled on this machine.",
+        option(
+            "Their folder, name in the zoo, or none. By default the newest of the model in "
+            "the folder rotations that you calibrated or pulled on this machine."
         ),
     ] = None,
     engine: options.Engine = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The text to continue.")
-    ] = None,
+    prompt: Annotated[str | None, option("The text to continue.", "--prompt", "-p")] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="A file with that text, or - for a pipe.")
+        Path | None, option("A file with that text, or - for a pipe.", "--file", "-f")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The text is a user's message to a chat model.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to write at most (256).")
-    ] = None,
+    chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False,
+    max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0, help="Sample at this temperature, and not the most probable token."),
+        float | None, option("Sample at this temperature, and not the most probable token.", min=0)
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most probable tokens up to this share.")
+        float | None, option("Sample from the most probable tokens up to this share.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
+    seed: Annotated[int | None, option("Seed of the samples (0).")] = None,
     bits: options.Budget = None,
-    format: Annotated[options.Format | None, typer.Option(help="The 2-bit format")] = None,
+    format: Annotated[options.Format | None, option("The 2-bit format")] = None,
     rounding: options.Rounding = None,
     sink: options.Sink = None,
-    recent: Annotated[
-        int | None, typer.Option(min=0, help="Last tokens kept exact (the recipe's).")
-    ] = None,
+    recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=0)] = None,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Read the prompt in chunks of so many tokens.")
+        int, option("Read the prompt in chunks of so many tokens.", min=1)
     ] = 2048,
     prefill_layout: options.PrefillLayout = None,
     rope_scaling: options.RopeScaling = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also show what the exact model writes.")
-    ] = False,
+    compare: Annotated[bool, option("Also show what the exact model writes.")] = False,
     anyway: options.Anyway = False,
     revision: options.Revision = None,
     device: options.Device = "auto",
@@ -75,9 +63,7 @@ def generate_command(
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     json: options.Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the text and nothing else.")
-    ] = False,
+    quiet: Annotated[bool, option("Print the text and nothing else.", "--quiet", "-q")] = False,
 ) -> None:
     """Write text with a model whose cache is stored in 2 bits.
 
@@ -93,13 +79,37 @@ def generate_command(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
     text = read_prompt(prompt, file, out.note)
-    from rotationzoo.api import GenerationOptions, generation_job
+    from rotationzoo.api import generation_job
     from rotationzoo.generation.generate import generate
 
     hush_libraries()
     _check_order(model, rotations)
-    settings = options.chosen(locals(), GenerationOptions)
-    job = generation_job(model, text, None, **settings)
+    job = generation_job(
+        model,
+        text,
+        None,
+        engine=engine,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        bits=bits,
+        format=format,
+        rounding=rounding,
+        sink=sink,
+        recent=recent,
+        prefill_chunk=prefill_chunk,
+        prefill_layout=prefill_layout,
+        rope_scaling=rope_scaling,
+        compare=compare,
+        anyway=anyway,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     job.check()  # before rotations are looked for
     job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:
@@ -137,11 +147,8 @@ def _check_order(model: str, rotations: str | None) -> None:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.model.absorbed import model_words
 
-    words = [*model_words(Artifact.open(model)), "--rotations", model]
-    raise UsageError(
-        f"{model} has rotations and no model",
-        hint=f"give it with its model: {shlex.join(['rotationzoo', 'generate', *words])}",
-    )
+    line = shell_line("generate", *model_words(Artifact.open(model)), "--rotations", model)
+    raise UsageError(f"{model} has rotations and no model", f"give it with its model: {line}")
 
 
 def _say_generation(out: Output, report: dict[str, Any]) -> None:
@@ -197,9 +204,6 @@ def suggest_next(
 ) -> None:
     """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
     what the rotations cost the model; model and engine are named as the user named them."""
-    from rotationzoo.codec.engines import ENGINES
-
-    served = ["--for", engine] if engine and ENGINES[engine].format else []
     if "answer" in report and report["rotations"] is not None:
         out.suggest("generate", model, "--rotations", NO_ROTATION)
     elif "answer" in report:
@@ -209,4 +213,4 @@ def suggest_next(
     elif (Path(report["rotations"]) / "evaluation.json").exists():
         out.suggest("report", report["rotations"])
     else:
-        out.suggest("evaluate", model, report["rotations"], *served, "--save")
+        out.suggest("evaluate", model, report["rotations"], *served(engine), "--save")

@@ -3,37 +3,31 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import named, show_artifact, suggest_step, typed_words
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 
 
 def import_command(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            help="The two rotation files, their folder, or a GGUF file.", metavar="FILES"
-        ),
+        argument("The two rotation files, their folder, or a GGUF file.", metavar="FILES"),
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Artifact folder (rotations/NAME-imported)."),
+        Path | None, option("Artifact folder (rotations/NAME-imported).", "--output", "-o")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model that they are for: a hub id or a folder.")
+        str | None, option("The model that they are for: a hub id or a folder.")
     ] = None,
     revision: options.Revision = None,
     clip: options.Clip = None,
     windows: options.Windows = None,
     group_size: Annotated[
-        int | None, typer.Option(min=1, help="Channels that share a scale (the whole head).")
+        int | None, option("Channels that share a scale (the whole head).", min=1)
     ] = None,
-    transposed: Annotated[
-        bool, typer.Option("--transposed", help="They hold the matrices transposed.")
-    ] = False,
+    transposed: Annotated[bool, option("They hold the matrices transposed.")] = False,
     restart: options.Restart = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -45,7 +39,6 @@ def import_command(
     """
     out = Output(json, quiet)
     hush_libraries(models=model is not None)
-    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.storage.folders import default_output
 
@@ -70,7 +63,7 @@ def import_command(
     if model is None:
         out.suggest(*typed_words("--restart"), "--model", "MODEL", "--restart")
     else:
-        suggest_evaluation(out, artifact, model, revision)
+        suggest_step(out, artifact, named(model, revision))
 
 
 def _folder_name(file: Path) -> str:

@@ -1,8 +1,10 @@
 """`rotationzoo inspect`: show what each layer's statistics look like."""
 
 from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING
 
+from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import number
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
     """Show what each layer's statistics look like."""
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.artifact_view import suggest_step
     from rotationzoo.report.spectra import summarize
 
     opened = Artifact.open(artifact)
@@ -34,7 +35,9 @@ def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet =
 
 def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
     """Keys and values side by side, or latents, no wider than a terminal."""
-    columns, sides = ["layer", "heads"], _sides(artifact)
+    columns, sides = ["layer", "heads"], {"key": "key", "value": "value"}
+    if artifact.rotations.has_latents:  # which `LayerSpectra` has as keys and as values
+        sides = {"latent": "key"}
     for side in sides:
         columns += [f"{side[0].upper()} dim", "rank", "top1", "top8"]
     rows = []
@@ -52,36 +55,18 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
         names = " and ".join(f"{side}s" for side in centered)
         say(f"Centered: {names} lose the mean of their KV head before they are stored")
     if artifact.rotations.has_feedback:
-        say(_feedback_words(layers, sides))
-    if artifact.rotations.has_budget:
-        say(_budget_words(layers, sides))
-
-
-def _sides(artifact: "Artifact") -> dict[str, str]:
-    """The sides of the artifact's layers, and where `LayerSpectra` has each."""
-    return {"latent": "key"} if artifact.rotations.has_latents else {"key": "key", "value": "value"}
-
-
-def _budget_words(layers: list["LayerSpectra"], sides: dict[str, str]) -> str:
-    """One line with the layers to which a budget gives more than 2 bits a channel."""
-    more = []
-    for layer in layers:
+        ranges = []
         for side, place in sides.items():
-            if (bits := getattr(layer, place).bits) > 2:
+            shares = [getattr(layer, place).feedback for layer in layers]
+            ranges.append(f"{side}s {min(shares):.0%} to {max(shares):.0%}")
+        expected = "of the errors of nearest codes are expected to be left"
+        say(f"Error feedback: {' and '.join(ranges)} {expected}")
+    if artifact.rotations.has_budget:
+        more = []
+        for layer, side in product(layers, sides):
+            if (bits := getattr(layer, sides[side]).bits) > 2:
                 more.append(f"layer {layer.layer} {side}s {bits:g}")
-    return f"Bits a channel: {', '.join([*more, 'all others 2'])}"
-
-
-def _feedback_words(layers: list["LayerSpectra"], sides: dict[str, str]) -> str:
-    """One line with the range over layers of what error feedback leaves of squared errors."""
-    ranges = []
-    for side, place in sides.items():
-        shares = [getattr(layer, place).feedback for layer in layers]
-        ranges.append(f"{side}s {min(shares):.0%} to {max(shares):.0%}")
-    return (
-        f"Error feedback: {' and '.join(ranges)} of the errors of nearest codes are expected to be "
-        "left"
-    )
+        say(f"Bits a channel: {', '.join([*more, 'all others 2'])}")
 
 
 def _cells(side: "SideSpectrum") -> list[str]:

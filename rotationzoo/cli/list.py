@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
+from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import UNKNOWN, change, counted, percent
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
@@ -19,14 +17,10 @@ _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "ggu
 
 
 def list_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Only models with this in their name.")
-    ] = None,
-    recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
-    from_: Annotated[HubName, typer.Option("--from", help="Whose index.")] = DEFAULT_HUB,
-    html: Annotated[
-        Path | None, typer.Option(help="Write all of it as one page to this file.")
-    ] = None,
+    model: Annotated[str | None, argument("Only models with this in their name.")] = None,
+    recipe: Annotated[str | None, option("Only this recipe.")] = None,
+    from_: Annotated[HubName, option("Whose index.", "--from")] = DEFAULT_HUB,
+    html: Annotated[Path | None, option("Write all of it as one page to this file.")] = None,
     index: IndexPlace = None,
     repo: ZooRepo = None,
     json: Json = False,
@@ -48,23 +42,14 @@ def list_command(
     for entry in zoo_index.content.entries:
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
+    place = _place_options(index, repo, zoo_index, from_)
     if html is not None:
         from rotationzoo.storage.files import replace
         from rotationzoo.zoo.page import render_zoo_page
 
-        place = _place_options(index, repo, zoo_index, from_)
         replace(html, render_zoo_page(zoo_index, entries, place).encode())
     show_list(out, entries, html)
-    _suggest_next(out, entries, _place_options(index, repo, zoo_index, from_))
-
-
-def _suggest_next(out: Output, entries: list["Entry"], place: list[str]) -> None:
-    """Suggest to fetch the first entry that `pull` takes, or else to make rotations.
-
-    `place`: the options of where the entries are listed.
-    """
-    fetched = [entry.model for entry in entries if entry.pullable]
-    if fetched:
+    if fetched := [entry.model for entry in entries if entry.pullable]:
         out.suggest("pull", fetched[0], *place)
     else:
         out.suggest("calibrate", entries[0].model if entries else "MODEL")
@@ -106,7 +91,8 @@ def _show_entries(entries: list["Entry"]) -> None:
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):
         rows[number][1] += f" ({footnote})"
-    columns, rows = _without_empty_columns(columns, rows)
+    told = [cells for cells in zip(columns, *rows, strict=True) if {*cells[1:]} != {UNKNOWN}]
+    columns, *rows = map(list, zip(*told, strict=True))
     table(counted(len(entries), "published rotation"), columns, rows, folded=["recipe"])
     for footnote, number in enumerate(equal, 1):
         say(f"({footnote}) from the folder {entries[number].copies[0].path}")
@@ -120,18 +106,3 @@ def _row(entry: "Entry") -> list[str]:
     revision = (entry.model_revision or UNKNOWN)[:8]
     format = _FORMATS[entry.format]
     return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), answers, cost]
-
-
-def _without_empty_columns(
-    columns: list[str], rows: list[list[str]]
-) -> tuple[list[str], list[list[str]]]:
-    """Drop the columns that are empty in every row, except for the first."""
-    kept = [0]
-    for number in range(1, len(columns)):
-        if any(row[number] != UNKNOWN for row in rows):
-            kept.append(number)
-
-    def keep(cells: list[str]) -> list[str]:
-        return [cells[number] for number in kept]
-
-    return keep(columns), [keep(row) for row in rows]

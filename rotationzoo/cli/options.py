@@ -1,7 +1,6 @@
 """The options that several commands share, their choices, and how their values are parsed."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,30 +13,40 @@ from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 
 
+def option(help: str, *names: str, **settings: Any) -> Any:
+    """An option of a command, with its `help`. Without `names`, it has the parameter's name."""
+    return typer.Option(*names, help=help, **settings)
+
+
+def argument(help: str, **settings: Any) -> Any:
+    """An argument of a command, with its `help`."""
+    return typer.Argument(help=help, **settings)
+
+
+def wrong_value(words: str, example: str) -> UsageError:
+    """The error for the value of an option; an `example` shows how it is written."""
+    return UsageError(words, hint=f"write it as: {example}")
+
+
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
     """Parse `64/256,128/1024` to pairs of sink and recent tokens. Raises `UsageError`."""
     windows = []
     for part in filter(None, (text or "").split(",")):
         sink, _, recent = part.partition("/")
         if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
-            raise UsageError(
-                f"--windows has no sink/recent in {part!r}",
-                hint="write it as: --windows 64/256,128/1024",
-            )
+            words = f"--windows has no sink/recent in {part!r}"
+            raise wrong_value(words, "--windows 64/256,128/1024")
         windows.append((int(sink), int(recent)))
     return list(dict.fromkeys(windows))
 
 
 def parse_window(text: str | None) -> tuple[int, int] | None:
     """Parse `64/256` to one pair of sink and recent tokens. Raises `UsageError`."""
-    if text is None:
-        return None
     windows = parse_windows(text)
-    if len(windows) != 1:
-        raise UsageError(
-            f"--windows {text} is not one pair of sink/recent", hint="write it as: --windows 64/256"
-        )
-    return windows[0]
+    if text is not None and len(windows) != 1:
+        words = f"--windows {text} is not one pair of sink/recent"
+        raise wrong_value(words, "--windows 64/256")
+    return windows[0] if windows else None
 
 
 def parse_clip(text: str | None) -> tuple[float, float] | None:
@@ -52,10 +61,8 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         ratios = []
     if len(ratios) not in (1, 2) or not all(0 < ratio <= 1 for ratio in ratios):
-        raise UsageError(
-            f"--clip {text} is no clip ratio above 0 and at most 1",
-            hint="write it as: --clip 0.96/0.92",
-        )
+        words = f"--clip {text} is no clip ratio above 0 and at most 1"
+        raise wrong_value(words, "--clip 0.96/0.92")
     return ratios[0], ratios[-1]
 
 
@@ -73,23 +80,9 @@ def parse_lengths(lengths: str | None) -> list[int] | None:
         return None
     parts = [part.strip() for part in lengths.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
-        raise UsageError(
-            f"--lengths {lengths} is no list of numbers of tokens",
-            hint="write it as: --lengths 2048,8192",
-        )
+        words = f"--lengths {lengths} is no list of numbers of tokens"
+        raise wrong_value(words, "--lengths 2048,8192")
     return list(dict.fromkeys(map(int, parts)))
-
-
-def given(**options: Any) -> Any:
-    """The options that the user gave: without those that are None, whose default is the
-    function's."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def chosen(values: Mapping[str, Any], kind: type) -> Any:
-    """Of the variables of a command, the ones that are options of `kind`, such as
-    `api.CalibrationOptions`, and that the user gave."""
-    return given(**{name: values.get(name) for name in kind.__annotations__})
 
 
 def follow_link(folder: Path | None) -> Path | None:
@@ -119,109 +112,82 @@ else:
     HubOrAny = Literal[(*HUB_NAMES, "any")]
     Format = Literal[tuple(SIMULATED)]
 
-Engine = Annotated[EngineName | None, typer.Option("--for", help="Engine")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
+Engine = Annotated[EngineName | None, option("Engine", "--for")]
+Json = Annotated[bool, option("Print one JSON object and nothing else.")]
+Quiet = Annotated[bool, option("Print names only.", "--quiet", "-q")]
 
-ModelName = Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")]
-ArtifactFolder = Annotated[
-    Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ROTATIONS")
-]
+ModelName = Annotated[str, argument("A hub id, a local folder, or demo.")]
+ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
 OutputFolder = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Artifact folder, by default MODEL-RECIPE in rotations."),
+    Path | None, option("Artifact folder, by default MODEL-RECIPE in rotations.", "--output", "-o")
 ]
-Restart = Annotated[bool, typer.Option("--restart", help="Replace an artifact that is there.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Restart = Annotated[bool, option("Replace an artifact that is there.")]
+Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.")]
 
-Subset = Annotated[str | None, typer.Option(help="The data set's configuration.")]
-Split = Annotated[str | None, typer.Option(help="The data set's split (train).")]
-Column = Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")]
+Subset = Annotated[str | None, option("The data set's configuration.")]
+Split = Annotated[str | None, option("The data set's split (train).")]
+Column = Annotated[str | None, option("Column of the text or of the chat messages.")]
 
 TextLength = Annotated[
-    int | None, typer.Option(min=2, help="Tokens per text (2048, or more if windows need it).")
+    int | None, option("Tokens per text (2048, or more if windows need it).", min=2)
 ]
 
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
-Dtype = Annotated[
-    Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own")
-]
-DeviceMap = Annotated[
-    str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")
-]
-MaxMemory = Annotated[
-    str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")
-]
+Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], option("auto: the model's own")]
+DeviceMap = Annotated[str | None, option("auto: spread over GPUs, main memory and disk.")]
+MaxMemory = Annotated[str | None, option("Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
-RopeScaling = Annotated[
-    str | None, typer.Option(help="Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")
-]
+RopeScaling = Annotated[str | None, option("Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")]
 
 Clip = Annotated[
-    str | None,
-    typer.Option("--clip", help="Clip ratios of keys and values, as 0.96/0.92, or one for both."),
+    str | None, option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", "--clip")
 ]
 Windows = Annotated[
-    str | None, typer.Option("--windows", help="Sink and recent tokens kept exact, as 64/256.")
+    str | None, option("Sink and recent tokens kept exact, as 64/256.", "--windows")
 ]
 
-Anyway = Annotated[
-    bool, typer.Option("--anyway", help="Also take rotations that were made for other weights.")
-]
+Anyway = Annotated[bool, option("Also take rotations that were made for other weights.")]
 Rounding = Annotated[
     Literal["nearest", "feedback"] | None,
-    typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
+    option("How rows get their codes (feedback, where the artifact has it)."),
 ]
 Budget = Annotated[
-    float | None,
-    typer.Option("--bits", min=2, max=4, help="Another budget of bits than the artifact's."),
+    float | None, option("Another budget of bits than the artifact's.", "--bits", min=2, max=4)
 ]
-Sink = Annotated[int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")]
-PrefillLayout = Annotated[
-    Literal["server", "window"] | None,
-    typer.Option(help="Exact of earlier chunks"),
-]
+Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", min=0)]
+PrefillLayout = Annotated[Literal["server", "window"] | None, option("Exact of earlier chunks")]
 
-Tasks = Annotated[str, typer.Option(help=f"Recall tasks: {', '.join(TASKS)}; all or none.")]
-Lengths = Annotated[
-    str | None, typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length).")
-]
+Tasks = Annotated[str, option(f"Recall tasks: {', '.join(TASKS)}; all or none.")]
+Lengths = Annotated[str | None, option("Tokens per prompt of the tasks, as 2048,8192 (--length).")]
 
 Signers = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Accept only what this identity, or this public key (a .pem file), has signed. "
+        "May be repeated.",
         "--signer",
         metavar="SIGNER",
-        help="Accept only what this identity, or this public key (a .pem file), has signed. "
-        "May be repeated.",
     ),
 ]
 Issuer = Annotated[
-    str | None,
-    typer.Option(help="Who vouches for the identity; not needed for workflows of GitHub."),
+    str | None, option("Who vouches for the identity; not needed for workflows of GitHub.")
 ]
-RequireSignature = Annotated[
-    bool, typer.Option("--require-signature", help="Refuse what is not signed.")
-]
+RequireSignature = Annotated[bool, option("Refuse what is not signed.")]
 TrustConfig = Annotated[
-    Path | None, typer.Option(help="Keys of another Sigstore than the public one, as a JSON file.")
+    Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
 ]
 SignWith = Annotated[
     str | None,
-    typer.Option(
-        "--sign",
-        help="keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+    option(
+        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
         "Actions with an identity sign keyless.",
+        "--sign",
     ),
 ]
 AdoptIndex = Annotated[
     bool,
-    typer.Option(
-        "--adopt-index", help="Sign the index even where its entries have other signers or none."
-    ),
+    option("Sign the index even where its entries have other signers or none."),
 ]
 
-IndexPlace = Annotated[str | None, typer.Option("--index", help="Path of a zoo_index.json.")]
-ZooRepo = Annotated[
-    str | None, typer.Option("--repo", help="The zoo repository whose index to read.")
-]
+IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
+ZooRepo = Annotated[str | None, option("The zoo repository whose index to read.", "--repo")]

@@ -16,9 +16,11 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
-from rotationzoo.cli.grid import build_grids
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
 from rotationzoo.words import sentence, shortened
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from rotationzoo.report.tables import Table
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
+_GAP = 2  # columns between two columns of a table
+_NAME = 16  # columns that a folded column keeps
 _UNLIMITED = 10_000  # columns, to measure the natural width of a table
 _COMMAND = ": rotationzoo "
 # A model's text is not limited to printable characters: many scripts need others to join letters.
@@ -48,9 +52,7 @@ class Output:
     """Prints the result and the notes of one command, in one of three modes."""
 
     def __init__(self, json: bool = False, quiet: bool = False):
-        self.mode = Mode.HUMAN
-        if quiet:
-            self.mode = Mode.QUIET
+        self.mode = Mode.QUIET if quiet else Mode.HUMAN
         if json:
             self.mode = Mode.JSON
 
@@ -127,7 +129,7 @@ def table(
     console = Console()
     columns, *cells = [list(map(visible, row)) for row in [columns, *rows]]
     width = console.width if console.is_terminal else None
-    grids = build_grids(columns, cells, width, folded)
+    grids = _build_grids(columns, cells, width, folded)
     if apart:
         say("")
     say(title)
@@ -136,6 +138,68 @@ def table(
             say("")
         least = Console(width=_UNLIMITED).measure(grid).maximum
         Console(width=max(console.width, least)).print(grid)
+
+
+def _build_grids(
+    columns: list[str], rows: list[list[str]], width: int | None, folded: Collection[str] = ()
+) -> list[Grid]:
+    """The table as grids of at most `width` columns; None: as one grid, however wide.
+
+    Every grid has the first column, which holds the names of the rows. It may be folded, and so may
+    the columns whose titles are in `folded`. All of these are left-aligned. Cells must hold no
+    control characters.
+    """
+    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+    words = [number == 0 or title in folded for number, title in enumerate(columns)]
+    groups = [list(range(len(columns)))]
+    if width is not None:
+        widths = _fold(widths, words, width)
+        groups = _split(widths, width)
+    grids = []
+    for group in groups:
+        grid = Grid(box=None, pad_edge=False, show_edge=False)
+        for number in group:
+            grid.add_column(
+                Text(columns[number]),
+                justify="left" if words[number] else "right",
+                overflow="fold",
+                no_wrap=not words[number],
+                width=widths[number],
+            )
+        for row in rows:
+            # `Text` keeps rich from reading markup in names: a folder may be called [bold].
+            cells = [Text(row[number]) for number in group]
+            grid.add_row(*cells)
+        grids.append(grid)
+    return grids
+
+
+def _total_width(widths: list[int]) -> int:
+    """The width of a table with columns of these widths."""
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _fold(widths: list[int], words: list[bool], width: int) -> list[int]:
+    """Narrow the widest columns of words until the table fits, or none is wider than `_NAME`."""
+    narrowed = list(widths)
+    while (excess := _total_width(narrowed) - width) > 0:
+        widest = max((size, number) for number, size in enumerate(narrowed) if words[number])
+        if widest[0] <= _NAME:
+            break
+        narrowed[widest[1]] = max(_NAME, widest[0] - excess)
+    return narrowed
+
+
+def _split(widths: list[int], width: int) -> list[list[int]]:
+    """Numbers of columns in groups that fit: each begins with the first column, and has at least
+    one other."""
+    groups = [[0]]
+    for number in range(1, len(widths)):
+        taken = [widths[each] for each in (*groups[-1], number)]
+        if len(groups[-1]) > 1 and _total_width(taken) > width:
+            groups.append([0])
+        groups[-1].append(number)
+    return groups
 
 
 def show_table(built: "Table", apart: bool = False) -> None:

@@ -1,36 +1,39 @@
 """`rotationzoo plan`: what a model's weights and cache take, and what fits a GPU."""
 
-from typing import Annotated, Literal
-
-import typer
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, ModelName, Revision
-from rotationzoo.cli.output import Output
+from rotationzoo.cli.next_steps import named, retyped, shell_line
+from rotationzoo.cli.options import Json, ModelName, Revision, option
+from rotationzoo.cli.output import Output, say, show_lines, table
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.words import counted, size_words
+
+if TYPE_CHECKING:
+    from rotationzoo.capacity.job import Answer, Capacity
+
+_PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
+_WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}
 
 
 def plan_command(
     model: ModelName,
-    gpu: Annotated[
-        str, typer.Option(help="A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")
-    ] = "24GiB",
-    gpus: Annotated[int, typer.Option(min=1, help="How many of it share the model.")] = 1,
+    gpu: Annotated[str, option("A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")] = "24GiB",
+    gpus: Annotated[int, option("How many of it share the model.", min=1)] = 1,
     context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of each request (131072, at most the model's positions)."),
+        int | None, option("Tokens of each request (131072, at most the model's positions).", min=1)
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
+    requests: Annotated[int, option("Requests at the same time.", min=1)] = 1,
     format: Annotated[
         Literal["sglang", "vllm", "mlx"],
-        typer.Option(help="Whose 2-bit format: it decides the size of scales and offsets."),
+        option("Whose 2-bit format: it decides the size of scales and offsets."),
     ] = "sglang",
-    sink: Annotated[int, typer.Option(min=0, help="First tokens kept exact.")] = 64,
-    recent: Annotated[int, typer.Option(min=0, help="Last tokens kept exact.")] = 256,
+    sink: Annotated[int, option("First tokens kept exact.", min=0)] = 64,
+    recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
     json: Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the answer in one line.")
-    ] = False,
+    quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
 ) -> None:
     """Show what a model's weights and cache take, and what fits a GPU.
 
@@ -44,14 +47,167 @@ def plan_command(
     rotationzoo plan Qwen/Qwen3-4B --gpu H200 --context 100000 --requests 256
     """
     out = Output(json, quiet)
-    from rotationzoo.capacity.cache_bytes import Storage
     from rotationzoo.capacity.cards import parse_card, several
     from rotationzoo.capacity.job import Wish, measure_capacity
-    from rotationzoo.cli.plan_view import show_capacity
-    from rotationzoo.codec.formats import FORMATS
+    from rotationzoo.capacity.shape import Storage
 
     card = several(parse_card(gpu), gpus)
     hush_libraries()
     storage = Storage(FORMATS[format], sink, recent)
     wish = Wish(model, context, requests, card, storage, revision)
     show_capacity(out, measure_capacity(wish), format)
+
+
+def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
+    """Print the plan for a wish: tables for people, one line, or one JSON object."""
+    from rotationzoo.capacity.job import capacity_json, judge_wish, remarks, zoo_entries
+
+    answer = judge_wish(capacity, capacity.wish.card)
+    entries = zoo_entries(capacity)
+    commands = _commands(capacity, format)
+    notes = remarks(capacity)
+    data = {
+        **capacity_json(capacity),
+        "format": format,
+        "fits": answer.cache is not None,
+        "answer": answer.words,
+        "needs": {"weights": answer.weights, "cache": answer.cache},
+        "remarks": notes,
+        "zoo": entries,
+        "commands": commands,
+    }
+
+    def show() -> None:
+        say(answer.words, *(f"Note: {note}" for note in notes), "")
+        _show_sizes(capacity, data, format)
+        _show_card(data)
+        _show_cards(data)
+        say("")
+        for entry in entries:  # of the packaged index; `pull` cannot fetch all of them
+            line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
+            if entry["format"] in _PULLED:
+                line += f"; fetch them with: rotationzoo pull {entry['model']}"
+            say(line)
+        _show_steps(answer, commands, capacity.wish.model)
+
+    out.result(data, answer.words, show)
+    if any(entry["format"] in _PULLED for entry in entries):
+        out.suggest("pull", capacity.wish.model)
+    elif answer.context:
+        out.suggest(*retyped({"--context": str(answer.context)}))
+    elif answer.cache is not None and commands:
+        out.suggest(*shlex.split(commands[0])[1:])
+
+
+def _show_sizes(capacity: "Capacity", data: dict[str, Any], format: str) -> None:
+    weights = data["weights_bytes"]
+    published, four_bit = size_words(weights["published"]), size_words(weights["4bit"])
+    kind = counted(data["layers"], "layer")
+    if data["sliding_layers"]:
+        kind += f" ({data['sliding_layers']} with a sliding window)"
+    kind += " with a cache"
+    if capacity.caches_latents:
+        kind += " of latents"
+    parameters = f"{data['parameters'] / 1e9:.1f} billion"
+    if data["parameters"] < 1e9:
+        parameters = f"{data['parameters'] / 1e6:.1f} million"
+    say(f"{data['model']}: {kind}, {parameters} parameters")
+    say(f"Weights: {published} as published, {four_bit} in 4 bits")
+    rows = []
+    for cache, size in data["kv_bytes_per_request"].items():
+        bytes_per_token = f"{data['kv_bytes_per_token'][cache]:,.0f}"
+        all_requests = size_words(size * data["requests"])
+        rows.append([cache, bytes_per_token, size_words(size), all_requests])
+    columns = ["cache", "bytes a token", "one request", counted(data["requests"], "request")]
+    if data["requests"] == 1:  # the last column would repeat the one before
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    table(f"Cache of a request of {data['context']:,} tokens", columns, rows, apart=True)
+    say(
+        f"int2: the format of {format}, {data['sink']} first and {data['recent']} last tokens "
+        f"exact, {data['bits_per_element']:.2f} bits an element"
+    )
+
+
+def _show_card(data: dict[str, Any]) -> None:
+    card = data["gpu"]
+    columns = ["weights", "cache", "longest request", f"requests of {data['context']:,}"]
+    rows = []
+    for name, fitting in _different_weights(data, card):
+        for cache, longest in fitting["max_context"].items():
+            requests = f"{fitting['max_requests'][cache]:,}"
+            rows.append([_WEIGHTS_NAMES[name], cache, _context(longest), requests])
+    usable = size_words(card["usable_bytes"])
+    from rotationzoo.capacity.cards import USABLE
+
+    title = f"{card['name']}: {usable} for weights and cache ({USABLE:.0%} of it)"
+    table(title, columns, rows, apart=True)
+
+
+def _show_cards(data: dict[str, Any]) -> None:
+    """One row a card and kind of weights that fit it; bf16 and the smallest cache side by side."""
+    columns = ["card", "weights", "longest bf16", "int2", "fit bf16", "int2"]
+    rows = []
+    for card in data["cards"]:
+        for name, fitting in _different_weights(data, card):
+            if fitting["fit"]:
+                cells = [card["name"], _WEIGHTS_NAMES[name]]
+                cells += [_context(fitting["max_context"][cache]) for cache in ("bf16", "int2")]
+                cells += [f"{fitting['max_requests'][cache]:,}" for cache in ("bf16", "int2")]
+                rows.append(cells)
+    if not rows:
+        say("", "None of the cards known here holds the weights alone, not even in 4 bits")
+        return
+    table("Cards that hold the weights", columns, rows, apart=True)
+    say(f"longest: tokens of one request; fit: requests of {data['context']:,} tokens")
+
+
+def _different_weights(
+    data: dict[str, Any], card: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """A table of what fits a card, for each kind of weights; one if the published have 4 bits."""
+    fitting = list(card["weights"].items())
+    sizes = data["weights_bytes"]
+    return fitting[:1] if sizes["4bit"] == sizes["published"] else fitting
+
+
+def _context(tokens: int | None) -> str:
+    return "any" if tokens is None else f"{tokens:,}"
+
+
+def _show_steps(answer: "Answer", commands: list[str], model: str) -> None:
+    """What makes the weights and the cache of the answer, and then the 2-bit cache."""
+    if answer.weights == "4bit":
+        say(
+            "Weights in 4 bits: a published AWQ or GPTQ copy of the model, or one that "
+            "llm-compressor makes of it (scheme W4A16)"
+        )
+    if answer.cache == "fp8":
+        say("A cache in fp8 is an option of the engine, such as:")
+        show_lines(f"  {shlex.join(['vllm', 'serve', model, '--kv-cache-dtype', 'fp8'])}")
+    if answer.cache is not None and commands:
+        say("A cache in int2:")
+        show_lines(*(f"  {command}" for command in commands))
+
+
+def _commands(capacity: "Capacity", format: str) -> list[str]:
+    """The commands that lead to the 2-bit cache of the plan."""
+    from rotationzoo.storage.folders import default_output
+
+    wish, storage = capacity.wish, capacity.wish.storage
+    artifact, model = str(default_output(wish.model, "oscar")), named(wish.model, wish.revision)
+    generate = ["generate", *model, "--rotations", artifact]
+    export = ["export", artifact, "--for", format]
+    if format != "sglang":
+        generate += ["--format", format]
+    windows = f"{storage.sink}/{storage.recent}"
+    if windows != "64/256":
+        generate += ["--sink", str(storage.sink), "--recent", str(storage.recent)]
+    if format == "vllm":  # `serve` takes the windows
+        export = ["serve", *model, "--rotations", artifact]
+        export += generate[generate.index("--sink") :] if "--sink" in generate else []
+    elif windows != "64/256":
+        export += ["--windows", windows]
+    commands = [["calibrate", *model], generate]
+    if not capacity.caches_latents:  # which engines with these formats do not take
+        commands.append(export)
+    return [shell_line(*words) for words in commands]

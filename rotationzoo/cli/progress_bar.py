@@ -1,11 +1,14 @@
-"""Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
+"""Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`. It
+gives way to text that is written on stdout."""
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -14,7 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 
-from rotationzoo.cli.output import Mode, Output, stderr_console, visible
+from rotationzoo.cli.output import Mode, Output, stderr_console, visible, write_text
 from rotationzoo.progress import Bytes, Progress, Tokens, silent
 
 QUICK = 10.0  # seconds; a shorter job needs no log
@@ -123,3 +126,57 @@ def _line(task: Task, seconds: float) -> str:
     words = f"[{timedelta(seconds=int(seconds))}] {task.description} {_Steps().render(task)}"
     left = task.time_remaining
     return f"{words.rstrip()}, {timedelta(seconds=int(left))} left" if left else words.rstrip()
+
+
+class TextScreen:
+    """Shows the progress of a job until the job writes text, and again when it is done with that.
+
+    On a terminal a bar and the text would overwrite each other, so only one is shown at a time.
+    """
+
+    def __init__(self, out: Output):
+        self._out = out
+        self._bar = ExitStack()
+        self._update: Progress | None = None
+        self._line_is_open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close_bar()
+        if not isinstance(error, OSError):  # the reader of the text may be gone
+            self._end_line()
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Show the progress of the job."""
+        if self._update is None:
+            self._end_line()
+            self._update = self._bar.enter_context(show_progress(self._out))
+        self._update(stage, done, total)
+
+    def write(self, text: str) -> None:
+        """Show a piece of text."""
+        self._close_bar()
+        write_text(text)
+        self._line_is_open = not text.endswith("\n")
+
+    def note(self, text: str) -> None:
+        """Show a remark on stderr."""
+        self._close_bar()
+        self._end_line()
+        self._out.notes([text])
+
+    def _close_bar(self) -> None:
+        self._bar.close()
+        self._update = None
+
+    def _end_line(self) -> None:
+        if self._line_is_open:
+            write_text("\n")
+            self._line_is_open = False

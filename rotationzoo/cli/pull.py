@@ -3,38 +3,31 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import suggest_text
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import ENGINES, PullEngineName
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.download import Pulled
 
 
 def pull_command(
-    model: Annotated[
-        str, typer.Argument(help="The model whose rotations to fetch, such as Qwen/Qwen3-8B.")
-    ],
-    from_: Annotated[options.HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
+    model: Annotated[str, argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B.")],
+    from_: Annotated[options.HubOrAny, option("Which hub.", "--from")] = "any",
     revision: Annotated[
-        str | None, typer.Option(help="The model's revision that they should be made for.")
+        str | None, option("The model's revision that they should be made for.")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
+    recipe: Annotated[str | None, option("Only rotations of this recipe.")] = None,
     rope_scaling: Annotated[
-        str | None,
-        typer.Option(help="Only rotations for this scaling, such as yarn:4; by default none."),
+        str | None, option("Only rotations for this scaling, such as yarn:4; by default none.")
     ] = None,
-    local_dir: Annotated[
-        Path | None, typer.Option(help="Put them here and not into the cache.")
-    ] = None,
+    local_dir: Annotated[Path | None, option("Put them here and not into the cache.")] = None,
     to: Annotated[
-        PullEngineName | None,
-        typer.Option("--for", "--to", help="Also export them for this engine"),
+        PullEngineName | None, option("Also export them for this engine", "--for", "--to")
     ] = None,
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
@@ -54,9 +47,14 @@ def pull_command(
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
-    from rotationzoo.zoo.signing.verify import SignatureOptions, make_demand
+    from rotationzoo.zoo.signing.verify import make_demand
 
-    demand = make_demand(**options.chosen(locals(), SignatureOptions))
+    demand = make_demand(
+        signers=signers or (),
+        issuer=issuer,
+        require_signature=require_signature,
+        trust_config=trust_config,
+    )
     hubs = options.chosen_hubs(from_)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
@@ -74,32 +72,26 @@ def pull_command(
     if to is None:
         show_pull(out, pulled)
         return
-    from rotationzoo.cli.export_view import show_export
+    from rotationzoo.cli.export import show_export
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
-    artifact = pulled.artifact or _import(pulled, revision)
+    artifact = pulled.artifact
+    if artifact is None:  # OSCAR's own files
+        from rotationzoo.engines.import_ import Import, import_
+        from rotationzoo.storage.folders import default_output
+
+        folder = default_output(entry.model, "imported")
+        artifact = import_(Import([pulled.path], folder, model=entry.model, revision=revision))
     target = None
     if not ENGINES[to].command:
         target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
     show_export(out, export(artifact, Request(str(to), target)))
 
 
-def _import(pulled: "Pulled", revision: str | None) -> "Artifact":
-    """Make an artifact of OSCAR's own files."""
-    from rotationzoo.engines.import_ import Import, import_
-    from rotationzoo.storage.folders import default_output
-
-    model = pulled.entry.model
-    output = default_output(model, "imported")
-    return import_(Import([pulled.path], output, model=model, revision=revision))
-
-
 def show_pull(out: Output, pulled: "Pulled") -> None:
     """Print where the files are and, for OSCAR's own files, how to make an artifact of them."""
     entry = pulled.entry
-    from rotationzoo.cli.artifact_view import suggest_text
-
     out.notes(pulled.notes)
     data = {
         "path": str(pulled.path),

@@ -1,16 +1,14 @@
 """`rotationzoo push`: verify an artifact, sign it if asked, and publish it."""
 
-import shlex
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
-from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import shell_line, typed_words
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -62,26 +60,16 @@ def publish(
     signer: "IndexSigner | None",
     anew: bool,
 ) -> tuple["Upload", dict[str, "Published"]]:
-    """Check, sign and publish an upload of an artifact. Returns it as it was signed, and hub -> its
-    place there. `anew` is as in `_sign_upload`."""
+    """Check, sign and publish an upload of an artifact, and say who signed it, or that it is
+    unsigned. A signature that the artifact came with is kept, unless the user asks to sign it
+    `anew`. Returns it as it was signed, and hub -> its place there.
+    """
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import check_indexes, push
 
     check_model(artifact)
     if signer is not None:
         check_indexes(upload, destination, signer)
-    upload = _sign_upload(out, upload, signer, anew)
-    with show_progress(out) as progress:
-        return upload, push(upload, destination, str(artifact.folder), progress, signer)
-
-
-def _sign_upload(
-    out: Output, upload: "Upload", signer: "IndexSigner | None", anew: bool
-) -> "Upload":
-    """Sign what goes to a hub, and say who signed it, or that it is unsigned.
-
-    A signature that the artifact came with is kept, unless the user asks to sign it `anew`.
-    """
     if signer is not None and (anew or not upload.is_signed):
         upload = upload.signed_by(signer.tool)
         out.note(f"Note: it is signed by {upload.entry.signer}")
@@ -91,36 +79,28 @@ def _sign_upload(
         out.note(f"Note: it keeps the signature that it came with{claim}")
     else:
         out.note("Note: it is not signed; to sign it, add: --sign key.pem, or --sign keyless")
-    return upload
+    with show_progress(out) as progress:
+        return upload, push(upload, destination, str(artifact.folder), progress, signer)
 
 
 def push_command(
     artifact: options.ArtifactFolder,
-    repo: Annotated[str, typer.Argument(help="The zoo repository, as owner/name.", metavar="REPO")],
-    to: Annotated[options.HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
-    create_pr: Annotated[
-        bool, typer.Option("--create-pr", help="As a pull request (Hugging Face).")
-    ] = False,
-    no_statistics: Annotated[
-        bool, typer.Option("--no-statistics", help="Leave the statistics behind.")
-    ] = False,
+    repo: Annotated[str, argument("The zoo repository, as owner/name.", metavar="REPO")],
+    to: Annotated[options.HubOrBoth, option("Which hub.")] = DEFAULT_HUB,
+    create_pr: Annotated[bool, option("As a pull request (Hugging Face).")] = False,
+    no_statistics: Annotated[bool, option("Leave the statistics behind.")] = False,
     index: Annotated[
-        Path | None,
-        typer.Option(help="Also list it in this zoo_index.json, with pinned revisions."),
+        Path | None, option("Also list it in this zoo_index.json, with pinned revisions.")
     ] = None,
     published: Annotated[
         datetime | None,
-        typer.Option(formats=["%Y-%m-%d"], help="When it was first published, of a copy (today)."),
+        option("When it was first published, of a copy (today).", formats=["%Y-%m-%d"]),
     ] = None,
     sign: options.SignWith = None,
     adopt_index: options.AdoptIndex = False,
     trust_config: options.TrustConfig = None,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also if its evaluation shows no use of it.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")
-    ] = False,
+    anyway: Annotated[bool, option("Also if its evaluation shows no use of it.")] = False,
+    dry_run: Annotated[bool, option("Say what would go; reach no hub.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -152,14 +132,10 @@ def push_command(
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
     show_push(out, repo, upload.path, places)
-    _suggest_next(out, upload.entry.model, repo, destination)
-
-
-def _suggest_next(out: Output, model: str, repo: str, destination: "Destination") -> None:
-    """Suggest to fetch what was published; of a pull request, to see what the repository lists."""
     hub = destination.hubs[0]
     place = ["--repo", repo] if hub == DEFAULT_HUB else ["--from", hub, "--repo", repo]
-    out.suggest(*(["list"] if destination.create_pr else ["pull", model]), *place)
+    # What is in a pull request cannot be fetched yet.
+    out.suggest(*(["list"] if create_pr else ["pull", upload.entry.model]), *place)
 
 
 def check_use(artifact: "Artifact") -> None:
@@ -167,11 +143,10 @@ def check_use(artifact: "Artifact") -> None:
     evaluation = artifact.manifest.metrics.evaluation
     for decision in evaluation.verdict.decisions if evaluation else ():
         if decision.action not in ("use", "ask"):
-            command = shlex.join(["rotationzoo", *typed_words(), "--anyway"])
             raise RotationZooError(
                 f"{artifact.folder} is not worth publishing by its own evaluation: "
                 f"{decision.words[0 if decision.action == 'nothing' else -1].rstrip('.')}",
-                hint=f"to publish it all the same: {command}",
+                hint=f"to publish it all the same: {shell_line(*typed_words(), '--anyway')}",
             )
 
 
@@ -187,10 +162,9 @@ def show_push_plan(
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"
         rows.append([file["path"], size])
-    names = [file["path"] for file in files]
     out.result(
         {"repo": repo, "files": files, "root_files": root_files},
-        "\n".join(names),
+        "\n".join(name for name, _ in rows),
         lambda: table(f"would go to {repo}", ["file", "bytes"], rows),
     )
     out.note(f"Note: the commit also writes {', '.join(root_files)}")
@@ -198,15 +172,12 @@ def show_push_plan(
 
 def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
     """Print where the artifact is. `published`: hub -> its place there."""
-    data = {
-        "repo": repo,
-        "path": path,
-        "hubs": {name: asdict(place) for name, place in published.items()},
-    }
+    hubs = {name: asdict(place) for name, place in published.items()}
 
     def human() -> None:
         for name, place in published.items():
             change = "published" if place.changed else "nothing new"
             say(f"{name}: {change}, revision {place.revision}, {place.url}")
 
+    data = {"repo": repo, "path": path, "hubs": hubs}
     out.result(data, "\n".join(place.revision for place in published.values()), human)

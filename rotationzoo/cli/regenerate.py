@@ -4,10 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
@@ -22,22 +21,20 @@ if TYPE_CHECKING:
 
 def regenerate_command(
     model: Annotated[
-        str | None, typer.Argument(help="The model to make rotations for; none with --plan.")
+        str | None, argument("The model to make rotations for; none with --plan.")
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Only list what is due.")] = False,
-    configs: Annotated[Path, typer.Option(help="Folder of recipe files, or one.")] = Path(
-        "configs"
-    ),
-    revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
+    plan: Annotated[bool, option("Only list what is due.")] = False,
+    configs: Annotated[Path, option("Folder of recipe files, or one.")] = Path("configs"),
+    revision: Annotated[str | None, option("The model's revision.")] = None,
     output: options.OutputFolder = None,
-    data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
+    data: Annotated[str, option("Text to evaluate on.")] = "bundled",
+    tokens: Annotated[int, option("Tokens to evaluate on.", min=1)] = 16384,
     length: options.TextLength = None,
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
-    questions: Annotated[int, typer.Option(min=1, help="Questions per task and length.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
-    to: Annotated[options.HubOrBoth | None, typer.Option(help="Publish to this hub.")] = None,
+    questions: Annotated[int, option("Questions per task and length.", min=1)] = 64,
+    batch: Annotated[int, option("Rows per forward pass.", min=1)] = 4,
+    to: Annotated[options.HubOrBoth | None, option("Publish to this hub.")] = None,
     sign: options.SignWith = None,
     adopt_index: options.AdoptIndex = False,
     trust_config: options.TrustConfig = None,
@@ -74,18 +71,28 @@ def regenerate_command(
         models, unknown = find_due(configs, zoo_index.content)
         show_due(out, models, unknown)
         if unknown:
-            raise _partly_known(unknown)
-        next_words = ["regenerate", models[0].model] if models else ["list"]
-        out.suggest(*next_words)
+            name, error = next(iter(unknown.items()))
+            more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            raise PartlyDone(f"whether {name} is due is not known: {error}{more}", error.hint)
+        out.suggest(*(["regenerate", models[0].model] if models else ["list"]))
         return
-    from rotationzoo.api import Rows, calibration_job, evaluation_job
+    from rotationzoo.api import calibration_job, evaluation_job
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.report import add_report
     from rotationzoo.zoo.regenerate import regenerate
 
-    run = options.chosen(locals(), Rows)
-    job = calibration_job(model, options.follow_link(output), str(recipe_file), **run)
-    asked = options.given(
+    job = calibration_job(
+        model,
+        options.follow_link(output),
+        str(recipe_file),
+        batch=batch,
+        revision=revision,
+        device=device,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
+    evaluation = evaluation_job(
+        model,
         data=data,
         tokens=tokens,
         length=length,
@@ -93,7 +100,6 @@ def regenerate_command(
         lengths=options.parse_lengths(lengths),
         questions=questions,
     )
-    evaluation = evaluation_job(model, **asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
     add_report(Artifact.open(job.output))
@@ -112,12 +118,6 @@ def regenerate_command(
         out.suggest("list", "--repo", zoo)
     else:
         out.suggest("push", str(job.output), "OWNER/REPO")
-
-
-def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:
-    name, error = next(iter(unknown.items()))
-    more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
-    return PartlyDone(f"whether {name} is due is not known: {error}{more}", hint=error.hint)
 
 
 def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]) -> None:

@@ -4,34 +4,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
+from rotationzoo.cli.next_steps import suggest_step
+from rotationzoo.cli.options import ArtifactFolder, Json, Quiet, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.report.origin import Badge
-    from rotationzoo.report.page import Report
+    from rotationzoo.report.page import Badge, Report
 
 
 def report_command(
     artifact: ArtifactFolder,
     compare: Annotated[
-        list[Path] | None,
-        typer.Option(help="Other rotations to compare with. May be repeated."),
+        list[Path] | None, option("Other rotations to compare with. May be repeated.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
+    output: Annotated[Path, option("Where to write the page.", "--output", "-o")] = Path(
         "report.html"
     ),
     save: Annotated[
-        bool,
-        typer.Option("--save", help="Add the page to the rotations, and its chart to the card."),
+        bool, option("Add the page to the rotations, and its chart to the card.")
     ] = False,
     context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens whose memory is shown (the model's positions)."),
+        int | None, option("Tokens whose memory is shown (the model's positions).", min=1)
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -44,7 +39,6 @@ def report_command(
     """
     out = Output(json, quiet)
     from rotationzoo.artifact.store import EVALUATION, Artifact
-    from rotationzoo.cli.artifact_view import suggest_step
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files
 
@@ -58,7 +52,7 @@ def report_command(
     with files.disk_errors(output):
         files.replace(output, report.html(str(artifact)).encode())
     if save:
-        _save_report(opened, report)
+        add_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
     data = {
         "report": str(output),
@@ -89,9 +83,12 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 
-def add_report(artifact: "Artifact") -> "Artifact":
-    """Draw the report on an artifact, and add it as `report --save` does."""
-    return _save_report(artifact, _draw_report(artifact))
+def add_report(artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
+    """Add a report on an artifact to it, by default one without others, as `report --save` does."""
+    from rotationzoo.report.page import files_of_report
+    from rotationzoo.writer import add_files
+
+    return add_files(artifact, files_of_report(report or _draw_report(artifact)), {})
 
 
 def _draw_report(
@@ -106,16 +103,9 @@ def _draw_report(
     return make_report(artifact, others, _describe_signature(artifact), context)
 
 
-def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":
-    from rotationzoo.report.page import files_of_report
-    from rotationzoo.writer import add_files
-
-    return add_files(artifact, files_of_report(report), {})
-
-
 def _describe_signature(artifact: "Artifact") -> "Badge":
     """The state of the signature, in the words of a page."""
-    from rotationzoo.report.origin import Badge
+    from rotationzoo.report.page import Badge
     from rotationzoo.zoo.signing.verify import Demand, check_artifact
 
     # The folder's name is that of one machine, and readers of a page have another.

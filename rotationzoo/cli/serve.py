@@ -6,34 +6,29 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, show_lines
 
 
 def serve_command(
     model: options.ModelName,
-    rotations: Annotated[Path, typer.Option(help="The folder of rotations.")],
+    rotations: Annotated[Path, option("The folder of rotations.")],
     vllm_options: Annotated[
-        list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
+        list[str] | None, argument("Options of vllm serve.", metavar="OPTIONS")
     ] = None,
     format: Annotated[
         Literal["sglang", "vllm", "fine"] | None,
-        typer.Option(help="How rows are stored (fine for a budget of bits, else vllm)."),
+        option("How rows are stored (fine for a budget of bits, else vllm)."),
     ] = None,
     bits: options.Budget = None,
     rounding: options.Rounding = None,
     sink: options.Sink = None,
-    recent: Annotated[
-        int | None, typer.Option(min=1, help="Last tokens kept exact (the recipe's).")
-    ] = None,
+    recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=1)] = None,
     anyway: options.Anyway = False,
     revision: options.Revision = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, and print the line alone.")
-    ] = False,
+    dry_run: Annotated[bool, option("Check everything, and print the line alone.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -56,8 +51,14 @@ def serve_command(
     from rotationzoo.vllm.plugin import claim
     from rotationzoo.vllm.settings import Options, make_settings
 
-    chosen = options.given(format=format, bits=bits, rounding=rounding, sink=sink, recent=recent)
-    asked = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
+    asked = Options(
+        artifact=str(rotations.expanduser().absolute()),
+        format=format,
+        bits=bits,
+        rounding=rounding,
+        sink=sink,
+        recent=recent,
+    )
     source = find(model, revision)
     full = full_attention_layers(load_config(source))
     settings = make_settings(asked, source.name, source.folder, full is not None)

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet
+from rotationzoo.cli.next_steps import suggest_step
+from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.words import counted
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 
 def validate_command(
     artifact: ArtifactFolder,
-    rows: Annotated[
-        int, typer.Option(min=64, help="Rows for each layer, KV head and side.")
-    ] = 1024,
+    rows: Annotated[int, option("Rows for each layer, KV head and side.", min=64)] = 1024,
     device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,
@@ -30,7 +27,6 @@ def validate_command(
     out = Output(json, quiet)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.kernel import check_device, validate_kernel
-    from rotationzoo.cli.artifact_view import suggest_step
 
     hush_libraries(models=False)
     opened = Artifact.open(artifact)

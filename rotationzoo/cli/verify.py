@@ -1,13 +1,12 @@
 """`rotationzoo verify`: check that an artifact is whole, orthogonal and made for its model."""
 
-import shlex
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rotationzoo.cli import options
 from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.next_steps import named, shell_line, suggest_text
+from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -23,20 +22,13 @@ if TYPE_CHECKING:
 
 def verify_command(
     artifact: options.ArtifactFolder,
-    model: Annotated[
-        str | None, typer.Option(help="Also check that it was made for this model.")
-    ] = None,
+    model: Annotated[str | None, option("Also check that it was made for this model.")] = None,
     run: Annotated[
-        bool,
-        typer.Option(
-            "--run", help="Also run the model, and look for the rotations in what it computes."
-        ),
+        bool, option("Also run the model, and look for the rotations in what it computes.")
     ] = False,
     server: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL", help="Also ask this running vLLM whether it reads these rotations."
-        ),
+        option("Also ask this running vLLM whether it reads these rotations.", metavar="URL"),
     ] = None,
     revision: options.Revision = None,
     signers: options.Signers = None,
@@ -56,11 +48,15 @@ def verify_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
-    from rotationzoo.cli.artifact_view import suggest_text
     from rotationzoo.model.absorbed import model_words
-    from rotationzoo.zoo.signing.verify import SignatureOptions, check_artifact, make_demand
+    from rotationzoo.zoo.signing.verify import check_artifact, make_demand
 
-    demand = make_demand(**options.chosen(locals(), SignatureOptions))
+    demand = make_demand(
+        signers=signers or (),
+        issuer=issuer,
+        require_signature=require_signature,
+        trust_config=trust_config,
+    )
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     hush_libraries(models=run)
@@ -75,10 +71,15 @@ def verify_command(
     agreement = None
     if run and model is not None and verification.orthogonality_error is not None:
         from rotationzoo.checks.membership import Candidate, check_membership
-        from rotationzoo.model.loading import RunOptions
 
         with show_progress(out) as progress:
-            candidate = Candidate(model, **options.chosen(locals(), RunOptions))
+            candidate = Candidate(
+                model,
+                revision=revision,
+                device=device,
+                device_map=device_map,
+                max_memory=max_memory,
+            )
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
             verification = verification.with_misfits(
@@ -94,48 +95,44 @@ def verify_command(
         raise refusal
     if verification.only_misfits:
         run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
-        wrongly = opened.manifest.imported is not None and (run_alone or not opened.bound)
-        raise (_bound_wrongly if wrongly else _misfit)(opened, str(model))
+        raise _misfit(opened, str(model), run_alone)
     if not verification.ok:
         raise _unsound(opened, len(verification.problems))
     if model is None:
         out.suggest("verify", str(artifact), "--model", *model_words(opened))
     else:
-        words = [model, "--revision", revision] if revision else [model]
-        suggest_text(out, opened, words)
+        suggest_text(out, opened, named(model, revision))
 
 
-def _misfit(artifact: "Artifact", model: str) -> RotationZooError:
-    """The error for a sound artifact and a model that it was not made for."""
+def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooError:
+    """The error for a sound artifact and a model that it was not made for, which for imported files
+    may be the user's own mistake: they are bound to no model, or to one of which the `run_alone`
+    shows that it computes something else."""
     from rotationzoo.model.absorbed import model_words
 
-    folder, made_for = str(artifact.folder), artifact.manifest.model.id
-    right = shlex.join(["rotationzoo", "verify", folder, "--model", *model_words(artifact)])
-    return RotationZooError(
-        f"{folder} is sound, but {model} is not the model that it was made for, {made_for}",
-        hint=f"check it with its own model: {right}",
-    )
-
-
-def _bound_wrongly(artifact: "Artifact", model: str) -> RotationZooError:
-    """The error for sound rotations of imported files that are bound to no model, or to one that
-    computes something else."""
-    problem = f"was not made of what {model} computes" if artifact.bound else "bound to no model"
-    return RotationZooError(
-        f"{artifact.folder} is sound, but {problem}",
-        hint="import its files again with the model that they are for: --model MODEL",
-    )
+    folder = str(artifact.folder)
+    if artifact.manifest.imported is not None and (run_alone or not artifact.bound):
+        problem = (
+            f"was not made of what {model} computes" if artifact.bound else "bound to no model"
+        )
+        hint = "import its files again with the model that they are for: --model MODEL"
+    else:
+        made_for = artifact.manifest.model.id
+        problem = f"{model} is not the model that it was made for, {made_for}"
+        right = shell_line("verify", folder, "--model", *model_words(artifact))
+        hint = f"check it with its own model: {right}"
+    return RotationZooError(f"{folder} is sound, but {problem}", hint)
 
 
 def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
-    count = counted(problems, "problem")
     hint = (
         "fetch it again, or make it again with rotationzoo calibrate; its card says from what "
         "model, recipe and text"
     )
     if artifact.manifest.imported is not None:
         hint = "import its files again"
-    return RotationZooError(f"{artifact.folder} is not to be used: {count} found", hint=hint)
+    count = counted(problems, "problem")
+    return RotationZooError(f"{artifact.folder} is not to be used: {count} found", hint)
 
 
 def show_verification(

@@ -309,15 +309,15 @@ class RunSettings:
 
 
 class RunOptions(TypedDict, total=False):
-    """`RunSettings` as keywords of the public functions."""
+    """`RunSettings` as keywords of the public functions; None is the default of each."""
 
-    revision: str
-    device: str
+    revision: str | None
+    device: str | None
     """`auto`, `cpu` or `cuda`."""
-    dtype: str
+    dtype: str | None
     """`auto`, `bfloat16` or `float32`."""
-    device_map: str
-    max_memory: str
+    device_map: str | None
+    max_memory: str | None
 
 
 def torch_device(device: str) -> str:

@@ -67,10 +67,8 @@ def label_arms(
 ) -> Arms:
     """The arms of the evaluation of the artifact with this identity, with those `compared`."""
     arms = evaluation.window.arms
-    baselines = {}
-    for arm in arms.values():
-        if arm.kind == "baseline":
-            baselines[_WORDS.get(arm.name, arm.name)] = arm
+    plain = [arm for arm in arms.values() if arm.kind == "baseline"]
+    baselines = {_WORDS.get(arm.name, arm.name): arm for arm in plain}
     of_artifact = arms_of(arms, identity)
     ours = *of_artifact, *compared
     with_feedback = {arm.artifact for arm in ours if arm.rounding == "feedback"}

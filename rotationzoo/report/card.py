@@ -172,18 +172,13 @@ def _results(evaluation: Summary, arms: list[ArmSummary]) -> list[dict[str, Any]
             answers.append(_metric("accuracy", words, share))
         perplexities.append(_metric("perplexity", f"2-bit cache, {arm.name}", arm.perplexity))
     text = evaluation.text.source
-    results = [_result(text, text, perplexities)]
-    if answers:
-        results.insert(0, _result(text, f"questions about a context of {text}", answers))
+    results = []
+    for name, metrics in ((f"questions about a context of {text}", answers), (text, perplexities)):
+        if metrics:
+            dataset = {"type": text, "name": name}
+            result = {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": metrics}
+            results.append(result)
     return results
-
-
-def _result(text: str, name: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "task": {"type": "text-generation"},
-        "dataset": {"type": text, "name": name},
-        "metrics": metrics,
-    }
 
 
 def _metric(kind: str, name: str, value: float) -> dict[str, Any]:

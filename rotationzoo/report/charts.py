@@ -1,15 +1,19 @@
-"""The chart of answers over memory as Vega-Lite, drawn on this machine as SVG for pages and as PNG
-for model cards."""
+"""The parts of a page, and its chart of answers over memory as Vega-Lite, drawn on this machine as
+SVG for pages and as PNG for model cards."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
 import altair
 import vl_convert
+from markupsafe import Markup
+
+from rotationzoo.report.tables import Table
 
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
@@ -72,6 +76,39 @@ _SMALL, _LARGE, _FOREIGN = 0.72, 1.1, 1.3
 _SMALL_ONES = frozenset("abcdefghijklnopqrstuvxyz0123456789 .,:;-_/|()[]'")
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its title."""
+
+    title: str
+    chart: Chart
+
+    @cached_property
+    def svg(self) -> Markup:
+        """The drawing for a page. The library that draws it escapes names."""
+        return Markup(draw_inline(self.chart, self.title))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a page: a heading, and what stands below it in this order."""
+
+    anchor: str
+    title: str
+    lead: str = ""
+    """The conclusion, set apart."""
+    words: Sequence[str] = ()
+    """Paragraphs."""
+    facts: Sequence[tuple[str, str]] = ()
+    """Names and values."""
+    listed: Sequence[str] = ()
+    """Sentences shown as a list."""
+    figure: Figure | None = None
+    commands: Sequence[str] = ()
+    """Commands to copy."""
+    tables: Sequence[Table] = ()
+
+
 def draw_inline(chart: Chart, words: str) -> str:
     """An SVG for a page: its text takes the colour of the text around it. `words` say what it
     shows; every mark has a label that says its value."""
@@ -118,23 +155,21 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     tops = [height * (1 - point.share / full) - _LINE / 2 for point in ranked]
     rows = []
     for point, lines, top in zip(ranked, labels, _spread(tops, heights, height), strict=True):
-        words = f"{point.name}: {point.percent} at {point.memory:.3g} {unit}"
         drawn = {
+            **asdict(point),
             "label": "\n".join(lines),
             "place": full * (1 - (top + _LINE / 2) / height),
-            "words": words,
+            "words": f"{point.name}: {point.percent} at {point.memory:.3g} {unit}",
             "color": _ACCENT if point.accent else _PLAIN,
         }
-        rows.append({**asdict(point), **drawn})
+        rows.append(drawn)
     # What is judged covers others that have the same share in the same bytes.
     rows.sort(key=itemgetter("accent"))
     widest = _SIZE * max(_measure(line) for lines in labels for line in lines)
     width = round(_WIDTH - _LEFT - _LABEL - widest)
     padding = {"left": _LEFT, "right": _WIDTH - _LEFT - width, "top": _TOP, "bottom": _BOTTOM}
-    chart = altair.layer(*_draw_marks(rows, unit, width, full)).properties(
-        width=width, height=height
-    )
-    return {**chart.to_dict(), "padding": padding}
+    chart = altair.layer(*_draw_marks(rows, unit, width, full))
+    return {**chart.properties(width=width, height=height).to_dict(), "padding": padding}
 
 
 def _draw_marks(
@@ -160,12 +195,8 @@ def _draw_marks(
         .encode(x=x, y=altair.Y("low:Q"), y2=altair.Y2("high:Q")),
     ]
     bold = altair.expr("datum.accent ? 'bold' : 'normal'")
-    points = base.mark_circle(size=70, opacity=1).encode(
-        x=x,
-        y=y,
-        color=altair.Color("color:N", scale=None),
-        description=altair.Description("words:N"),
-    )
+    color, words = altair.Color("color:N", scale=None), altair.Description("words:N")
+    points = base.mark_circle(size=70, opacity=1).encode(x=x, y=y, color=color, description=words)
     text = base.mark_text(aria=False, align="left", baseline="middle", fontWeight=bold).encode(
         x=altair.XValue(end), y=altair.Y("place:Q"), text=altair.Text("label:N")
     )

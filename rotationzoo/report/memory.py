@@ -11,7 +11,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.geometry import Layer, cached_layers
-from rotationzoo.report.figures import Section
+from rotationzoo.report.charts import Section
 from rotationzoo.report.tables import Table
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.words import byte_count

@@ -3,35 +3,56 @@ scripts inside."""
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from rotationzoo.artifact.manifest import ValidationSummary
+from rotationzoo.artifact.scores import kept_share
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
-from rotationzoo.codec.size import CONTEXT
+from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.geometry import cached_layers
-from rotationzoo.report.arms import gather_arms
-from rotationzoo.report.charts import draw_png
+from rotationzoo.report.arms import EXACT, Arms, gather_arms
+from rotationzoo.report.card import describe_serving
+from rotationzoo.report.charts import Figure, Point, Section, draw_answers, draw_png
 from rotationzoo.report.commands import (
     FOLDER,
+    RECIPE_FILE,
     asked_options,
     model_title,
     name_folder,
+    reproduce_command,
     use_commands,
 )
-from rotationzoo.report.figures import Section
+from rotationzoo.report.conditions import describe_conditions, list_caveats, list_exact_parts
 from rotationzoo.report.memory import Request, describe_memory, stored_bits
-from rotationzoo.report.origin import Badge, describe_identity, describe_making, validation_badge
-from rotationzoo.report.results import VERDICT, describe_measurement, describe_verdict
+from rotationzoo.report.tables import Table, evaluation_tables
+from rotationzoo.words import counted, numbers, percent
 
 _FOLDER = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
+_VERDICT = "Verdict"
+_UNDECIDED = "ask", "nothing"
+
+
+@dataclass(frozen=True)
+class Badge:
+    """A finding in words, and what it is about. It is good, or wrong, or plainly not known."""
+
+    about: str
+    kind: Literal["good", "warning", "plain"]
+    words: str
+
+    @property
+    def sign(self) -> str:
+        """A sign before the words, which says the same as their colour."""
+        return "\u2713" if self.kind == "good" else "!"
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,7 @@ def make_report(
     if arms is None:
         bits = stored_bits(artifact, None, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
-        verdict = Section(anchor="verdict", title=VERDICT, lead="Measure them first.", words=words)
+        verdict = Section(anchor="verdict", title=_VERDICT, lead="Measure them first.", words=words)
     else:
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
         verdict, decision = describe_verdict(arms, request, layers), arms.decision
@@ -103,6 +124,154 @@ def files_of_report(report: Report) -> dict[str, bytes]:
     return added
 
 
+# ---- what rotations keep and cost
+
+
+def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Section:
+    """The first section: what to do and why, the memory that it saves, and the chart.
+
+    `layers`: all that have a cache, if they are known.
+    """
+    measured = arms.evaluation
+    decision = arms.decision
+    reasons, lead = list(measured.window.verdict.words), ""
+    if decision is not None and decision.words:
+        *reasons, lead = decision.words
+        lead = f"Undecided. {lead}" if decision.action in _UNDECIDED else lead
+    if arms.chosen is not None:
+        reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
+    reasons += list_exact_parts(measured, layers)
+    if arms.left_out:
+        reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
+    figure = _draw_answers(arms, request)
+    return Section(anchor="verdict", title=_VERDICT, lead=lead, words=reasons, figure=figure)
+
+
+def describe_measurement(arms: Arms) -> Section:
+    """How the evaluation was run, and all of its tables."""
+    measured = arms.evaluation
+    named = {}
+    for label, arm in arms.shown.items():
+        # The comparisons of the verdict call a baseline by its name in the evaluation.
+        is_named = label.lower() == arm.name.lower()
+        named[label if is_named else f"{label} [{arm.name}]"] = arm
+    window = measured.window.model_copy(update={"arms": named})
+    return Section(
+        anchor="measured",
+        title="How it was measured, in numbers",
+        words=[describe_conditions(measured)],
+        tables=evaluation_tables(measured, window),
+        listed=list_caveats(measured),
+    )
+
+
+def _draw_answers(arms: Arms, request: Request) -> Figure | None:
+    """The share of the exact model's answers that each cache keeps, over its memory; None if no
+    question was asked, or the exact model can answer none."""
+    measured = arms.evaluation
+    exact, decision = measured.exact.all_tasks, arms.decision
+    if exact is None or not exact.answered:
+        return None
+    scale, unit = request.scale
+    points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
+    for label, arm in arms.shown.items():
+        share = kept_share(measured.exact.tasks, arm.tasks)
+        if share is None:
+            continue
+        is_chosen = arm is arms.chosen
+        is_less = arm.all_tasks is not None and arm.all_tasks.questions < exact.questions
+        interval = decision.interval if is_chosen and decision is not None else None
+        point = Point(
+            name=label,
+            memory=request.arm_bits(arm, measured) * scale,
+            share=share,
+            percent=percent(share) + "*" * is_less,
+            accent=is_chosen,
+            interval=None if interval is None else (interval[0], interval[1]),
+        )
+        points.append(point)
+    title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
+    if any(point.percent.endswith("*") for point in points):
+        title += "; *: of fewer questions"
+    return Figure(title, draw_answers(points, unit))
+
+
+# ---- what the artifact is, and how it was made
+
+
+def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
+    """What the artifact is, with what is known of it."""
+    manifest, cached = artifact.manifest, cached_layers(artifact.geometry)
+    model, recipe = manifest.model, artifact.recipe
+    heads = " or ".join(map(str, sorted({layer.kv_heads for layer in cached})))
+    dims = " or ".join(map(str, sorted({layer.key_dim for layer in cached})))
+    rows = f"KV heads {heads}, head dimension {dims}"
+    if manifest.has_latents:
+        rows = f"latents of {dims} elements"
+    shape = f"{counted(len(cached), 'layer')} with a cache, {rows}"
+    facts = [
+        ("Model", model.id if artifact.bound else "not named yet"),
+        ("Revision", model.revision or "a local folder"),
+        ("Shape", f"{model.architecture}, {shape}"),
+        ("Recipe", recipe.name),
+        ("Calibration text", _describe_text(artifact)),
+        ("To serve with", describe_serving(manifest, recipe)),
+    ]
+    facts += [(badge.about, badge.words) for badge in badges]
+    return Section(anchor="identity", title="What it is", facts=facts)
+
+
+def validation_badge(summary: ValidationSummary | None) -> Badge:
+    """The validation of the CUDA codec, in words."""
+    kind: Literal["good", "warning", "plain"] = "plain"
+    if summary is None:
+        words = "The CUDA codec has not been run on these matrices"
+    elif not summary.on_gpu:
+        words = f"Validated without a GPU, on {summary.device}"
+    elif summary.codes_equal and summary.dequantized_equal:
+        kind = "good"
+        words = f"The CUDA codec agrees bit by bit with its definition, on {summary.device}"
+    else:
+        kind, words = "warning", f"The CUDA codec differs from its definition on {summary.device}"
+    return Badge("Validation", kind, words)
+
+
+def describe_making(artifact: Artifact) -> Section:
+    """The command that makes it again, and the hashes of its files."""
+    manifest = artifact.manifest
+    rows = []
+    for name, file in sorted(manifest.files.items()):
+        if name not in (ANSWERS, REPORT):  # which are made from the others
+            rows.append([name, f"{file.size:,}", file.sha256])
+    command, commands = reproduce_command(manifest), []
+    words = [f"Imported by rotationzoo {manifest.versions.rotationzoo}, matrices unchanged."]
+    if command is not None:
+        commands.append(command)
+        words = [
+            f"By rotationzoo {manifest.versions.rotationzoo} on "
+            f"{manifest.run.device or 'an unrecorded device'} in {manifest.run.seconds:.0f} s. The "
+            "same command on a machine of the same kind, with as many threads, writes these bytes. "
+            f"Largest |R R^T - I|: {manifest.metrics.orthogonality_error:.1e}."
+        ]
+        if RECIPE_FILE in command:
+            words.append(f"{RECIPE_FILE} holds the recipe that stands below.")
+            commands.append(artifact.recipe.yaml().strip())
+    tables = [Table("Files", ["file", "bytes", "sha256"], rows)]
+    title = "How it was made"
+    return Section(anchor="made", title=title, words=words, commands=commands, tables=tables)
+
+
+def _describe_text(artifact: Artifact) -> str:
+    manifest = artifact.manifest
+    if manifest.imported is not None:
+        return "not known to rotationzoo: the files were imported"
+    text = manifest.calibration
+    if text is None:
+        return "none: the rotation does not depend on data"
+    media = f", {text.media_tokens:,} of them of images or audio" if text.media_tokens else ""
+    return f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}{media}"
+
+
 # ---- pages
 
 
@@ -120,16 +289,12 @@ def render_page(
     name that slipped through unescaped could still do nothing.
     """
     sources = [_read(name) for name in scripts]
-    hashes = " ".join(map(_policy_hash, sources))
-    return (
-        _environment(*folders)
-        .get_template(template)
-        .render(
-            style=Markup(_read("page.css")),
-            scripts=[Markup(source) for source in sources],
-            script_policy=Markup(hashes or "'none'"),
-            **values,
-        )
+    page = _environment(*folders).get_template(template)
+    return page.render(
+        style=Markup(_read("page.css")),
+        scripts=[Markup(source) for source in sources],
+        script_policy=Markup(" ".join(map(_policy_hash, sources)) or "'none'"),
+        **values,
     )
 
 

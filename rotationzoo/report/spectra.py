@@ -53,36 +53,27 @@ def summarize(artifact: Artifact) -> list[LayerSpectra]:
     summaries = []
     for layer in cached_layers(artifact.geometry):
         rotations = artifact.rotations[layer.index]
-        summary = LayerSpectra(
-            layer.index,
-            layer.kv_heads,
-            _summarize_side(rotations.key),
-            _summarize_side(rotations.value),
-        )
-        summaries.append(summary)
+        sides = _summarize_side(rotations.key), _summarize_side(rotations.value)
+        summaries.append(LayerSpectra(layer.index, layer.kv_heads, *sides))
     return summaries
 
 
 def _summarize_side(rotation: Rotation) -> SideSpectrum:
-    error = orthogonality_error(rotation.matrix)
-    clips = rotation.clip.tolist()
     left = None if rotation.feedback is None else remaining_share(rotation.feedback).mean().item()
     fine, dim = rotation.fine_channels, rotation.dim
     bits = None if fine is None else 2 + fine.item() / dim
+    known = orthogonality_error(rotation.matrix), rotation.clip.tolist(), left, bits
     if rotation.eigenvalues is None:
-        return SideSpectrum(dim, None, None, None, error, clips, left, bits)
+        return SideSpectrum(dim, None, None, None, *known)
     # Rounding can leave tiny negative eigenvalues.
     shares = rotation.eigenvalues.double().clamp(min=0)
     # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
     trace = shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     shares = shares / trace
     return SideSpectrum(
-        dim=dim,
-        effective_rank=torch.special.entr(shares).sum(-1).exp().mean().item(),
-        top_1_share=strongest(shares, 1).mean().item(),
-        top_8_share=strongest(shares, _TOP).sum(-1).mean().item(),
-        orthogonality_error=error,
-        clip_ratios=clips,
-        feedback=left,
-        bits=bits,
+        dim,
+        torch.special.entr(shares).sum(-1).exp().mean().item(),
+        strongest(shares, 1).mean().item(),
+        strongest(shares, _TOP).sum(-1).mean().item(),
+        *known,
     )

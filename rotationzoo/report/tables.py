@@ -36,12 +36,9 @@ class Table:
 
 def columns_of_arms() -> dict[str, Column]:
     """Field of an arm -> its column, in the order in which tables show them."""
-    columns = {}
-    for name, field in ArmSummary.model_fields.items():
-        for mark in field.metadata:
-            if isinstance(mark, Column):
-                columns[name] = mark
-    return columns
+    fields = ArmSummary.model_fields.items()
+    marks = [(name, mark) for name, field in fields for mark in field.metadata]
+    return {name: mark for name, mark in marks if isinstance(mark, Column)}
 
 
 def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
@@ -148,8 +145,8 @@ def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
     all comparisons; of error feedback with p values of single tests. `names` is what readers know
     arms by."""
     answers = verdict.answers.comparisons if verdict.answers else []
-    paired: dict[tuple[str, str], PairedAnswers | None] = {}
-    paired |= {(each.arm, each.other): each for each in answers}
+    paired: dict[tuple[str, str], PairedAnswers | None]
+    paired = {(each.arm, each.other): each for each in answers}
     paired |= {(each.arm, each.other): each.answers for each in verdict.feedback}
     costs = {(each.arm, each.other): each.p_value for each in verdict.comparisons}
     rows = []

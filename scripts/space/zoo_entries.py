@@ -11,9 +11,9 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.report.arms import label_arms
-from rotationzoo.report.figures import Section
+from rotationzoo.report.charts import Section
 from rotationzoo.report.memory import Request
-from rotationzoo.report.results import describe_measurement, describe_verdict
+from rotationzoo.report.page import describe_measurement, describe_verdict
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.registry import open_hub

@@ -11,7 +11,7 @@ from support.published import ok
 from rotationzoo import Artifact
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import from_dict
-from rotationzoo.report.origin import describe_identity
+from rotationzoo.report.page import describe_identity
 
 pytestmark = media.needs_pillow
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.popular import PARAMETERS, shape_of
 
-from rotationzoo.capacity.cache_bytes import Storage, longest_context, request_bytes
-from rotationzoo.capacity.shape import CachedLayer, Shape
+from rotationzoo.capacity.shape import CachedLayer, Shape, Storage, longest_context, request_bytes
 from rotationzoo.codec.formats import FORMATS, SGLANG
 from rotationzoo.codec.layout import CacheLayout
 

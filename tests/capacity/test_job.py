@@ -5,10 +5,9 @@ import json
 import pytest
 from support.popular import CONFIGS
 
-from rotationzoo.capacity.cache_bytes import Storage
 from rotationzoo.capacity.cards import parse_card
-from rotationzoo.capacity.job import Wish, measure_capacity
-from rotationzoo.capacity.report import capacity_json, judge_wish, remarks
+from rotationzoo.capacity.job import Wish, capacity_json, judge_wish, measure_capacity, remarks
+from rotationzoo.capacity.shape import Storage
 from rotationzoo.codec.formats import VLLM
 from rotationzoo.errors import UsageError
 

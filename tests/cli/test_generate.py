@@ -14,7 +14,7 @@ from support.command_line import only_error, succeeded, without_stages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import RotatedCache
-from rotationzoo.cli import text_screen
+from rotationzoo.cli import progress_bar
 from rotationzoo.cli.output import Output, write_text
 from rotationzoo.model.source import DEMO
 
@@ -114,9 +114,9 @@ def test_a_bar_and_the_text_are_never_on_the_screen_together(monkeypatch):
         yield lambda stage, *_: events.append(stage)
         events.append("closed")
 
-    monkeypatch.setattr(text_screen, "show_progress", show)
-    monkeypatch.setattr(text_screen, "write_text", events.append)
-    with text_screen.TextScreen(Output()) as screen:
+    monkeypatch.setattr(progress_bar, "show_progress", show)
+    monkeypatch.setattr(progress_bar, "write_text", events.append)
+    with progress_bar.TextScreen(Output()) as screen:
         screen.progress("loading", 0, 0)
         screen.progress("reading", 0, 1)
         screen.write("a b\n")
@@ -201,7 +201,7 @@ def ctrl_c(monkeypatch, interruptible):
         if len(pieces) == 10:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("rotationzoo.cli.text_screen.write_text", press)
+    monkeypatch.setattr("rotationzoo.cli.progress_bar.write_text", press)
     return pieces
 
 

@@ -77,7 +77,7 @@ def evaluation(arms: int = 3) -> Measured:
 
 
 def show_evaluate():
-    from rotationzoo.cli.evaluate_view import show_evaluation
+    from rotationzoo.cli.evaluate import show_evaluation
 
     show_evaluation(Output(), evaluation())
     answers = ["96.1% ±1.2%", "-12.30 ±0.12", "96% -12.3"]

@@ -14,7 +14,7 @@ from support.reports import arm, exact
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.cli import evaluate_view
+from rotationzoo.cli import evaluate as evaluate_view
 from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import BASELINES, build_arms
 from rotationzoo.evaluation.evaluate import evaluate

@@ -11,8 +11,8 @@ from support.reports import evaluate
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cli.command_line import remember_words
-from rotationzoo.cli.evaluate_view import suggest_next
+from rotationzoo.cli.evaluate import suggest_next
+from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import UsageError

@@ -23,7 +23,7 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
-from rotationzoo.report import figures
+from rotationzoo.report import charts
 from rotationzoo.report.arms import label_arms
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
@@ -260,8 +260,8 @@ def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
     made = Made(model="someone/large")
     folder = make_artifact(tmp_path / "made", made, make_evaluation(made))
     page, drawn = tmp_path / "page.html", []
-    draw = figures.draw_inline
-    monkeypatch.setattr(figures, "draw_inline", lambda *chart: drawn.append(chart) or draw(*chart))
+    draw = charts.draw_inline
+    monkeypatch.setattr(charts, "draw_inline", lambda *chart: drawn.append(chart) or draw(*chart))
     result = inside("report", folder, "-o", page, "--save", "--json")
     assert json.loads(result.stdout)["report"] == str(page)
     assert len(drawn) == 1, "one drawing, on both pages"

@@ -1,0 +1,103 @@
+"""The commands that output and hints name: the one that is running, and those to run next."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from rotationzoo.cli.output import Output, say
+from rotationzoo.codec.engines import ENGINES
+from rotationzoo.words import counted
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+
+_words: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
+
+
+def remember_words(words: Sequence[str]) -> None:
+    """Remember the words after `rotationzoo` on the command line."""
+    _words.set(tuple(words))
+
+
+def typed_words(*left_out: str) -> list[str]:
+    """The words after `rotationzoo` on the command line, without some of its options, such as
+    `--dry-run`."""
+    return [word for word in _words.get() if word not in left_out]
+
+
+def retyped(options: Mapping[str, str]) -> list[str]:
+    """The words with these `options` in place of the ones of the same names."""
+    kept: list[str] = []
+    words = iter(_words.get())
+    for word in words:
+        if word in options:
+            next(words, None)
+        elif word.split("=")[0] not in options:
+            kept.append(word)
+    return [*kept, *(word for pair in options.items() for word in pair)]
+
+
+def shell_line(*words: str) -> str:
+    """A command to copy, quoted for the shell. `words`: what stands after `rotationzoo`."""
+    return shlex.join(["rotationzoo", *words])
+
+
+def named(model: str, revision: str | None) -> list[str]:
+    """The words that name a model."""
+    return [model, "--revision", revision] if revision else [model]
+
+
+def served(engine: str | None) -> list[str]:
+    """The option for an engine whose format can be measured."""
+    return ["--for", engine] if engine and ENGINES[engine].format else []
+
+
+def show_artifact(out: Output, artifact: "Artifact", with_time: bool = True) -> None:
+    """Print a summary of an artifact; `inspect` prints the full table.
+
+    `with_time`: also print how long the calibration took, which is of interest only if it has just
+    run.
+    """
+    manifest = artifact.manifest
+    tokens = manifest.calibration.tokens if manifest.calibration else 0
+    data = {
+        "artifact": str(artifact.folder),
+        "identity": artifact.identity,
+        "model": manifest.model.id,
+        "revision": manifest.model.revision,
+        "recipe": artifact.recipe.name,
+        "layers": len(artifact.rotations),
+        "tokens": tokens,
+        "seconds": manifest.run.seconds,
+        "peak_memory_bytes": manifest.run.peak_memory_bytes,
+        "orthogonality_error": manifest.metrics.orthogonality_error,
+    }
+    out.notes(manifest.notes)
+    made = f"{manifest.model.id}: rotations of {counted(len(artifact.rotations), 'layer')}"
+    if with_time and manifest.imported is None:
+        made += f", from {counted(tokens, 'token')} in {manifest.run.seconds:.1f} s"
+    folder = str(artifact.folder)
+    out.result(data, folder, lambda: say(made, f"Folder: {folder}"))
+
+
+def suggest_step(
+    out: Output, artifact: "Artifact", model: list[str] | None = None, engine: str | None = None
+) -> None:
+    """Suggest what an artifact lacks: an evaluation that it keeps, in the engine that the user
+    named, and then the report on it. `model`: as in `suggest_text`."""
+    from rotationzoo.model.absorbed import model_words
+
+    folder = str(artifact.folder)
+    if model is None and artifact.manifest.metrics.evaluation is not None:
+        out.suggest("report", folder)
+    else:
+        words = model or model_words(artifact)
+        out.suggest("evaluate", *words, folder, *served(engine), "--save")
+
+
+def suggest_text(out: Output, artifact: "Artifact", model: list[str]) -> None:
+    """Suggest to write text through a cache with these rotations. `model`: the words that name
+    it, as the user did."""
+    prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
+    out.suggest("generate", *model, "--rotations", str(artifact.folder), *prompt)
