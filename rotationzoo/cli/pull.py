@@ -13,7 +13,7 @@ from rotationzoo.codec.engines import ENGINES, PullEngineName
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.zoo.download import Pulled
+    from rotationzoo.zoo.pull import Pulled
 
 
 def pull_command(

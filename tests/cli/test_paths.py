@@ -21,7 +21,7 @@ from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
-from rotationzoo.zoo.upload import prepare_upload
+from rotationzoo.zoo.push import prepare_upload
 
 SMALL = Data(tokens=1024, length=512)
 
