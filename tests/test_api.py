@@ -10,8 +10,8 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo import by_name, index
-from rotationzoo.zoo.download import Pulled
 from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.pull import Pulled
 
 SLOW = {
     "torch",

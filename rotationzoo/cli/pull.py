@@ -12,7 +12,7 @@ from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import ENGINES, PullEngineName
 
 if TYPE_CHECKING:
-    from rotationzoo.zoo.download import Pulled
+    from rotationzoo.zoo.pull import Pulled
 
 
 def pull_command(

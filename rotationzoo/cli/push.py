@@ -17,9 +17,8 @@ from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.hubs.protocol import Published
-    from rotationzoo.zoo.push import Destination
+    from rotationzoo.zoo.push import Destination, Upload
     from rotationzoo.zoo.signed_index import IndexSigner
-    from rotationzoo.zoo.upload import Upload
 
 KEYLESS, NONE = "keyless", "none"
 _IN_CI = (
@@ -111,9 +110,8 @@ def push_command(
     out = Output(json, quiet)
     hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry
+    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, prepare_upload
     from rotationzoo.zoo.signed_index import root_names
-    from rotationzoo.zoo.upload import prepare_upload
 
     signer = choose_signer(sign, adopt_index, trust_config)
     opened = Artifact.open(artifact)

@@ -105,8 +105,7 @@ def regenerate_command(
     add_report(Artifact.open(job.output))
     places: dict[str, Published] = {}
     if to is not None:
-        from rotationzoo.zoo.push import Destination
-        from rotationzoo.zoo.upload import prepare_upload
+        from rotationzoo.zoo.push import Destination, prepare_upload
 
         artifact = Artifact.open(job.output)
         upload = prepare_upload(artifact, zoo)

@@ -214,10 +214,14 @@ class Index(_Growing):
         """
         entries = []
         for listed in self.entries:
-            if (listed.model, listed.identity) == (entry.model, entry.identity):
-                entry = _merged(listed, entry)
-            else:
+            if (listed.model, listed.identity) != (entry.model, entry.identity):
                 entries.append(listed)
+                continue
+            copies = {(copy.hub, copy.repo): copy for copy in (*listed.copies, *entry.copies)}
+            changes = {**(listed.model_extra or {}), **(entry.model_extra or {})}
+            changes["copies"] = list(copies.values())
+            changes["created"] = listed.created or entry.created  # the earlier day of publication
+            entry = entry.model_copy(update=changes)
         return self.model_copy(update={"entries": _sorted([*entries, entry])})
 
     def text(self) -> str:
@@ -257,15 +261,6 @@ def read(path: Path) -> Index:
     return parse(files.read(Path(os.path.realpath(path)), strict_json.LIMIT), str(path))
 
 
-def _merged(listed: Entry, entry: Entry) -> Entry:
-    """The newer entry with the copies of both entries, the earlier day of publication, and the keys
-    of both that this version does not know."""
-    copies = {(copy.hub, copy.repo): copy for copy in (*listed.copies, *entry.copies)}
-    unknown = {**(listed.model_extra or {}), **(entry.model_extra or {})}
-    changes = {"copies": list(copies.values()), "created": listed.created or entry.created}
-    return entry.model_copy(update={**unknown, **changes})
-
-
 def _sorted(entries: list[Entry]) -> list[Entry]:
     def key(entry: Entry) -> tuple[str, bool, str, str]:
         return entry.model.lower(), entry.format != "rotationzoo", entry.recipe, entry.identity
@@ -298,15 +293,6 @@ ROOT_FILES = NAME, "README.md", "config.json"
 
 def render_root_files(repo: str, content: Index) -> dict[str, bytes]:
     """Path -> content of the root files of a repository with this index."""
-    contents = (
-        content.text().encode(),
-        _render_card(repo, content).encode(),
-        b'{"library_name": "rotationzoo"}\n',
-    )
-    return dict(zip(ROOT_FILES, contents, strict=True))
-
-
-def _render_card(repo: str, content: Index) -> str:
     models = sorted({entry.model for entry in content.entries})
     # Hugging Face accepts only hub ids as base models, and a local model's name has no owner.
     bases = "".join(f"- {model}\n" for model in models if "/" in model)
@@ -315,6 +301,8 @@ def _render_card(repo: str, content: Index) -> str:
     for entry in content.entries:
         path, revision = entry.copies[0].path, entry.model_revision or ""
         rows += f"| {entry.model} | `{revision}` | {entry.recipe} | [{path}]({path}) |\n"
-    return _CARD.format(
+    card = _CARD.format(
         base_models=base_models, index_name=NAME, model=models[0], repo=repo, rows=rows
     )
+    contents = content.text(), card, '{"library_name": "rotationzoo"}\n'
+    return {name: text.encode() for name, text in zip(ROOT_FILES, contents, strict=True)}

@@ -7,7 +7,7 @@ from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.recipe.rope_scaling import RopeScaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUB_NAMES, HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 
 ZOO = "rotationzoo/zoo"
@@ -61,14 +61,16 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
     try:
         return read_index(repo or ZOO, hub_name)
     except HubError as error:
-        if repo is not None:
-            elsewhere = _elsewhere_hint(hub_name) if error.missing else ""
-            raise HubError(str(error), hint=f"{error.hint}{elsewhere}") from error
+        hint = error.hint or ""
         # Without a token, a hub may not say whether a repository is missing or private.
-        if error.missing or error.hidden:
+        if repo is None and (error.missing or error.hidden):
             origin = f"the index that came with rotationzoo ({error})"
             return LoadedIndex(index.read(index.WHEEL_COPY), origin)
-        hint = f"{error.hint}; or read the list that came with rotationzoo: --index {BUNDLED_INDEX}"
+        if repo is None:
+            hint += f"; or read the list that came with rotationzoo: --index {BUNDLED_INDEX}"
+        elif error.missing and hub_name == DEFAULT_HUB:
+            for name in HUB_NAMES[1:]:
+                hint += f"; or, if it is on {HUBS[name].title}, add: --from {name}"
         raise HubError(str(error), hint=hint) from error
 
 
@@ -120,11 +122,13 @@ def choose_entry(
     copies. Raises `RotationZooError` if the model has no entry that can be pulled, and `UsageError`
     for a scaling that cannot be.
     """
-    matching = []
-    for listed in loaded.content.entries:
-        is_meant = listed.model.lower() == model.lower() and recipe in (None, listed.recipe)
-        if is_meant and any(copy.hub in hubs for copy in listed.copies):
-            matching.append(listed)
+
+    def is_meant(entry: Entry) -> bool:
+        is_there = any(copy.hub in hubs for copy in entry.copies)
+        named = entry.model.lower() == model.lower() and recipe in (None, entry.recipe)
+        return named and is_there
+
+    matching = list(filter(is_meant, loaded.content.entries))
     if not matching:
         which = f" with the recipe {recipe}" if recipe else ""
         raise RotationZooError(
@@ -184,14 +188,3 @@ def _of_scaling(
             hint=f"{known}; or make one with: {make}",
         )
     return [entry for entry in entries if entry.rope_scaling in fitting], []
-
-
-def _elsewhere_hint(hub_name: str) -> str:
-    """A hint that names the options for the other hubs, if the default hub was asked."""
-    if hub_name != DEFAULT_HUB:
-        return ""
-    hints = []
-    for name, entry in HUBS.items():
-        if name != DEFAULT_HUB:
-            hints.append(f"; or, if it is on {entry.title}, add: --from {name}")
-    return "".join(hints)

@@ -41,25 +41,18 @@ def listed_name(model: Model) -> str:
             )
         return model.id
     name = re.sub(r"[^\w.-]", "-", Path(model.id).name) or "model"
-    if name.lower() == DEMO_NAME and not _is_demo(model):
+    if name.lower() != DEMO_NAME:
+        return name
+    demo = Source(DEMO_NAME, DEMO, None)
+    actual = hash_config(demo.folder), weights_fingerprint(demo)
+    recorded = model.config_sha256, model.weights_fingerprint
+    if any(found not in (None, known) for found, known in zip(recorded, actual, strict=True)):
         raise RotationZooError(
             f"a folder called {name} is listed as the model that comes with rotationzoo, which it "
             "is not",
             hint=_OTHER_NAME_HINT,
         )
     return name
-
-
-def _is_demo(model: Model) -> bool:
-    """Whether the hashes in a manifest, where it has them, match the bundled demo model."""
-    demo = Source(DEMO_NAME, DEMO, None)
-    return model.config_sha256 in (
-        hash_config(demo.folder),
-        None,
-    ) and model.weights_fingerprint in (
-        weights_fingerprint(demo),
-        None,
-    )
 
 
 def describe(artifact: Artifact) -> dict[str, Any]:

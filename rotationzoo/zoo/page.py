@@ -126,10 +126,8 @@ def _figures(entry: Entry) -> dict[str, Cell]:
     answers = Cell(UNKNOWN)
     if share is not None:
         answers = Cell(f"{percent(share)} of {figures.questions:,}", share)
-    sizes = [file.size for file in entry.files.values()]
-    size = None
-    if sizes and None not in sizes:
-        size = sum(filter(None, sizes))
+    sizes = [file.size for file in entry.files.values() if file.size is not None]
+    size = sum(sizes) if 0 < len(sizes) == len(entry.files) else None
     date = entry.created and entry.created[:10]
     return {
         "Answers": answers,
@@ -170,12 +168,11 @@ def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | N
     words = ["rotationzoo", "pull", entry.model, "--recipe", entry.recipe]
     if entry.rope_scaling:
         words += ["--rope-scaling", entry.rope_scaling]
-    alike = [other for other in loaded.content.entries if _wanted(other) == _wanted(entry)]
+
+    def named(listed: Entry) -> tuple[str, str, str | None]:
+        return listed.model, listed.recipe, listed.rope_scaling
+
+    alike = [other for other in loaded.content.entries if named(other) == named(entry)]
     if len(alike) > 1 and entry.model_revision:
         words += ["--revision", entry.model_revision]
     return shlex.join([*words, *place])
-
-
-def _wanted(entry: Entry) -> tuple[str, str, str | None]:
-    """The part of an entry that a `pull` command without a revision names."""
-    return entry.model, entry.recipe, entry.rope_scaling

@@ -5,38 +5,44 @@ OSCAR's authors publish pairs of `.pt` files without hashes. The first download 
 in `zoo.lock.json` next to the files. Later downloads must agree with them.
 """
 
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from rotationzoo.artifact.leftovers import unlisted_files
 from rotationzoo.artifact.manifest import PlainName
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.rotation_checks import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import disk_errors, sha256, write_new
-from rotationzoo.storage.folders import install, recover, temporary_sibling
-from rotationzoo.writer import remember
-from rotationzoo.zoo.download import (
-    LOCK,
-    WAY_OUT,
-    Pulled,
-    cache_folder,
-    check_target,
-    download_files,
-    hash_files,
+from rotationzoo.storage.files import (
+    child,
+    disk_errors,
+    regular_file,
+    sha256,
+    size_of,
+    write_new,
 )
+from rotationzoo.storage.folders import check_name, install, recover, temporary_sibling
+from rotationzoo.storage.growth import size_of_all, tell_growth
+from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
-from rotationzoo.zoo.hubs.registry import open_hub
+from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.ownership import check_entry
-from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_files, expected_signers
+from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_signature, read_signature
 
+_WAY_OUT = "choose another place with --local-dir"  # on a full disk
+LOCK = "zoo.lock.json"
+"""For files without published hashes: records their hashes at the first download."""
 MAX_BYTES = 4 << 30
 """The most bytes to download for one entry. The index gives no sizes for these files, so the only
 sizes are those that the hub itself claims."""
@@ -45,9 +51,27 @@ _UNHASHED_NOTE = (
 )
 
 
+@dataclass(frozen=True)
+class Pulled:
+    """A published rotation on this machine."""
+
+    path: Path
+    entry: Entry
+    copy: Copy
+    revision: str | None
+    files: dict[str, str]
+    """Name -> sha256 of the file on disk."""
+    notes: list[str] = field(default_factory=list)
+    artifact: Artifact | None = None
+    """The opened artifact, with whatever the checks have read of it. None for OSCAR's own files."""
+    signature: Finding | None = None
+    """The finding on its signature. None for OSCAR's own files, which have none."""
+
+
 class Lock(strict_json.Strict):
     """The content of `zoo.lock.json`: the revision and the hashes of the first download."""
 
+    repo: str = ""
     revision: Place
     files: dict[PlainName, File]
 
@@ -60,27 +84,27 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
     rotations.
     """
     lock = _read_lock(target)
-    recorded = hash_files(target, lock.files) if lock else None
+    recorded = _hash_files(target, lock.files) if lock else None
     try:
         revision = copy.revision or open_hub(copy.hub).resolve(copy.repo)
     except HubError as error:
         if lock is None or recorded is None:
             raise
-        note = f"{error}; these are the files recorded earlier"
-        return Pulled(target, entry, copy, lock.revision, recorded, [note])
-    if lock is not None and recorded is not None and lock.revision == revision:
+        revision, note = lock.revision, f"{error}; these are the files recorded earlier"
+    else:
         note = "it was here already, as recorded"
+    if lock is not None and recorded is not None and lock.revision == revision:
         return Pulled(target, entry, copy, revision, recorded, [note])
-    check_target(target, entry)
-    with disk_errors(target, WAY_OUT), temporary_sibling(target) as work:
+    _check_target(target, entry)
+    with disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
         sizes = _find_sizes(entry, copy, revision)
-        downloaded = download_files(copy, revision, sizes, work, progress)
-        files, hashes = {}, {}
-        for name in entry.files:
+        downloaded = _download_files(copy, revision, sizes, work, progress)
+        files = {}
+        for name, listed in entry.files.items():
             path = downloaded / name
-            hashes[name] = sha256(path)
-            files[name] = File(size=path.stat().st_size, sha256=hashes[name])
-            if not _is_as_recorded(name, hashes[name], entry, lock):
+            files[name] = File(size=path.stat().st_size, sha256=sha256(path))
+            earlier = lock.files.get(name, listed) if lock else listed
+            if not {listed.sha256, earlier.sha256} <= {None, files[name].sha256}:
                 raise RotationZooError(
                     f"{name} of {copy.repo} at {revision} is not the file that was recorded: "
                     "its sha256 differs",
@@ -88,8 +112,10 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
                     f"{target} and run the command again",
                 )
             check_matrices(read_pt(path))
-        _write_lock(downloaded, copy, revision, files)
+        made = Lock(repo=copy.repo, revision=revision, files=files)
+        write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
         install(downloaded, target)
+    hashes = {name: file.sha256 or "" for name, file in files.items()}
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
 
 
@@ -118,14 +144,6 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
     return sizes
 
 
-def _is_as_recorded(name: str, sha256: str, entry: Entry, lock: Lock | None) -> bool:
-    """Whether a file's hash agrees with the index and the lock, where these have a hash."""
-    recorded = [entry.files[name]]
-    if lock is not None and name in lock.files:
-        recorded.append(lock.files[name])
-    return all(file.sha256 in (None, sha256) for file in recorded)
-
-
 def _read_lock(target: Path) -> Lock | None:
     """The lock of a folder. None if it has none; a damaged lock counts as none."""
     recover(target)
@@ -133,15 +151,6 @@ def _read_lock(target: Path) -> Lock | None:
         return Lock.model_validate(strict_json.read(target / LOCK))
     except (RotationZooError, ValidationError):
         return None
-
-
-def _write_lock(folder: Path, copy: Copy, revision: str, files: dict[str, File]) -> None:
-    content = {
-        "repo": copy.repo,
-        "revision": revision,
-        "files": {name: file.model_dump() for name, file in files.items()},
-    }
-    write_new(folder / LOCK, strict_json.text(content))
 
 
 _NO_DEMAND = Demand()
@@ -187,7 +196,7 @@ def pull(
     revision = loaded.revision_of(copy)
     what = f"{copy.path} of {copy.repo}"
     # Before anything is downloaded.
-    expected = expected_signers(demand, entry.signer, loaded.hub is None, what)
+    expected = demand.expected(entry.signer, loaded.hub is None, what)
     if entry.format == "oscar":
         if expected:
             raise RotationZooError(
@@ -195,9 +204,9 @@ def pull(
                 hint="make rotations of your own with: rotationzoo calibrate " + entry.model,
             )
         # An update replaces the earlier files, so the cache folder does not depend on the revision.
-        return pull_oscar(entry, copy, local_dir or cache_folder(copy, None), progress)
-    target = local_dir or cache_folder(copy, revision)
-    hashes = hash_files(target, entry.files)
+        return pull_oscar(entry, copy, local_dir or _cache_folder(copy, None), progress)
+    target = local_dir or _cache_folder(copy, revision)
+    hashes = _hash_files(target, entry.files)
     if hashes is not None:
         artifact = Artifact.open(target, hashes)
         if unlisted := unlisted_files(artifact):
@@ -205,16 +214,15 @@ def pull(
                 f"{target} is not only what was pulled: {unlisted[0]}",
                 hint="move it elsewhere and run the same command again",
             )
-        check_entry(entry, artifact, what)
-        finding = _check_signature(loaded, entry, artifact, what, demand)
+        finding = _check(loaded, entry, artifact, what, demand)
         remember(artifact.identity)
         notes = ["it was here already"]
         return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
-    check_target(target, entry)
+    _check_target(target, entry)
     revision = revision or hub.resolve(copy.repo)
-    with disk_errors(target, WAY_OUT), temporary_sibling(target) as work:
+    with disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
-        downloaded = download_files(copy, revision, sizes, work, progress)
+        downloaded = _download_files(copy, revision, sizes, work, progress)
         hashes = {name: sha256(downloaded / name) for name in entry.files}
         for name, file in entry.files.items():
             if hashes[name] != file.sha256:
@@ -229,18 +237,90 @@ def pull(
         checked = verify(artifact)
         if not checked.ok:
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
-        check_entry(entry, artifact, what)
-        finding = _check_signature(loaded, entry, artifact, what, demand)
+        finding = _check(loaded, entry, artifact, what, demand)
         install(downloaded, target)
     remember(artifact.identity)
     moved = artifact.moved_to(target)
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
 
 
-def _check_signature(
+def _check(
     loaded: LoadedIndex, entry: Entry, artifact: Artifact, what: str, demand: Demand
 ) -> Finding:
-    """Check the signature of an artifact whose files were just hashed."""
+    """Check the model and the signature of an artifact whose files were just hashed."""
+    check_entry(entry, artifact, what)
     hashes = {name: artifact.hashes[name] for name in entry.files}
-    signed = Signed(what, hashes, None, entry.signer, loaded.hub is None)
-    return check_files(signed, artifact.folder, demand)
+    # One that the index does not list is of no entry.
+    signature = read_signature(artifact.folder) if SIGNATURE in hashes else None
+    signed = Signed(what, hashes, signature, entry.signer, loaded.hub is None)
+    return check_signature(signed, demand)
+
+
+def _cache_folder(copy: Copy, revision: str | None) -> Path:
+    """The default folder for pulled files: huggingface_hub's cache of assets of other libraries."""
+    from huggingface_hub import cached_assets_path
+
+    place = cached_assets_path("rotationzoo", namespace=copy.hub, subfolder=copy.repo)
+    return child(place, f"{revision or 'unpinned'}/{copy.path}")
+
+
+def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
+    """Name -> sha256 of the listed files in a folder.
+
+    Returns None if a file is missing, is not a regular file of the folder, or differs from its
+    listing in size or hash.
+    """
+    hashes: dict[str, str] = {}
+    # A killed process may have left the folder set aside under another name.
+    recover(folder)
+    for name, file in listed.items():
+        try:
+            path = regular_file(folder, name)
+        except RotationZooError:
+            return None
+        # Compare sizes first: hashing a file of the wrong size would waste time.
+        if size_of(path) != file.size:
+            return None
+        hashes[name] = sha256(path)
+        if hashes[name] != file.sha256:
+            return None
+    return hashes
+
+
+def _check_target(target: Path, entry: Entry) -> None:
+    """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
+    check_name(target)
+    names = set()
+    if target.is_dir():
+        names = {path.name for path in target.iterdir()}
+    is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
+    if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
+        raise RotationZooError(
+            f"{target} exists and holds other files", hint="choose another place with --local-dir"
+        )
+
+
+def _download_files(
+    copy: Copy, revision: str | None, sizes: Mapping[str, int], work: Path, progress: Progress
+) -> Path:
+    """Fetch the files of a copy; `sizes` maps each name to its size in bytes.
+
+    Returns a folder inside `work` that holds these files and nothing else. Raises
+    `RotationZooError` before the first download if the disk has no room for all of them.
+    """
+    needed, free = sum(sizes.values()), shutil.disk_usage(work).free
+    if needed > free:
+        raise RotationZooError(
+            f"{copy.path} of {copy.repo} is {needed:,} bytes, and {free:,} are free on the disk",
+            hint="make room, or choose another place with --local-dir",
+        )
+    raw, clean = work / "download", work / "files"
+    paths = {copy.path_of(name): size for name, size in sizes.items()}
+    stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
+    with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
+        open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
+    # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
+    clean.mkdir()
+    for name in sizes:
+        regular_file(raw, copy.path_of(name)).rename(child(clean, name))
+    return clean

@@ -1,22 +1,194 @@
-"""Publishing an artifact to a zoo repository, together with its index, in one commit per hub."""
+"""Publishing an artifact to a zoo repository: its files with their index entry, and one commit per
+hub that holds both."""
 
+import datetime
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent
+from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
+from rotationzoo.artifact.measured import plain_arm
+from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import bits_per_element
+from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.progress import Progress, silent
-from rotationzoo.storage.files import replace
+from rotationzoo.report.card import render_card
+from rotationzoo.storage import files as storage
+from rotationzoo.storage import strict_json
+from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.storage.locks import locked
 from rotationzoo.zoo import index, signed_index
-from rotationzoo.zoo.hubs.protocol import Hub, Publication, Published
-from rotationzoo.zoo.hubs.registry import HUBS, open_hub
-from rotationzoo.zoo.index import Copy, Entry, Index, render_root_files
-from rotationzoo.zoo.ownership import check_unclaimed
+from rotationzoo.zoo.hubs.protocol import Publication, Published
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
+from rotationzoo.zoo.index import (
+    BITS_FORMAT,
+    REPOSITORY,
+    Copy,
+    Entry,
+    File,
+    Index,
+    Listed,
+    render_root_files,
+)
+from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
-from rotationzoo.zoo.upload import Upload
+from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signing.verify import (
+    claimed_signer,
+    is_installed,
+    parse_bundle,
+    read_signature,
+    signed_part,
+)
 
 _ATTEMPTS = 4  # another attempt follows another commit in between
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Everything that one artifact adds to a repository."""
+
+    files: dict[str, Path | bytes]
+    """Name -> file of the artifact, or content that was rendered for this upload."""
+    path: str
+    """The folder in the repository."""
+    tag: str
+    entry: Entry
+    """The index entry. Its one copy names repository and folder; `push` replaces it with one that
+    has the right hub and revision."""
+
+    @property
+    def message(self) -> str:
+        """The title of the commit or pull request."""
+        return f"Add {self.entry.model}, {self.path.split('/')[1]}"
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether it has a signature, such as that of an artifact that was pulled."""
+        return SIGNATURE in self.files
+
+    def signed_by(self, tool: SigningTool) -> "Upload":
+        """The same upload with a new signature. Raises `RotationZooError`."""
+        signed = {name: self.files[name] for name in self._signed_part()}
+        return self._with_signature(*tool.sign(signed, self.path.split("/")[1]))
+
+    def _signed_part(self) -> dict[str, str]:
+        return signed_part({name: file.sha256 or "" for name, file in self.entry.files.items()})
+
+    def _with_signature(self, signature: bytes, signer: Signer | None) -> "Upload":
+        files = {**self.entry.files, SIGNATURE: _describe_file(signature)}
+        entry = self.entry.model_copy(
+            update={"files": dict(sorted(files.items())), "signer": signer}
+        )
+        return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
+
+    def with_earlier_signature(self, folder: Path) -> "Upload":
+        """The same upload with the signature in the artifact's folder, if it is for these files.
+
+        It is for others if something was added to the artifact, or is left out.
+        """
+        signature = read_signature(folder)
+        if signature is None:
+            return self
+        bundle = parse_bundle(signature, f"the signature of {folder}")
+        if bundle.files != self._signed_part():
+            return self
+        signer = claimed_signer(bundle, str(folder)) if is_installed() else None
+        return self._with_signature(signature, signer)
+
+    def listing(self, signs: bool = False) -> list[dict[str, Any]]:
+        """Path, size and sha256 of each file, for `--dry-run`. `signs`: whether a signature is
+        still to be made, whose size and sha256 are None."""
+        files = {**self.entry.files, SIGNATURE: File()} if signs else self.entry.files
+        rows = []
+        for name, file in sorted(files.items()):
+            rows.append({"path": f"{self.path}/{name}", "size": file.size, "sha256": file.sha256})
+        return rows
+
+
+def prepare_upload(
+    artifact: Artifact, repo: str, statistics: bool = True, published: datetime.date | None = None
+) -> Upload:
+    """Verify an artifact and prepare its upload.
+
+    `statistics`: whether to publish the statistics too. `published`: the day of the entry, by
+    which the newest of several is found; today by default. Raises `RotationZooError` if the
+    artifact is not sound or is bound to no model, and `UsageError` if `repo` is not a repository
+    id.
+    """
+    if not re.fullmatch(REPOSITORY, repo):
+        raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
+    if not artifact.bound:
+        raise RotationZooError(
+            f"{artifact.folder} is not published: its model is not known",
+            hint="import its files again with --model MODEL",
+        )
+    verification = verify(artifact)
+    if not verification.ok:
+        raise RotationZooError(
+            f"{artifact.folder} is not published: {verification.problems[0]}",
+            hint=f"see: rotationzoo verify {artifact.folder}",
+        )
+    files = _collect_files(artifact, statistics, repo)
+    model = listed_name(artifact.manifest.model)
+    folder = model.replace("/", "__")
+    slug = f"{artifact.recipe.name}-{artifact.identity[:12]}"
+    path = f"{folder}/{slug}"
+    copy = Copy(hub=DEFAULT_HUB, repo=repo, path=path)
+    day = published or datetime.datetime.now(datetime.UTC).date()
+    metrics = artifact.content["metrics"]
+    entry = Entry(
+        **describe(artifact),
+        model=model,
+        files={name: _describe_file(content) for name, content in sorted(files.items())},
+        copies=[copy],
+        evaluation=metrics.get("evaluation"),
+        validation=metrics.get("validation"),
+        summary=_list_figures(artifact),
+        created=day.isoformat(),
+    )
+    upload = Upload(files, path, f"{folder}-{slug}", entry)
+    return upload.with_earlier_signature(artifact.folder)
+
+
+def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str, Path | bytes]:
+    """The files that the manifest lists, with a new manifest and card that list exactly these."""
+    names = [name for name in artifact.manifest.files if statistics or name != STATISTICS]
+    files: dict[str, Path | bytes] = {name: regular_file(artifact.folder, name) for name in names}
+    listed = {name: artifact.content["files"][name] for name in names}
+    content = {**artifact.content, "files": listed}
+    files[MANIFEST] = strict_json.text(content)
+    # Render the card again: the manifest has no hash of the one in the folder, so anybody may have
+    # changed it. The new one says from where to pull.
+    files[CARD] = render_card(parse_manifest(content, "the manifest"), repo).encode()
+    return files
+
+
+def _list_figures(artifact: Artifact) -> Listed:
+    """The figures that a list of published rotations shows."""
+    layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[BITS_FORMAT])
+    bits = bits_per_element(artifact.geometry, layout)
+    figures: dict[str, Any] = {"bits_per_element": round(bits, 4)}
+    evaluation = artifact.manifest.metrics.evaluation
+    arm = None if evaluation is None else plain_arm(evaluation.arms, artifact.identity)
+    if arm is not None:
+        figures["perplexity_increase"] = arm.perplexity_increase
+        if arm.all_tasks is not None:
+            figures["answered"] = arm.all_tasks.answered
+            figures["questions"] = arm.all_tasks.questions
+    return Listed(**figures)
+
+
+def _describe_file(content: Path | bytes) -> File:
+    if isinstance(content, bytes):
+        return File(size=len(content), sha256=digest(content))
+    return File(size=content.stat().st_size, sha256=sha256(content))
 
 
 @dataclass(frozen=True)
@@ -66,8 +238,7 @@ def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
     even if nothing is published with it.
     """
     for hub_name in to.hubs:
-        head = _find_head(open_hub(hub_name), to.repo)
-        before = read_own_index(hub_name, to.repo, head)
+        before = read_own_index(hub_name, to.repo)
         check_unclaimed(before.content, upload.entry, to.repo)
         signer.check(before)
 
@@ -78,7 +249,7 @@ def extend_index_file(path: Path, entry: Entry) -> None:
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
     with locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else Index()
-        replace(path, before.extended(entry).text().encode())
+        storage.replace(path, before.extended(entry).text().encode())
 
 
 def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> Entry:
@@ -99,8 +270,7 @@ def _push_to_hub(
     copy = Copy(hub=hub_name, repo=repo, path=upload.path, revision=revision)
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):
-        parent = _find_head(hub, repo)
-        before = read_own_index(hub_name, repo, parent)
+        before = read_own_index(hub_name, repo)
         check_unclaimed(before.content, entry, repo)
         files = {f"{upload.path}/{name}": content for name, content in upload.files.items()}
         content = before.content.extended(entry)
@@ -109,21 +279,11 @@ def _push_to_hub(
         else:
             content, files[signed_index.NAME] = signer.sign(before, content)
         files |= render_root_files(repo, content)
-        publication = Publication(repo, files, upload.message, parent, upload.tag, to.create_pr)
+        parent, message = before.revision, upload.message
         try:
-            return hub.publish(publication)
+            return hub.publish(Publication(repo, files, message, parent, upload.tag, to.create_pr))
         except StaleParent:
             continue  # there was a commit in between, so extend its index
     raise HubError(
         f"{repo} changes faster than it can be extended", hint="run the same command again later"
     )
-
-
-def _find_head(hub: Hub, repo: str) -> str | None:
-    """The newest revision of a repository. None if it does not exist: publishing creates it."""
-    try:
-        return hub.resolve(repo)
-    except HubError as error:
-        if not error.missing:
-            raise
-        return None

@@ -5,6 +5,7 @@ which must not be worse than the published ones.
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,13 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Hub
         recipe = recipes.load(str(path))
         if recipe.model:
             recipes_by_path[path] = recipe
-
-    def look_at(path: Path) -> DueModel | HubError | None:
-        try:
-            return _look_at(hub, path, recipes_by_path[path], index)
-        except HubError as error:
-            return error
-
+    look_at = partial(_look_at, hub, index)
     with ThreadPoolExecutor(_WORKERS) as pool:
-        answers = list(pool.map(look_at, recipes_by_path))
-    due, errors = [], {}
+        answers = list(pool.map(look_at, recipes_by_path, recipes_by_path.values()))
+    due = [answer for answer in answers if isinstance(answer, DueModel)]
+    errors = {}
     for recipe, answer in zip(recipes_by_path.values(), answers, strict=True):
-        if isinstance(answer, DueModel):
-            due.append(answer)
-        elif isinstance(answer, HubError):
+        if isinstance(answer, HubError):
             errors[recipe.model or ""] = answer
     if errors and len(errors) == len(answers):
         raise next(iter(errors.values()))
@@ -121,29 +115,36 @@ def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
     return max(of_name or artifacts, key=lambda entry: entry.created or "", default=None)
 
 
-def _look_at(hub: HuggingFace, path: Path, recipe: Recipe, index: Index) -> DueModel | None:
+def _look_at(
+    hub: HuggingFace, index: Index, path: Path, recipe: Recipe
+) -> DueModel | HubError | None:
     model = recipe.model or ""
-    revision, hashes = hub.contents(model)
     published = find_newest(index, model, recipe)
-    if published is None:
-        return DueModel(model, revision, None, str(path), "nothing is published")
-    reason = _find_reason(hub, recipe, published, revision, hashes)
-    if reason is None:
-        return None
-    return DueModel(model, revision, published.model_revision, str(path), reason)
+    try:
+        revision, hashes = hub.contents(model)
+        reason = _find_reason(hub, recipe, published, revision, hashes)
+    except HubError as error:
+        return error
+    was = published.model_revision if published else None
+    return None if reason is None else DueModel(model, revision, was, str(path), reason)
 
 
 def _find_reason(
-    hub: HuggingFace, recipe: Recipe, published: Entry, revision: str, hashes: dict[str, str]
+    hub: HuggingFace,
+    recipe: Recipe,
+    published: Entry | None,
+    revision: str,
+    hashes: dict[str, str],
 ) -> str | None:
     """The reason why new rotations are needed, or None.
 
     `hashes` maps the model's files at `revision` to their hashes.
     """
+    if published is None:
+        return "nothing is published"
     # The artifact of a model whose keys cannot be centered says so in its recipe.
-    followed = recipe, recipe.model_copy(update={"center_keys": False})
-    accepted = {each.hash for each in followed}
-    if published.recipe_sha256 not in accepted:
+    uncentered = recipe.model_copy(update={"center_keys": False})
+    if published.recipe_sha256 not in (recipe.hash, uncentered.hash):
         return "the recipe has changed"
     if published.model_revision == revision:
         return None
@@ -177,12 +178,11 @@ def regenerate(
     `RotationZooError` if the new rotations are worse than the published ones on the new revision.
     """
     artifact = calibrate(job, progress)
-    published = _pull_published(loaded, job, progress)
-    if published is not None and published.identity == artifact.identity:
-        published = None  # these are the same rotations
-    folders = [artifact.folder]
-    if published is not None:
-        folders.append(published.folder)
+    entry, published = find_newest(loaded.content, job.model, job.recipe), None
+    if entry is not None and entry.identity != artifact.identity:
+        place = pull(loaded, entry, entry.copies[0], progress=progress).path
+        published = Artifact.open(place)
+    folders = [each.folder for each in (artifact, published) if each is not None]
     shared = {name: getattr(job, name) for name in _SHARED}
     # The published rotations were made for the weights of an earlier revision.
     shared |= {"artifacts": folders, "save_to": folders[:1], "anyway": True}
@@ -247,10 +247,10 @@ def _compare_answers(
     report: Measured, new: MeasuredArm, published: MeasuredArm
 ) -> dict[str, Any] | None:
     """How the new rotations answer compared with the published ones; None without questions."""
-    answered = {arm.name: arm.tasks for arm in (new, published)}
     prompts = prompt_sizes(report.exact, new.tasks)
     if not prompts:
         return None
+    answered = {arm.name: arm.tasks for arm in (new, published)}
     verdict = judge_answers(answered, list(answered), prompts)
     return {**verdict.comparisons[0].model_dump(), "questions": verdict.questions}
 
@@ -267,10 +267,3 @@ def _fault_of_answers(answers: dict[str, Any]) -> str | None:
         value = answers["log_probability_p_value"]
         return f"right answers have {nats(difference, sign=True)} nats, p {value:.2g}"
     return None
-
-
-def _pull_published(loaded: LoadedIndex, job: Job, progress: Progress) -> Artifact | None:
-    entry = find_newest(loaded.content, job.model, job.recipe)
-    if entry is None:
-        return None
-    return Artifact.open(pull(loaded, entry, entry.copies[0], progress=progress).path)

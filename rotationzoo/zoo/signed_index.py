@@ -5,7 +5,7 @@ zoo of the same signer nor an older state passes for it."""
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.files import digest, disk_errors
 from rotationzoo.storage.files import replace as replace_file
@@ -16,8 +16,7 @@ from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.signing.make import SigningTool
-from rotationzoo.zoo.signing.signature_file import OWNERS_HINT
-from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_signature
+from rotationzoo.zoo.signing.verify import OWNERS_HINT, Demand, Finding, Signed, check_signature
 
 NAME = f"{index.NAME}.sig"
 LIFETIME = timedelta(days=180)
@@ -36,16 +35,24 @@ class OwnIndex:
     data: bytes | None = None
     """The file as it was read. None if there is none."""
     signature: bytes | None = None
+    revision: str | None = None
+    """Where it was read. None if there is no such repository: publishing creates it."""
 
 
-def read_own_index(hub_name: str, repo: str, revision: str | None) -> OwnIndex:
-    """The index of a repository at a revision, which is None if there is no such repository."""
+def read_own_index(hub_name: str, repo: str) -> OwnIndex:
+    """The newest index of a repository. Raises `HubError` if the hub cannot be read."""
     hub = open_hub(hub_name)
-    data = hub.read(repo, revision, index.NAME) if revision else None
-    if data is None:
+    try:
+        revision = hub.resolve(repo)
+    except HubError as error:
+        if not error.missing:
+            raise
         return OwnIndex(hub_name, repo, Index())
+    data = hub.read(repo, revision, index.NAME)
+    if data is None:
+        return OwnIndex(hub_name, repo, Index(), revision=revision)
     content = index.parse(data, f"{index.NAME} of {repo}")
-    return OwnIndex(hub_name, repo, content, data, hub.read(repo, revision, NAME))
+    return OwnIndex(hub_name, repo, content, data, hub.read(repo, revision, NAME), revision)
 
 
 @dataclass(frozen=True)
@@ -60,47 +67,40 @@ class IndexSigner:
         """The extended index, `content`, with a new statement, and its signature.
 
         If nothing has changed, and the signature that was there does not end soon, both are what
-        was there. Raises `RotationZooError` if the earlier index is not signed by the same signer:
-        a signature vouches for every entry, and anyone who controls the repository may have added
-        some.
+        was there. Raises as `check`.
         """
-        checks = not self.adopt and bool(before.content.entries)
-        earlier = _lasting_signature(before, content) if checks else None
-        if checks:
-            # First, because a keyless signature is entered in a public log for good.
-            self._check(before)
-        if earlier is not None and self.tool.signer is not None:
-            return content, earlier
-        # An unchecked index may have the highest counter that there is.
-        last = before.content.statement if checks else None
+        # First, because a keyless signature is entered in a public log for good.
+        self.check(before)
+        last = before.content.statement
+        lasting = None
+        if self.adopt or not before.content.entries:
+            last = None  # an unchecked index may have the highest counter that there is
+        elif last is not None and content.text().encode() == before.data:
+            left = date.fromisoformat(last.expires) - _today()
+            lasting = before.signature if left >= _RENEWAL else None
+        if lasting is not None and self.tool.signer is not None:
+            return content, lasting
         signed = content.model_copy(update={"statement": _next_statement(before, last)})
         signature, _ = self.tool.sign({index.NAME: signed.text().encode()}, "index")
-        if checks:
-            self._check(before)  # now the signer of a keyless signature is known, too
-        return (signed, signature) if earlier is None else (content, earlier)
+        self.check(before)  # now the signer of a keyless signature is known, too
+        return (signed, signature) if lasting is None else (content, lasting)
 
     def check(self, before: OwnIndex) -> None:
-        """Raise `RotationZooError` if the earlier index keeps `sign` from signing its extension, as
-        far as the signer is known before a signature is made."""
-        if not self.adopt and before.content.entries:
-            self.tool.identify()
-            self._check(before)
+        """Raise `RotationZooError` if the earlier index is not signed by the same signer, as far as
+        that is known before a signature is made.
 
-    def _check(self, before: OwnIndex) -> None:
-        """Check that the earlier index is signed, and by the same signer if that is known."""
-        what, signer = f"the index of {before.repo}", self.tool.signer
-        signers = () if signer is None else (signer,)
+        A signature vouches for every entry, and anyone who controls the repository may have added
+        some.
+        """
+        if self.adopt or not before.content.entries:
+            return
+        self.tool.identify()
+        signers = () if self.tool.signer is None else (self.tool.signer,)
         try:
-            if before.signature is None and signer is None:
-                raise RotationZooError(f"{what} has no signature")
-            demand = Demand(signers, bool(signers), self.tool.trust_config)
-            check_signature(_as_signed(what, before.data, before.signature), demand)
-            statement = _check_place(before.content, before.hub, before.repo)
-            if expired := _say_expired(statement):
-                raise RotationZooError(expired)
-            if signer is not None:
-                # An older state must not become the newest by being signed again.
-                _check_newest(statement)
+            if before.signature is None:
+                raise RotationZooError(f"the index of {before.repo} has no signature")
+            # What has ended or is older must not become the newest by being signed again.
+            _check(before, Demand(signers, bool(signers), self.tool.trust_config), may_end=False)
         except RotationZooError as error:
             listed = len(before.content.entries)
             raise RotationZooError(
@@ -134,52 +134,49 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     an older index than was read before if a signer is named, and for a signature that is missing or
     has expired if one is required.
     """
-    if loaded.hub is None or loaded.repo is None or loaded.data is None:
+    if loaded.hub is None or loaded.repo is None:
         return None
     signature = open_hub(loaded.hub).read(loaded.repo, loaded.revision, NAME)
-    what = f"the index of {loaded.repo}"
-    is_asked = demand.required or bool(demand.signers)
+    own = OwnIndex(loaded.hub, loaded.repo, loaded.content, loaded.data, signature)
     if signature is None and not demand.required:
-        finding = Finding("unsigned", f"{what} is not signed: only what it lists may be")
-        return finding if is_asked else None
-    finding = check_signature(_as_signed(what, loaded.data, signature), demand)
-    statement = _check_place(loaded.content, loaded.hub, loaded.repo)
-    if not is_asked:
-        return None
-    if expired := _say_expired(statement):
-        if demand.required:
+        note = f"the index of {loaded.repo} is not signed: only what it lists may be"
+        finding = Finding("unsigned", note)
+    else:
+        finding = _check(own, demand, may_end=not demand.required)
+    return finding if demand.required or demand.signers else None
+
+
+def _check(own: OwnIndex, demand: Demand, may_end: bool) -> Finding:
+    """Check a signature, its place, its last day unless it `may_end`, and if a signer is named,
+    that no newer one was seen on this machine."""
+    what, statement = f"the index of {own.repo}", own.content.statement
+    hashes = {index.NAME: digest(own.data or b"")}
+    finding = check_signature(Signed(what, hashes, own.signature), demand)
+    if statement is None:
+        raise RotationZooError(
+            f"the signature of {what} does not say which repository it is for",
+            hint="ask its owners to push with --sign and --adopt-index",
+        )
+    if (statement.hub, statement.repo) != (own.hub, own.repo):
+        signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
+        raise RotationZooError(
+            f"{what} on {HUBS[own.hub].title} was signed for {signed_for}", hint=OWNERS_HINT
+        )
+    if _today() > date.fromisoformat(statement.expires):
+        ended = f"the signature of {what} ended on {statement.expires}"
+        if not may_end:
             raise RotationZooError(
-                f"{expired}: what it lists may not be the newest",
+                f"{ended}: what it lists may not be the newest",
                 hint="ask its owners to push with --sign and --adopt-index, which renews it",
             )
-        finding = replace(finding, note=f"{finding.note}; {expired}")
-    _check_newest(statement)
+        finding = replace(finding, note=f"{finding.note}; {ended}")
+    if demand.signers:
+        _check_newest(statement)
     return finding
-
-
-def _as_signed(what: str, data: bytes | None, signature: bytes | None) -> Signed:
-    return Signed(what, {index.NAME: digest(data or b"")}, signature)
 
 
 def _today() -> date:
     return datetime.now(UTC).date()
-
-
-def _say_expired(statement: Statement) -> str:
-    """That the signature of an index has expired, in words; empty if it has not."""
-    if _today() <= date.fromisoformat(statement.expires):
-        return ""
-    return f"the signature of the index of {statement.repo} ended on {statement.expires}"
-
-
-def _lasting_signature(before: OwnIndex, content: Index) -> bytes | None:
-    """The signature of the earlier index if that is the same as `content`, and it does not end
-    soon."""
-    statement = before.content.statement
-    if statement is None or content.text().encode() != before.data:
-        return None
-    left = date.fromisoformat(statement.expires) - _today()
-    return before.signature if left >= _RENEWAL else None
 
 
 def _next_statement(before: OwnIndex, last: Statement | None) -> Statement:
@@ -190,24 +187,6 @@ def _next_statement(before: OwnIndex, last: Statement | None) -> Statement:
         counter = max(counter, last.counter + 1)
     expires = (_today() + LIFETIME).isoformat()
     return Statement(hub=before.hub, repo=before.repo, counter=counter, expires=expires)
-
-
-def _check_place(content: Index, hub: str, repo: str) -> Statement:
-    """The statement of a signed index. Raises `RotationZooError` if it is for another repository,
-    or does not say for which."""
-    statement = content.statement
-    if statement is None:
-        raise RotationZooError(
-            f"the signature of the index of {repo} does not say which repository it is for",
-            hint="ask its owners to push with --sign and --adopt-index",
-        )
-    if (statement.hub, statement.repo) != (hub, repo):
-        signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
-        raise RotationZooError(
-            f"the index of {repo} on {HUBS[hub].title} was signed for {signed_for}",
-            hint=OWNERS_HINT,
-        )
-    return statement
 
 
 def _check_newest(statement: Statement) -> None:

@@ -15,7 +15,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
 from rotationzoo.writer import add_files, check_writable
 from rotationzoo.zoo import index
-from rotationzoo.zoo.upload import prepare_upload
+from rotationzoo.zoo.push import prepare_upload
 
 
 @pytest.fixture

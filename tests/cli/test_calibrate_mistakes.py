@@ -62,9 +62,9 @@ def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp
     ("options", "says"),
     [
         ("--recipe oscr", "there is no recipe 'oscr', nor such a file (did you mean 'oscar'?)"),
-        ("--bits 2", "--bits 2 is no budget of more than 2 and at most 4 bits"),
-        ("--key-bits 3 --value-bits 20", "--value-bits 20 is no budget of more than 2"),
-        ("--key-bits 3", "a budget is --bits alone, or --key-bits and --value-bits together"),
+        ("--bits 2", "bits = 2.0 is no budget of more than 2 and at most 4 bits"),
+        ("--key-bits 3 --value-bits 20", "value_bits = 20.0 is no budget of more than 2"),
+        ("--key-bits 3", "give bits, or key_bits and value_bits together"),
         ("--bits abc", "Invalid value for '--bits': "),
     ],
 )

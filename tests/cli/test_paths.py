@@ -22,7 +22,7 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe, digest, name_of
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.zoo.upload import prepare_upload
+from rotationzoo.zoo.push import prepare_upload
 
 SMALL = Data(tokens=1024, length=512)
 

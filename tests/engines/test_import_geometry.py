@@ -21,7 +21,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.zoo.upload import prepare_upload
+from rotationzoo.zoo.push import prepare_upload
 
 TEXT = Data(tokens=1024, length=512)
 

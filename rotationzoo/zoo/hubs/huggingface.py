@@ -8,8 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,7 @@ from rotationzoo.network.huggingface_session import (
 )
 from rotationzoo.network.limits import NETWORK_HINT, save_chunks
 from rotationzoo.network.tokens import huggingface_token, redact
-from rotationzoo.zoo.hubs.protocol import (
-    SPELLING_HINT,
-    Hub,
-    ListedFile,
-    Publication,
-    Published,
-    retry,
-)
+from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Publication, Published
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -46,41 +38,6 @@ _UNREADABLE = (
     AttributeError,
 )
 """The client raises these when it parses an answer that no real hub would send."""
-
-
-@contextmanager
-def huggingface_errors(
-    endpoint: str, repo: str, revision: str | None, token: str | None
-) -> Iterator[None]:
-    """Turn every failure inside the block into a `RotationZooError`.
-
-    Inside the block, the token is sent to the endpoint alone.
-    """
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        with asking_huggingface(endpoint, repeats=True):
-            yield
-    except RotationZooError:
-        raise
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        what = f"{repo} on Hugging Face: {describe_failure(error, None)}"
-        hint = "check HF_HUB_OFFLINE and the network, then run the same command again"
-        raise HubError(what, hint=hint) from error
-    except Exception as error:  # the client, its transport and the disk raise types of their own
-        raise _as_hub_error(error, f"{repo} on Hugging Face", revision, token) from error
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether a retry of the same call may succeed."""
-    status = status_of(error)
-    if status is not None:
-        return status in (408, 429) or status >= 500
-    if isinstance(error, BrokenAnswer):
-        return True
-    # These failures have already used up the time limit of a call.
-    has_waited = type(error).__name__.startswith(("Connect", "ReadTimeout"))
-    return _is_of_transport(error) and not has_waited
 
 
 def _as_hub_error(
@@ -134,10 +91,20 @@ class HuggingFace(Hub):
         self.token = huggingface_token()
         self.api = HfApi(token=self.token, library_name="rotationzoo", library_version=__version__)
 
+    @staticmethod
+    def may_pass(error: Exception) -> bool:
+        status = status_of(error)
+        if status is not None:
+            return status in (408, 429) or status >= 500
+        if isinstance(error, BrokenAnswer):
+            return True
+        # These failures have already used up the time limit of a call.
+        has_waited = type(error).__name__.startswith(("Connect", "ReadTimeout"))
+        return _is_of_transport(error) and not has_waited
+
     def resolve(self, repo: str) -> str:
         with self._errors(repo, None):
-            info = retry(lambda: self.api.model_info(repo), may_pass)
-            return _check_commit(info.sha, repo)
+            return _check_commit(self.retry(self.api.model_info, repo).sha, repo)
 
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
         """The commit of a revision, and path -> hash of every file in it.
@@ -165,16 +132,14 @@ class HuggingFace(Hub):
         The client's call for the file tree would fetch it in pages, and would retry each page by
         itself for half a minute when a hub fails.
         """
-        return retry(
-            lambda: self.api.model_info(repo, revision=revision, files_metadata=True), may_pass
-        )
+        return self.retry(self.api.model_info, repo, revision=revision, files_metadata=True)
 
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
         for path, size in sizes.items():
             with self._errors(repo, revision):
-                retry(partial(self._save, repo, revision, path, size, folder), may_pass)
+                self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         """Download one file by plain HTTP, and stop it if it is larger than `size` bytes.
@@ -200,9 +165,9 @@ class HuggingFace(Hub):
             CommitOperationAdd(path, content) for path, content in publication.files.items()
         ]
         with self._errors(repo, parent):
-            retry(lambda: self.api.create_repo(repo, exist_ok=True), may_pass)
+            self.retry(self.api.create_repo, repo, exist_ok=True)
             base = parent or self.resolve(repo)
-            commit, pull = retry(lambda: self._commit(publication, operations, base), may_pass)
+            commit, pull = self.retry(self._commit, publication, operations, base)
             # A new commit has an `oid`, but a commit from a listing has a `commit_id`.
             sha = getattr(commit, "oid", None) or commit.commit_id
             revision = _check_commit(sha, repo)
@@ -280,8 +245,25 @@ class HuggingFace(Hub):
         changed = {path for path in before | after if before.get(path) != after.get(path)}
         return changed <= paths
 
-    def _errors(self, repo: str, revision: str | None) -> AbstractContextManager[None]:
-        return huggingface_errors(self.api.endpoint, repo, revision, self.token)
+    @contextmanager
+    def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
+        """Turn every failure inside the block into a `RotationZooError`.
+
+        Inside the block, the token is sent to the endpoint alone.
+        """
+        from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+        where = f"{repo} on Hugging Face"
+        try:
+            with asking_huggingface(self.api.endpoint, repeats=True):
+                yield
+        except RotationZooError:
+            raise
+        except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+            hint = "check HF_HUB_OFFLINE and the network, then run the same command again"
+            raise HubError(f"{where}: {describe_failure(error, None)}", hint=hint) from error
+        except Exception as error:  # the client, its transport and the disk raise their own types
+            raise _as_hub_error(error, where, revision, self.token) from error
 
 
 def _check_commit(sha: Any, repo: str) -> str:

@@ -4,15 +4,13 @@ The client's HTTP sessions get limits on time and size, and send the token to th
 Failures become errors of one sentence, and this module says which of them are worth a retry.
 """
 
-import contextlib
 import io
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,15 +23,8 @@ from rotationzoo.errors import HubError, RotationZooError, first_sentence
 from rotationzoo.network import limits, tokens
 from rotationzoo.network.limits import NETWORK_HINT, save_chunks
 from rotationzoo.network.tokens import MODELSCOPE_VARIABLE, check_token, redact
-from rotationzoo.storage.files import sha256
-from rotationzoo.zoo.hubs.protocol import (
-    SPELLING_HINT,
-    Hub,
-    ListedFile,
-    Publication,
-    Published,
-    retry,
-)
+from rotationzoo.storage.files import digest
+from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Publication, Published
 
 _STORAGE_PREFIXES = ("lfs.", "pre-lfs.", "www.")
 _CREDENTIALS = ("Authorization", "Cookie")
@@ -129,57 +120,46 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
 
 
 @contextmanager
-def modelscope_errors(repo: str) -> Iterator[None]:
-    """Turn every failure inside the block into a `RotationZooError`."""
-    from huggingface_hub import constants
-    from modelscope_hub import errors as client_errors
+def _asking(repo: str) -> Iterator[None]:
+    """Turn every failure inside the block into a `RotationZooError`, and discard what the client
+    prints. With ROTATIONZOO_DEBUG=1, send it to stderr instead.
 
-    where = f"{repo} on ModelScope"
+    The client prints reports to stdout, which is for results only, and draws its own progress bars.
+    """
+    from huggingface_hub import constants
+
     if constants.is_offline_mode():
         raise HubError(
             "HF_HUB_OFFLINE is set: ModelScope is not asked", hint="unset HF_HUB_OFFLINE"
         )
+    printed = sys.stderr if _is_debugging() else io.StringIO()
     try:
-        yield
+        with redirect_stdout(printed), redirect_stderr(printed):
+            yield
     except RotationZooError:
         raise
-    except (client_errors.NotFoundError, client_errors.NotExistError) as error:
-        raise HubError(
-            f"{where} is not there, or has no such file or revision",
-            hint=SPELLING_HINT,
-            missing=True,
-        ) from error
-    except (client_errors.AuthenticationError, client_errors.PermissionDeniedError) as error:
-        raise HubError(
-            f"{where} refused access", hint="set MODELSCOPE_API_TOKEN to a token that may write"
-        ) from error
-    except client_errors.APIError as error:
-        raise HubError(f"{where} answered {error.status_code}", hint=NETWORK_HINT) from error
-    except (client_errors.NetworkError, requests.ConnectionError, requests.Timeout) as error:
-        raise HubError(f"{where} broke off its answer", hint=NETWORK_HINT) from error
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        # The client raises these when it parses an answer that no real hub would send.
-        raise HubError(
-            f"{where} sent an answer that no hub would send",
-            hint="check MODELSCOPE_ENDPOINT, and the network's proxy",
-        ) from error
     except Exception as error:
-        raise HubError(
-            f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT
-        ) from error
+        raise _as_hub_error(error, f"{repo} on ModelScope") from error
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether a retry of the same call may succeed."""
-    from modelscope_hub import errors as client_errors
+def _as_hub_error(error: Exception, where: str) -> HubError:
+    from modelscope_hub import errors
 
-    return isinstance(
-        error,
-        client_errors.NetworkError
-        | client_errors.ServerError
-        | client_errors.RateLimitError
-        | requests.RequestException,
-    )
+    if isinstance(error, (errors.NotFoundError, errors.NotExistError)):
+        what = f"{where} is not there, or has no such file or revision"
+        return HubError(what, hint=SPELLING_HINT, missing=True)
+    if isinstance(error, (errors.AuthenticationError, errors.PermissionDeniedError)):
+        hint = "set MODELSCOPE_API_TOKEN to a token that may write"
+        return HubError(f"{where} refused access", hint=hint)
+    if isinstance(error, errors.APIError):
+        return HubError(f"{where} answered {error.status_code}", hint=NETWORK_HINT)
+    if isinstance(error, (errors.NetworkError, requests.ConnectionError, requests.Timeout)):
+        return HubError(f"{where} broke off its answer", hint=NETWORK_HINT)
+    if isinstance(error, (ValueError, TypeError, AttributeError, KeyError, RecursionError)):
+        # The client raises these when it parses an answer that no real hub would send.
+        what = f"{where} sent an answer that no hub would send"
+        return HubError(what, hint="check MODELSCOPE_ENDPOINT, and the network's proxy")
+    return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT)
 
 
 _BRANCH = "master"
@@ -222,27 +202,32 @@ class ModelScope(Hub):
             # The client logs every step, and also every failure that it raises anyway.
             logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
 
+    @staticmethod
+    def may_pass(error: Exception) -> bool:
+        from modelscope_hub import errors
+
+        temporary = errors.NetworkError, errors.ServerError, errors.RateLimitError
+        return isinstance(error, (*temporary, requests.RequestException))
+
     def resolve(self, repo: str) -> str:
         """The branch `master`. ModelScope cannot read from a commit."""
-        with modelscope_errors(repo):
-            retry(lambda: self.api.get_repo(repo, "model"), may_pass)
+        with _asking(repo):
+            self.retry(self.api.get_repo, repo, "model")
         return _BRANCH
 
     def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
-        with modelscope_errors(repo), _client_output_hidden():
-            rows = retry(
-                lambda: self.api.list_repo_files(repo, "model", revision=revision or _BRANCH),
-                may_pass,
-            )
+        with _asking(repo):
+            list_files, branch = self.api.list_repo_files, revision or _BRANCH
+            rows = self.retry(list_files, repo, "model", revision=branch)
             files = [row for row in rows if row.type != "tree"]
             return {file.path: ListedFile(int(file.size), file.sha256) for file in files}
 
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
-        with modelscope_errors(repo), _client_output_hidden():
+        with _asking(repo):
             for path, size in sizes.items():
-                retry(partial(self._save, repo, revision, path, size, folder), may_pass)
+                self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         from modelscope_hub.errors import raise_for_status
@@ -260,56 +245,32 @@ class ModelScope(Hub):
 
         ModelScope has no pull requests, so `create_pr` has no effect.
         """
+        from modelscope_hub.errors import AlreadyExistsError
+
         repo, tag = publication.repo, publication.tag
-        with (
-            modelscope_errors(repo),
-            _client_output_hidden(),
-            tempfile.TemporaryDirectory() as scratch,
-        ):
-            self._create_repository(repo)
+        with _asking(repo), tempfile.TemporaryDirectory() as scratch:
+            # Otherwise the upload would create a public repository by itself whenever it finds
+            # none, for whatever reason.
+            with suppress(AlreadyExistsError):
+                options = {"visibility": "public", "license": "apache-2.0"}
+                self.retry(self.api.create_repo, repo, "model", **options)
+            known, changed = self.list_files(repo, _BRANCH), False
             # The client uploads only folders, so copy the files into one.
             for path, content in publication.files.items():
                 target = Path(scratch) / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 data = content if isinstance(content, bytes) else content.read_bytes()
                 target.write_bytes(data)
-            changed = self._differs(repo, Path(scratch), publication.files)
+                changed = changed or path not in known or known[path].sha256 != digest(data)
             if changed:
-                retry(partial(self._upload, repo, scratch, publication.message), may_pass)
-            self._create_tag(repo, tag)
+                settings: dict[str, Any] = {"use_cache": False, "disable_tqdm": True}
+                settings["commit_message"] = publication.message
+                self.retry(self.api.upload_folder, repo, "model", scratch, **settings)
+            rows = self.retry(self.api.list_repo_revisions, repo, "model")
+            if tag not in {row.get("Revision") or row.get("revision") for row in rows}:
+                self.retry(self.api.create_repo_tag, repo, "model", tag, revision=_BRANCH)
         url = redact(f"{self.endpoint}/models/{repo}/files?revision={tag}")
         return Published(tag, url, changed)
-
-    def _create_repository(self, repo: str) -> None:
-        """Create the repository unless it exists.
-
-        Otherwise the upload would create a public repository by itself whenever it finds none, for
-        whatever reason.
-        """
-        from modelscope_hub.errors import AlreadyExistsError
-
-        def create() -> None:
-            self.api.create_repo(repo, "model", visibility="public", license="apache-2.0")
-
-        with contextlib.suppress(AlreadyExistsError):
-            retry(create, may_pass)
-
-    def _differs(self, repo: str, folder: Path, paths: Mapping[str, object]) -> bool:
-        listed = self.list_files(repo, _BRANCH)
-        known = {path: file.sha256 for path, file in listed.items()}
-        return any(known.get(path) != sha256(folder / path) for path in paths)
-
-    def _upload(self, repo: str, folder: str, message: str) -> None:
-        self.api.upload_folder(
-            repo, "model", folder, commit_message=message, use_cache=False, disable_tqdm=True
-        )
-
-    def _create_tag(self, repo: str, tag: str) -> None:
-        """Create the tag unless it exists."""
-        rows = retry(lambda: self.api.list_repo_revisions(repo, "model"), may_pass)
-        tags = {row.get("Revision") or row.get("revision") for row in rows}
-        if tag not in tags:
-            retry(lambda: self.api.create_repo_tag(repo, "model", tag, revision=_BRANCH), may_pass)
 
 
 def _mount(session: requests.Session, adapter: LimitedAdapter) -> None:
@@ -336,17 +297,3 @@ def _read_token() -> str | None:
 
 def _is_debugging() -> bool:
     return os.environ.get("ROTATIONZOO_DEBUG") == "1"
-
-
-@contextlib.contextmanager
-def _client_output_hidden() -> Iterator[None]:
-    """Discard what the client prints. With ROTATIONZOO_DEBUG=1, send it to stderr instead.
-
-    The client prints reports to stdout, which is for results only, and draws its own progress bars.
-    """
-    if _is_debugging():
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-        return
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield

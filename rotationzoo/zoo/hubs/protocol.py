@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rotationzoo.errors import HubError
 from rotationzoo.network.limits import ANSWER_BYTES
@@ -22,23 +22,6 @@ from rotationzoo.network.limits import ANSWER_BYTES
 T = TypeVar("T")
 _ATTEMPTS = 4
 _PAUSE_SECONDS = 1.0  # before the second attempt; doubles each time
-
-
-def retry(call: Callable[[], T], may_pass: Callable[[Exception], bool]) -> T:
-    """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses, and return the result.
-
-    A failure is retried only if `may_pass` says that it may be temporary. A `HubError` never is.
-    """
-    for attempt in range(_ATTEMPTS - 1):
-        try:
-            return call()
-        except Exception as error:
-            if isinstance(error, HubError) or not may_pass(error):
-                raise
-            time.sleep(_PAUSE_SECONDS * 2**attempt)
-    return call()
-
-
 SPELLING_HINT = "check the spelling of the repository and the revision"
 
 
@@ -107,6 +90,25 @@ class Hub(ABC):
         Readers see all of the files or none. Raises `StaleParent` if the repository has changed
         since `publication.parent`.
         """
+
+    @staticmethod
+    def may_pass(error: Exception) -> bool:
+        """Whether a retry of the same call may succeed; never, unless a hub knows better."""
+        return False
+
+    def retry(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses.
+
+        A failure is retried only if it `may_pass`. A `HubError` never is.
+        """
+        for attempt in range(_ATTEMPTS - 1):
+            try:
+                return call(*args, **options)
+            except Exception as error:
+                if isinstance(error, HubError) or not self.may_pass(error):
+                    raise
+                time.sleep(_PAUSE_SECONDS * 2**attempt)
+        return call(*args, **options)
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
         """The content of one small file, or None if the revision has no such file.

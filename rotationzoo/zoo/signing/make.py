@@ -3,19 +3,16 @@
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rotationzoo.artifact.store import CARD, SIGNATURE
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.network.tokens import check_token
 from rotationzoo.storage.folders import link
-from rotationzoo.zoo.signing.signature_file import check_installed, claimed_signer, parse_bundle
-from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer
-
-if TYPE_CHECKING:
-    from model_signing.signing import Config
+from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer, as_signer
+from rotationzoo.zoo.signing.verify import check_installed, claimed_signer, parse_bundle
 
 # GitHub sets the second for jobs with `id-token: write` alone.
 _CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
@@ -24,6 +21,19 @@ _CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 def can_sign_in_ci() -> bool:
     """Whether this is a job of GitHub Actions that may ask for a token of its identity."""
     return all(os.environ.get(name) for name in _CI_VARIABLES)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except RotationZooError:
+        raise
+    except Exception as error:  # the libraries have no common type of error
+        raise RotationZooError(
+            f"it cannot be signed: {first_sentence(error)}",
+            hint="check the network and the identity, or sign with: --sign key.pem",
+        ) from error
 
 
 class SigningTool:
@@ -36,10 +46,11 @@ class SigningTool:
         key."""
         check_installed(why, "; or publish unsigned, with: --sign none")
         self.key, self.trust_config = key, trust_config
-        self.signer = None if key is None else Signer(public_key=_read_public_key(key))
+        self.signer = None if key is None else _signer_of(key)
         """The signer that its signatures name. None before the first keyless one, whose
         certificate says who it is, unless `identify` knows it before."""
 
+    @_refusals()
     def identify(self) -> None:
         """Set the signer of keyless signatures before the first one, where the token of a GitHub
         job says who it is. Raises `RotationZooError` for a job without a token."""
@@ -47,43 +58,18 @@ class SigningTool:
             return
         import jwt
 
-        try:
-            claims = jwt.decode(_find_token() or "", options={"verify_signature": False})
-        except jwt.InvalidTokenError as error:
-            raise _refusal(error) from error
+        claims = jwt.decode(_find_token() or "", options={"verify_signature": False})
         # What Fulcio writes into the certificate (its oid-info.md: Build Signer URI).
         if claims.get("iss") == GITHUB_ACTIONS and "job_workflow_ref" in claims:
             identity = f"https://github.com/{claims['job_workflow_ref']}"
             self.signer = Signer(identity=identity, issuer=GITHUB_ACTIONS)
 
+    @_refusals()
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
         """The signature of these files (name -> file or content), and who it shows as its signer.
 
         `name` is what the statement calls the whole. Raises `RotationZooError`.
         """
-        config = self._make_config()
-        with tempfile.TemporaryDirectory() as scratch:
-            folder, target = Path(scratch) / name, Path(scratch) / SIGNATURE
-            folder.mkdir()
-            for path, content in files.items():
-                if isinstance(content, bytes):
-                    (folder / path).write_bytes(content)
-                else:
-                    link(content, folder / path)
-            try:
-                config.sign(folder, target)
-            except Exception as error:  # the libraries have no common type of error
-                raise _refusal(error) from error
-            data = target.read_bytes()
-        bundle = parse_bundle(data, "the new signature")
-        if bundle.certificate is not None:
-            self.signer = claimed_signer(bundle.certificate, name)
-        assert self.signer is not None
-        return data, self.signer
-
-    def _make_config(self) -> "Config":
-        """The library's configuration for one signature: the token of a CI job's identity expires
-        within minutes, and an upload between two signatures may take longer."""
         from model_signing import hashing, signing
 
         # Both lie in the folder of an artifact, so a reader's tool must not ask for them.
@@ -92,17 +78,29 @@ class SigningTool:
         )
         config = signing.Config().set_hashing_config(ignored)
         if self.key is not None:
-            return config.use_elliptic_key_signer(private_key=self.key)
-        token = _find_token()
-        try:
-            return config.use_sigstore_signer(identity_token=token, trust_config=self.trust_config)
-        except Exception as error:  # as above
-            raise _refusal(error) from error
+            config.use_elliptic_key_signer(private_key=self.key)
+        else:
+            # Anew for each signature: the token of a CI job expires within minutes, and an upload
+            # between two signatures may take longer.
+            config.use_sigstore_signer(identity_token=_find_token(), trust_config=self.trust_config)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, target = Path(scratch) / name, Path(scratch) / SIGNATURE
+            folder.mkdir()
+            for path, content in files.items():
+                if isinstance(content, bytes):
+                    (folder / path).write_bytes(content)
+                else:
+                    link(content, folder / path)
+            config.sign(folder, target)
+            data = target.read_bytes()
+        self.signer = claimed_signer(parse_bundle(data, "the new signature"), name) or self.signer
+        assert self.signer is not None
+        return data, self.signer
 
 
-def _read_public_key(path: Path) -> str:
-    """The public key, in PEM, of a private key that signatures may be made with. Raises
-    `RotationZooError` for any other file."""
+def _signer_of(path: Path) -> Signer:
+    """The signer with a private key that signatures may be made with. Raises `RotationZooError`
+    for any other file."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -122,10 +120,7 @@ def _read_public_key(path: Path) -> str:
     curves = ("secp256r1", "secp384r1", "secp521r1")
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in curves:
         raise RotationZooError(f"{path} is no key of P-256, P-384 or P-521", hint=hint)
-    public = key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return public.decode()
+    return as_signer(key.public_key())
 
 
 def _find_token() -> str | None:
@@ -135,20 +130,10 @@ def _find_token() -> str | None:
     """
     from sigstore.oidc import detect_credential
 
-    try:
-        token = detect_credential()
-    except Exception as error:  # as above
-        raise _refusal(error) from error
+    token = detect_credential()
     if token is None and not sys.stdin.isatty():
         raise RotationZooError(
             "there is no identity to sign with: this is no CI job that has one",
             hint="give the job `permissions: id-token: write`, or sign with: --sign key.pem",
         )
     return check_token(token, "the identity of this job")  # so that it is redacted
-
-
-def _refusal(error: Exception) -> RotationZooError:
-    return RotationZooError(
-        f"it cannot be signed: {first_sentence(error)}",
-        hint="check the network and the identity, or sign with: --sign key.pem",
-    )

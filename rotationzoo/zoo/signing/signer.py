@@ -1,18 +1,22 @@
 """Who signs: an identity that an OpenID Connect issuer vouches for, or a key."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage import files
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
 GITHUB_ACTIONS = "https://token.actions.githubusercontent.com"
 _WORKFLOW = "https://github.com/"  # the identity of a workflow begins with its repository
 _KEY_SUFFIXES = (".pem", ".pub")
 _KEY_BYTES = 10_000  # the largest that is allowed, P-521, has 300 in PEM
 _Text = Annotated[str, Field(min_length=1, max_length=500)]
+_Pem = Annotated[str, Field(pattern="^-----BEGIN PUBLIC KEY-----\n", max_length=1000)]
 
 
 class Signer(BaseModel):
@@ -25,25 +29,20 @@ class Signer(BaseModel):
 
     identity: _Text | None = None
     issuer: _Text | None = None
-    public_key: Annotated[str, Field(pattern="^-----BEGIN PUBLIC KEY-----\n", max_length=1000)] | (
-        None
-    ) = None
+    public_key: _Pem | None = None
     """An elliptic-curve key in PEM."""
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> "Signer":
-        is_named = self.identity is not None and self.issuer is not None
-        has_either = self.identity is not None or self.issuer is not None
-        if is_named != has_either or is_named == (self.public_key is not None):
+        given = [value is not None for value in (self.identity, self.issuer, self.public_key)]
+        if given not in ([True, True, False], [False, False, True]):
             raise ValueError("a signer is an identity and its issuer, or a public key")
         return self
 
     @property
     def key_sha256(self) -> str | None:
         """The sha256 of the public key in PEM, which a signature names its key by."""
-        if self.public_key is None:
-            return None
-        return files.digest(self.public_key.encode())
+        return self.public_key and files.digest(self.public_key.encode())
 
     def __str__(self) -> str:
         if self.key_sha256 is not None:
@@ -65,7 +64,7 @@ def parse_signer(text: str, issuer: str | None) -> Signer:
     and `RotationZooError` for a file that holds no key.
     """
     if text.endswith(_KEY_SUFFIXES):
-        return read_key(Path(text).expanduser())
+        return _read_key(Path(text).expanduser())
     if issuer is None and text.startswith(_WORKFLOW):
         issuer = GITHUB_ACTIONS
     if issuer is None:
@@ -76,7 +75,7 @@ def parse_signer(text: str, issuer: str | None) -> Signer:
     return Signer(identity=text, issuer=issuer)
 
 
-def read_key(path: Path) -> Signer:
+def _read_key(path: Path) -> Signer:
     """The signer with the public key in a PEM file. Raises `RotationZooError`."""
     data = files.read(path.resolve(), _KEY_BYTES)
     from cryptography.hazmat.primitives import serialization
@@ -96,7 +95,12 @@ def read_key(path: Path) -> Signer:
             f"{path} is no elliptic-curve key, which signatures here are made with",
             hint="ask the signer for the key that belongs to the signature",
         )
-    pem = key.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return as_signer(key)
+
+
+def as_signer(key: "EllipticCurvePublicKey") -> Signer:
+    """The signer who has this key."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     return Signer(public_key=pem.decode())

@@ -1,30 +1,46 @@
 """Checking a signature: that it holds, that it is for these very files, and that its signer is one
 whom the user accepts.
 
+The format is that of OpenSSF Model Signing: a Sigstore bundle (v0.3) around a DSSE envelope, whose
+in-toto statement lists files with their sha256 (https://github.com/ossf/model-signing-spec).
+Reading needs no extra; checking needs the libraries of the extra `sign`.
+
 An artifact's signature lies in the folder as `model.sig`. It is for the manifest and the files that
 the manifest lists.
 """
 
+import base64
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
+
+from pydantic import AliasPath, BeforeValidator, Field
 
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
-from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage import files
+from rotationzoo.errors import RotationZooError, UsageError, first_sentence
+from rotationzoo.network import limits
+from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.files import sha256
-from rotationzoo.zoo.signing import signature_file
-from rotationzoo.zoo.signing.signature_file import (
-    LIMIT,
-    OWNERS_HINT,
-    Bundle,
-    check_installed,
-    claimed_signer,
-    parse_bundle,
-    verify_bundle,
-)
+from rotationzoo.storage.strict_json import Sha256, Strict
 from rotationzoo.zoo.signing.signer import Signer, describe_key, parse_signer
+
+if TYPE_CHECKING:
+    from sigstore.models import ClientTrustConfig
+
+LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
+INSTALL = "pip install 'model-signing>=1.1' 'pyopenssl>=25.3'"
+OWNERS_HINT = "do not use it; ask its owners what happened"
+_HINT = "fetch it again; if it stays so, tell the owners of the repository"
+_TRUST_SECONDS = 30.0  # for half a dozen small files from Sigstore's own repository
+# The signature cannot be for itself. The card is prose that is written anew from the manifest.
+_UNSIGNED = {CARD, SIGNATURE}
+# What the library says of a certificate that is not valid yet, or no longer: it has one type of
+# error for everything that is wrong with a certificate.
+_OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
+_ISSUER = "1.3.6.1.4.1.57264.1.1"  # of a certificate of Sigstore, as in Fulcio's oid-info.md
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,23 @@ class Demand:
     """Whether even an index that was read from a hub must be signed."""
     trust_config: Path | None = None
     """A file of keys to trust in place of Sigstore's own."""
+
+    def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
+        """Who must have signed: whom the user named, or else the index that the user named.
+
+        Empty if no signer is named. Raises `RotationZooError` if a signature is required anyway: a
+        signature of just anybody proves nothing.
+        """
+        if self.signers:
+            return self.signers
+        if listed is not None and vouched:
+            return (listed,)
+        if self.required:
+            raise RotationZooError(
+                f"it is not known who should have signed {what}",
+                hint="name the signer with --signer: an identity, or the file of a public key",
+            )
+        return ()
 
 
 class SignatureOptions(TypedDict, total=False):
@@ -69,6 +102,20 @@ def make_demand(**options: Unpack[SignatureOptions]) -> Demand:
     return Demand(signers, required, options.get("trust_config"))
 
 
+def is_installed() -> bool:
+    """Whether the extra `sign` is installed."""
+    return find_spec("model_signing") is not None
+
+
+def check_installed(what: str, otherwise: str = "") -> None:
+    """Raise `RotationZooError` if the extra `sign` is missing.
+
+    `what` needs it, in words; `otherwise` ends the hint with a way to do without.
+    """
+    if not is_installed():
+        raise RotationZooError(f"{what} needs the extra `sign`", hint=f"run: {INSTALL}{otherwise}")
+
+
 @dataclass(frozen=True)
 class Signed:
     """Something that may be signed: an artifact's folder, or an index."""
@@ -76,7 +123,8 @@ class Signed:
     what: str
     """It in words."""
     hashes: Mapping[str, str]
-    """Name -> sha256 of each file that the signature has to be for, as it is now."""
+    """Name -> sha256 of each file that it has now; the signature has to be for those but the card
+    and itself."""
     signature: bytes | None
     listed: Signer | None = None
     """Who signed it, as an index says."""
@@ -99,24 +147,92 @@ class Finding:
         return {"state": self.state, "signer": signer}
 
 
-def expected_signers(
-    demand: Demand, listed: Signer | None, vouched: bool, what: str
-) -> tuple[Signer, ...]:
-    """Who must have signed: whom the user named, or else the index that the user named.
+def _decode(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError("it is no text in base64")
+    return base64.b64decode(text, validate=True)
 
-    Empty if no signer is named. Raises `RotationZooError` if a signature is required anyway: a
-    signature of just anybody proves nothing.
-    """
-    if demand.signers:
-        return demand.signers
-    if listed is not None and vouched:
-        return (listed,)
-    if demand.required:
+
+def _at(first: str, *path: str | int) -> Any:
+    return Field(validation_alias=AliasPath(first, *path))
+
+
+_Base64 = Annotated[bytes, BeforeValidator(_decode)]
+
+
+class Bundle(Strict):
+    """A signature file and what it claims."""
+
+    payload: Annotated[_Base64, _at("dsseEnvelope", "payload")]
+    """The signed statement."""
+    payload_type: Annotated[
+        Literal["application/vnd.in-toto+json"], _at("dsseEnvelope", "payloadType")
+    ]
+    signature: Annotated[_Base64, _at("dsseEnvelope", "signatures", 0, "sig")]
+    second: Annotated[None, _at("dsseEnvelope", "signatures", 1)] = None
+    certificate: Annotated[
+        _Base64 | None, _at("verificationMaterial", "certificate", "rawBytes")
+    ] = None
+    """The signer's certificate, in DER; None if it was made with a key of the signer's own."""
+    key_sha256: Annotated[Sha256 | None, _at("verificationMaterial", "publicKey", "hint")] = None
+    """The sha256 of the signer's public key in PEM; None if there is a certificate."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Name -> sha256 of the files that it is for, read from the statement."""
+
+
+class _Resource(Strict):
+    name: str
+    algorithm: Literal["sha256"]
+    digest: Sha256
+
+
+class _Statement(Strict):
+    """The in-toto statement of the predicate type that Model Signing 1.0 defines."""
+
+    type_: Annotated[Literal["https://in-toto.io/Statement/v1"], _at("_type")]
+    predicate_type: Annotated[Literal["https://model_signing/signature/v1.0"], _at("predicateType")]
+    resources: Annotated[list[_Resource], _at("predicate", "resources")]
+
+
+def parse_bundle(data: bytes, origin: str) -> Bundle:
+    """Read a signature file. Raises `RotationZooError`, naming `origin`, if it is none."""
+    if len(data) > LIMIT:
         raise RotationZooError(
-            f"it is not known who should have signed {what}",
-            hint="name the signer with --signer: an identity, or the file of a public key",
+            f"{origin} has {len(data):,} bytes, and no signature has more than {LIMIT:,}",
+            hint=_HINT,
         )
-    return ()
+    bundle = strict_json.validate(Bundle, strict_json.parse(data, origin, _HINT), origin, _HINT)
+    parsed = strict_json.parse(bundle.payload, origin, _HINT)
+    resources = strict_json.validate(_Statement, parsed, origin, _HINT).resources
+    listed = {resource.name: resource.digest for resource in resources}
+    has_one = (bundle.certificate is None) != (bundle.key_sha256 is None)
+    if len(listed) != len(resources) or not has_one:
+        raise RotationZooError(f"{origin} is damaged: it is no signature of files", hint=_HINT)
+    return bundle.model_copy(update={"files": listed})
+
+
+def claimed_signer(bundle: Bundle, what: str) -> Signer | None:
+    """The identity and the issuer in the certificate, not verified yet; None if there is none.
+
+    Raises `RotationZooError`, naming `what` is signed, if it does not have one of each.
+    """
+    if bundle.certificate is None:
+        return None
+    from cryptography import x509
+
+    try:
+        extensions = x509.load_der_x509_certificate(bundle.certificate).extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        identities = names.get_values_for_type(x509.UniformResourceIdentifier)
+        identities += names.get_values_for_type(x509.RFC822Name)
+        issuer = extensions.get_extension_for_oid(x509.ObjectIdentifier(_ISSUER)).value
+        (identity,) = identities
+        return Signer(identity=identity, issuer=issuer.public_bytes().decode())
+    # A hostile certificate raises errors of many types, which have no common one.
+    except Exception as error:
+        raise RotationZooError(
+            f"the signature of {what} has no certificate that names its signer", hint=OWNERS_HINT
+        ) from error
 
 
 def check_signature(signed: Signed, demand: Demand) -> Finding:
@@ -125,62 +241,51 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
     Raises `RotationZooError` for a signature that is wrong in any way, and where one is required or
     its signer named, also for one that is missing or cannot be checked.
     """
-    expected = expected_signers(demand, signed.listed, signed.vouched, signed.what)
+    what, listed = signed.what, signed.listed
+    expected = demand.expected(listed, signed.vouched, what)
+    candidates = expected or (() if listed is None else (listed,))
     if signed.signature is None:
-        return _unsigned(signed, expected)
-    bundle = parse_bundle(signed.signature, f"the signature of {signed.what}")
-    _check_files(bundle, signed)
-    if not signature_file.is_installed():
-        lacking = f"{signed.what} is signed, but the signature was not checked"
-        if expected:
+        if candidates:
             raise RotationZooError(
-                f"{lacking}: the extra `sign` is missing", signature_file.INSTALL
+                f"{what} has no signature, and should have one by {candidates[0]}",
+                hint="do not use it unless its owners say why it is not signed",
             )
-        return Finding("unchecked", f"{lacking}; to check it, run: {signature_file.INSTALL}")
-    candidates = expected or (() if signed.listed is None else (signed.listed,))
-    signer = _choose_signer(bundle, candidates, signed.what)
+        return Finding("unsigned", f"{what} is not signed: nothing shows who made it")
+    bundle = parse_bundle(signed.signature, f"the signature of {what}")
+    differing = dict(signed_part(signed.hashes).items() ^ bundle.files.items())
+    if differing:
+        raise RotationZooError(
+            f"the signature of {what} is for other files: {min(differing)} differs",
+            hint=OWNERS_HINT,
+        )
+    if not is_installed():
+        lacking = f"{what} is signed, but the signature was not checked"
+        if expected:
+            raise RotationZooError(f"{lacking}: the extra `sign` is missing", INSTALL)
+        return Finding("unchecked", f"{lacking}; to check it, run: {INSTALL}")
+    signer = _choose_signer(bundle, candidates, what)
     if signer is None:
         key = describe_key(bundle.key_sha256 or "")
-        note = f"{signed.what} is signed with {key}, which was not checked: add --signer KEY.pem"
+        note = f"{what} is signed with {key}, which was not checked: add --signer KEY.pem"
         return Finding("unchecked", note)
-    try:
-        verify_bundle(bundle, signer, signed.what, demand.trust_config)
-    except signature_file.NoTrust as error:
-        if expected:
-            raise
-        return Finding("unchecked", f"{signed.what} is signed, but was not checked: {error}")
-    if expected:
-        return Finding("signed", f"{signed.what} is signed by {signer}", signer)
-    note = f"{signed.what} is signed by {signer}; to accept no other, add --signer"
-    return Finding("signed", note, signer)
-
-
-def _unsigned(signed: Signed, expected: tuple[Signer, ...]) -> Finding:
-    if expected or signed.listed is not None:
-        signer = (*expected, signed.listed)[0]
-        raise RotationZooError(
-            f"{signed.what} has no signature, and should have one by {signer}",
-            hint="do not use it unless its owners say why it is not signed",
-        )
-    return Finding("unsigned", f"{signed.what} is not signed: nothing shows who made it")
-
-
-def _check_files(bundle: Bundle, signed: Signed) -> None:
-    """Raise `RotationZooError` unless the signature lists these files, and no other content."""
-    for name in sorted(signed.hashes.keys() | bundle.files.keys()):
-        if signed.hashes.get(name) != bundle.files.get(name):
-            raise RotationZooError(
-                f"the signature of {signed.what} is for other files: {name} differs",
-                hint=OWNERS_HINT,
-            )
+    if signer.public_key is not None:
+        _verify_key(bundle, signer.public_key, what)
+    else:
+        try:
+            trust = _load_trust(demand.trust_config)
+        except RotationZooError as error:
+            if expected:
+                raise
+            return Finding("unchecked", f"{what} is signed, but was not checked: {error}")
+        _verify_identity(signed.signature, bundle.payload, signer, trust, what)
+    more = "" if expected else "; to accept no other, add --signer"
+    return Finding("signed", f"{what} is signed by {signer}{more}", signer)
 
 
 def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) -> Signer | None:
     """The one of the candidates that the signature claims as its signer, or without candidates the
     claimed signer itself. None for an unknown key."""
-    claimed: Signer | None = None
-    if bundle.certificate is not None:
-        claimed = claimed_signer(bundle.certificate, what)
+    claimed = claimed_signer(bundle, what)
     if not candidates:
         return claimed
     for candidate in candidates:
@@ -194,8 +299,79 @@ def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) ->
     )
 
 
-# The signature cannot be for itself. The card is prose that is written anew from the manifest.
-_UNSIGNED = {CARD, SIGNATURE}
+def _load_trust(path: Path | None) -> "ClientTrustConfig":
+    """The keys of Sigstore, or those in a file of the user's own (a `ClientTrustConfig` in JSON).
+
+    Sigstore's are updated through the network (TUF), or with `HF_HUB_OFFLINE` read as they were
+    last seen. Raises `RotationZooError`.
+    """
+    from huggingface_hub import constants
+    from sigstore.models import ClientTrustConfig
+
+    problem = "Sigstore's keys cannot be fetched"
+    hint = "check the network, or name a file of keys with --trust-config"
+    if path is not None:
+        problem, hint = f"{path} cannot be read as a trust configuration", "check the file"
+    try:
+        if path is not None:
+            return ClientTrustConfig.from_json(path.read_text(encoding="utf-8"))
+        offline = constants.HF_HUB_OFFLINE
+        return limits.call_within(
+            _TRUST_SECONDS, lambda: ClientTrustConfig.production(offline), "Sigstore"
+        )
+    except Exception as error:  # the libraries have no common type of error
+        raise RotationZooError(f"{problem}: {first_sentence(error)}", hint=hint) from error
+
+
+def _verify_identity(
+    data: bytes, payload: bytes, signer: Signer, trust: "ClientTrustConfig", what: str
+) -> None:
+    """Verify the certificate's chain and its time, the entry in the transparency log, the identity
+    in the certificate, and the signature with its key."""
+    from sigstore.errors import CertValidationError
+    from sigstore.models import Bundle as SigstoreBundle
+    from sigstore.verify import Verifier
+    from sigstore.verify.policy import Identity
+
+    try:
+        policy = Identity(identity=signer.identity or "", issuer=signer.issuer)
+        verifier = Verifier(trusted_root=trust.trusted_root)
+        _, verified = verifier.verify_dsse(SigstoreBundle.from_json(data), policy)
+    except CertValidationError as error:
+        reason = f"no authority that is trusted gave {signer} its certificate"
+        if _OUT_OF_TIME.search(str(error)):
+            reason = f"the certificate of {signer} was not valid at the time of signing"
+        raise _wrong(what, reason) from error
+    except Exception as error:  # as above
+        raise _wrong(what, first_sentence(error)) from error
+    # A file may be read in two ways by two parsers: what was verified must be what was compared.
+    if verified != payload:
+        raise _wrong(what, "it signs something else")
+
+
+def _verify_key(bundle: Bundle, public_key: str, what: str) -> None:
+    """Verify the ECDSA signature of the DSSE envelope, with the hash that belongs to the curve."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    by_size: dict[int, type[hashes.SHA256 | hashes.SHA384 | hashes.SHA512]]
+    by_size = {256: hashes.SHA256, 384: hashes.SHA384, 521: hashes.SHA512}
+    kind = bundle.payload_type.encode()
+    # The pre-authentication encoding of https://github.com/secure-systems-lab/dsse (protocol.md).
+    message = b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(bundle.payload), bundle.payload)
+    try:
+        key = serialization.load_pem_public_key(public_key.encode())
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        key.verify(bundle.signature, message, ec.ECDSA(by_size[key.curve.key_size]()))
+    except InvalidSignature as error:
+        raise _wrong(what, "it was not made with that key") from error
+    except Exception as error:  # as above: an index may list any text as a key
+        raise _wrong(what, f"the listed key is none ({first_sentence(error)})") from error
+
+
+def _wrong(what: str, reason: str) -> RotationZooError:
+    return RotationZooError(f"the signature of {what} does not hold: {reason}", hint=OWNERS_HINT)
 
 
 def signed_part(named: Mapping[str, str]) -> dict[str, str]:
@@ -206,9 +382,7 @@ def signed_part(named: Mapping[str, str]) -> dict[str, str]:
 def read_signature(folder: Path) -> bytes | None:
     """The signature in an artifact's folder; None if it has none. Raises `RotationZooError`."""
     path = folder / SIGNATURE
-    if files.size_of(path) is None:
-        return None
-    return files.read(path, LIMIT)
+    return None if files.size_of(path) is None else files.read(path, LIMIT)
 
 
 def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
@@ -222,16 +396,4 @@ def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
         if name not in artifact.hashes:
             artifact.hashes[name] = sha256(files.regular_file(folder, name))
         hashes[name] = artifact.hashes[name]
-    signed = Signed(str(folder), signed_part(hashes), read_signature(folder))
-    return check_signature(signed, demand)
-
-
-def check_files(signed: Signed, folder: Path, demand: Demand) -> Finding:
-    """Check the signature of an artifact's files in `folder`, whose hashes are in `signed`.
-
-    The signature is read only where an index lists it, because another one is of no entry. Raises
-    as `check_signature`.
-    """
-    signature = read_signature(folder) if SIGNATURE in signed.hashes else None
-    part = replace(signed, hashes=signed_part(signed.hashes), signature=signature)
-    return check_signature(part, demand)
+    return check_signature(Signed(str(folder), hashes, read_signature(folder)), demand)

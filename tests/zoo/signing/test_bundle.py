@@ -9,8 +9,13 @@ import pytest
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import digest
-from rotationzoo.zoo.signing.signature_file import LIMIT, parse_bundle
-from rotationzoo.zoo.signing.verify import Signed, check_signature, make_demand
+from rotationzoo.zoo.signing.verify import (
+    LIMIT,
+    Signed,
+    check_signature,
+    make_demand,
+    parse_bundle,
+)
 
 FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 HASHES = {name: digest(data) for name, data in FILES.items()}
@@ -65,6 +70,7 @@ def stating(change: Callable[[dict], object]) -> Callable[[dict], None]:
         lambda parts: parts["verificationMaterial"].update(publicKey={"hint": "x"}),
         lambda parts: parts["verificationMaterial"].update(certificate={"rawBytes": "AAAA"}),
         lambda parts: parts["dsseEnvelope"].update(payload="no base64"),
+        lambda parts: parts["dsseEnvelope"].update(payload=1234),
         lambda parts: parts["dsseEnvelope"].update(payloadType="text/plain"),
         lambda parts: parts["dsseEnvelope"].update(signatures=[]),
         lambda parts: parts["dsseEnvelope"].update(signatures=[{"sig": "AAAA"}] * 2),

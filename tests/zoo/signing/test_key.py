@@ -14,11 +14,10 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
-from rotationzoo.zoo.push import Destination, push
+from rotationzoo.zoo.push import Destination, prepare_upload, push
 from rotationzoo.zoo.signed_index import IndexSigner, OwnIndex
-from rotationzoo.zoo.signing import signature_file
+from rotationzoo.zoo.signing import verify as signature_check
 from rotationzoo.zoo.signing.make import SigningTool
-from rotationzoo.zoo.upload import prepare_upload
 
 SIGNATURE = "zoo_index.json.sig"
 
@@ -78,17 +77,17 @@ def test_an_index_that_the_user_named_says_who_must_have_signed(zoo, made, keys,
 
 
 def test_without_the_extra_a_signature_is_not_checked(zoo, signed, made, keys, monkeypatch):
-    monkeypatch.setattr(signature_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(signature_check, "find_spec", lambda name: None)
     pulled = zoo.run("pull", "demo", "--repo", ZOO, "--json")
     assert "is signed, but the signature was not checked" in pulled.stderr
-    assert signature_file.INSTALL in pulled.stderr
+    assert signature_check.INSTALL in pulled.stderr
     assert ok(pulled)["signature"]["state"] == "unchecked"
     for words in (["--require-signature"], ["--signer", keys.public]):
         text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
         assert "checking a signature needs the extra `sign`" in text
-        assert signature_file.INSTALL in text
+        assert signature_check.INSTALL in text
     text = refused(zoo.run("push", made, ZOO, "--sign", keys.ours))
-    assert f"{signature_file.INSTALL}; or publish unsigned, with: --sign none" in text
+    assert f"{signature_check.INSTALL}; or publish unsigned, with: --sign none" in text
 
 
 def test_what_is_added_to_an_artifact_ends_its_signature(zoo, signed, caplog, monkeypatch):
@@ -138,12 +137,12 @@ def test_a_dry_run_lists_the_signatures(zoo, made, keys):
 
 def test_a_job_that_signs_unasked_says_why_it_needs_the_extra(zoo, made, monkeypatch):
     """Before it opens the artifact. It must not publish without a signature, and not say so."""
-    monkeypatch.setattr(signature_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(signature_check, "find_spec", lambda name: None)
     for name in ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"):
         monkeypatch.setenv(name, "true")
     text = refused(zoo.run("push", "no-artifact", ZOO))
     assert "`id-token: write` signs what it publishes unless told otherwise, and that needs" in text
-    assert f"{signature_file.INSTALL}; or publish unsigned, with: --sign none" in text
+    assert f"{signature_check.INSTALL}; or publish unsigned, with: --sign none" in text
     ok(zoo.run("push", made, ZOO, "--sign", "none", "--json"))
 
 
