@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rotationzoo.engines.formats import gguf_rotations, mlx, oscar_pt_reader
+from rotationzoo.engines.formats import mlx, oscar_pt_reader
 from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError
@@ -39,7 +39,9 @@ def _read_file(path: Path) -> list[RotationFile]:
     if path.suffix == ".safetensors":
         return [mlx.read_safetensors(path)]
     if path.suffix == ".gguf":
-        return gguf_rotations.read_gguf(path)
+        from rotationzoo.engines.formats.gguf_file import read_gguf
+
+        return read_gguf(path)
     return [oscar_pt_reader.read_pt(path)]
 
 
