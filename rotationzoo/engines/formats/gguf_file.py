@@ -80,7 +80,7 @@ def open_gguf(path: Path) -> Reader:
     """
     check_regular(path)
     try:
-        with np.errstate(over="raise"):  # of offsets
+        with np.errstate(all="raise"):  # of offsets
             return Reader(path)
     except Exception as error:  # the package fails in many ways
         raise RotationZooError(

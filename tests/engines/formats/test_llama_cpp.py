@@ -20,7 +20,7 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.engines import formats
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.gather import gather_pair
+from rotationzoo.engines.gather import gather_files
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
@@ -109,7 +109,7 @@ def test_the_engines_own_hadamard_is_counted_on(made, tmp_path, dim):
     overlap = (basis.mT @ (first.double() @ hadamard(dim))).abs()
     # R alone is not what such an engine should have.
     assert (overlap.amax(0) > 0.999).all(), "columns of R H are eigenvectors"
-    keys, values = gather_pair([next(done.path.glob("*.gguf"))])
+    keys, values = gather_files([next(done.path.glob("*.gguf"))]).values()
     assert torch.allclose(keys.content.rotation[0], first, atol=1e-6)
     assert torch.allclose(values.content.rotation[0], value, atol=1e-6)
 
