@@ -2,7 +2,7 @@
 folder of latents; and the checks that they belong together and are what their names say."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,16 +39,10 @@ def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
         if oscar_pt_reader.latent_files(paths[0]):
             return {LATENT: _read_latents(paths[0], transposed)}
         paths = _pair_in(paths[0])
-    for path in paths:
-        if not path.exists():
-            raise RotationZooError(
-                f"there is no file {path}",
-                hint="give the two rotation files, or the folder that holds them",
-            )
     pair = _pair_of([file for path in paths for file in _read_file(path)])
-    _check_whole(pair)
     pair = {side: normalise(file, transposed) for side, file in pair.items()}
-    _check_pair(pair)
+    for problem, hint in _problems(**pair):
+        raise RotationZooError(problem, hint)
     return pair
 
 
@@ -93,20 +87,6 @@ def _pair_of(files: list[RotationFile]) -> Files:
     return {side: sides[side] for side in SIDES}
 
 
-def _check_whole(pair: Files) -> None:
-    """Raise `RotationZooError` for a half-written pair.
-
-    SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
-    """
-    _, pending, _ = markers(*(file.path for file in pair.values()))
-    if pending.exists():
-        raise RotationZooError(
-            f"{pending.parent} holds a pair that is being written, or was left half-written "
-            f"({pending.name})",
-            hint="let the server or export that wrote it finish, or run it again",
-        )
-
-
 def _pair_in(folder: Path) -> list[Path]:
     """The only key file and the only value file in a folder."""
     names = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name))
@@ -124,48 +104,44 @@ def _pair_in(folder: Path) -> list[Path]:
     )
 
 
-def _check_pair(pair: Files) -> None:
-    """Raise `RotationZooError` unless both sides hold orthogonal matrices for the same layers, and
-    are what their names say."""
-    key, value = pair.values()
+def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:
+    """Each reason why two files are no pair of orthogonal matrices for the same layers, or are not
+    what their names say, and what to do about it."""
+    # SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
+    _, pending, _ = markers(key.path, value.path)
+    if pending.exists():
+        yield (
+            f"{pending.parent} holds a pair that is being written, or was left half-written "
+            f"({pending.name})",
+            "let the server or export that wrote it finish, or run it again",
+        )
     for file in (key, value):
         check_matrices(file)
-    if missing := sorted(key.content.rotation.keys() ^ value.content.rotation.keys()):
-        lacking = value if missing[0] in key.content.rotation else key
-        raise RotationZooError(
-            f"{lacking.path.name} has no layer {missing[0]}, and the other side has",
-            hint=_FETCH_AGAIN,
-        )
+    matrices, others = key.content.rotation, value.content.rotation
+    for layer in sorted(matrices.keys() ^ others.keys()):
+        lacking = value if layer in matrices else key
+        yield f"{lacking.path.name} has no layer {layer}, and the other side has", _FETCH_AGAIN
     both = f"{key.path.name} and {value.path.name}"
     for name in _SHARED:
         if key.calibration.get(name) != value.calibration.get(name):
-            raise RotationZooError(
-                f"{both} do not belong together: their {name} differs", hint=_FETCH_AGAIN
-            )
+            yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
+    free = {file.side for file in (key, value) if describe(file).composition in DATA_FREE}
     for file in (key, value):
-        _check_name(file)
+        # A file may hold a data-free matrix if neither its content nor its name claims otherwise.
+        calibrated_name = re.search(r"_(qqt|ktk|sst|vtv)_", file.path.stem)
+        if file.side in free and not calibrated_name:
+            continue
+        for layer, matrix in file.content.rotation.items():
+            if kind := _data_free_kind(matrix):
+                named = "under the name of a calibrated one"
+                yield (
+                    f"{file.path.name} holds {kind} in layer {layer} {named}",
+                    "if that is what you want: "
+                    "rotationzoo calibrate MODEL --recipe hadamard (or identity)",
+                )
     # Only data-free rotations may be the same for keys and values.
-    matrices = [list(file.content.rotation.values()) for file in (key, value)]
-    same = all(map(torch.equal, *matrices))
-    if same and describe(key).composition not in DATA_FREE:
-        raise RotationZooError(f"{both} hold the same matrices", hint=_FETCH_AGAIN)
-
-
-def _check_name(file: RotationFile) -> None:
-    """Raise `RotationZooError` for an identity, permutation or Hadamard matrix under the name of a
-    calibrated rotation."""
-    calibrated_name = re.search(r"_(qqt|ktk|sst|vtv)_", file.path.stem)
-    # A file may hold such a matrix if neither its content nor its name claims otherwise.
-    if describe(file).composition in DATA_FREE and not calibrated_name:
-        return
-    for layer, matrix in file.content.rotation.items():
-        if kind := _data_free_kind(matrix):
-            raise RotationZooError(
-                f"{file.path.name} holds {kind} in layer {layer} under the name of a calibrated "
-                "one",
-                hint="if that is what you want: "
-                "rotationzoo calibrate MODEL --recipe hadamard (or identity)",
-            )
+    if "key" not in free and all(torch.equal(matrices[i], others[i]) for i in matrices):
+        yield f"{both} hold the same matrices", _FETCH_AGAIN
 
 
 def _data_free_kind(matrix: torch.Tensor) -> str | None:

@@ -7,7 +7,7 @@ fitter's recipe, `oscar-v1`.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,16 @@ import torch
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.engines.base import SideMatrices
 from rotationzoo.engines.formats.oscar_pt_reader import latent_files
 from rotationzoo.engines.gather import Files, gather_files
 from rotationzoo.engines.import_geometry import find_geometry
 from rotationzoo.engines.objectives import describe
 from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.errors import RotationZooError, first_sentence
-from rotationzoo.geometry import (
-    Geometry,
-    Layer,
-    cached_layers,
-    check_group_size,
-    geometry_json,
-    head_dims,
-    shifted_layers,
-)
+from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
 from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL, recover_basis
 from rotationzoo.linalg.moments import Average, Averages
-from rotationzoo.model import centering, loading
+from rotationzoo.model import loading
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Recipe, name_of
 from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
@@ -81,7 +72,6 @@ def import_(job: Import) -> Artifact:
     check_writable(job.output)
     files = gather_files(job.files, job.transposed)
     source, geometry = find_geometry(files, job.model, job.revision)
-    _check_centering(job, files, geometry)
     group_size = job.group_size or describe(next(iter(files.values()))).group_size
     check_group_size(group_size, head_dims(geometry))
     recipe, notes = _recipe_of(files, job, group_size)
@@ -122,22 +112,6 @@ def import_(job: Import) -> Artifact:
     return write_sound_artifact(job.output, rotations, statistics or None, content, hint=hint)
 
 
-def _check_centering(job: Import, files: Files, geometry: Geometry) -> None:
-    """Raise `RotationZooError` if the model cannot take the file's key mean.
-
-    Engines subtract it and never add it back, which changes what some models compute.
-    """
-    centered = [
-        file.path.name for side, file in files.items() if side == "key" and file.content.mean
-    ]
-    if centered and (moved := shifted_layers(geometry)):
-        raise RotationZooError(
-            f"{centered[0]} centers keys, which changes what {job.model} computes: "
-            f"{centering.reason(moved)}",
-            hint="import files that were made without a key mean",
-        )
-
-
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
     """The recipe, and remarks on what neither the files nor the user state. What the user states
     overrides the files' own.
@@ -149,20 +123,20 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
     composition, notes = _composition_of(files, group_size)
     converted = [note for file in files.values() for note in file.notes]
     notes = [*converted, *notes] if of_latents else [*notes, *converted]
-    statistics = [describe(file).statistic for file in files.values()]
+    per_head = of_latents or any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
         "composition": composition,
-        "pooling": "head" if any(file.content.per_head for file in files.values()) else "layer",
+        "pooling": ("layer", "head")[per_head],
         "center_keys": bool(first.content.mean),
         "group_size": group_size,
     }
     if of_latents:  # whose server clips none
-        stated |= {"name": _OF_LATENTS, "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
-        statistics = ["key", "value"]
-    for name, statistic in zip(("key_statistic", "value_statistic"), statistics, strict=True):
-        if statistic:
-            stated[name] = statistic
+        stated |= {"name": _OF_LATENTS, "key_statistic": "key", "value_statistic": "value"}
+        stated |= {"key_clip": 1.0, "value_clip": 1.0}
+    for side, file in files.items():
+        if statistic := describe(file).statistic:
+            stated[f"{side}_statistic"] = statistic
     said = {name: first.calibration.get(name) for name in _SERVED}
     stated |= {name: value for name, value in said.items() if isinstance(value, int | float)}
     if job.clip:
@@ -175,12 +149,11 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         raise RotationZooError(
             f"{first.path.name} says what no recipe can: {first_sentence(error)}"
         ) from error
-    if any(name not in stated for name in _SERVED):
-        what, clips = "windows", ""
+    if not stated.keys() >= set(_SERVED):
+        what, assumed = "windows", f"{recipe.sink}/{recipe.recent}"
         if not of_latents:
             what = f"clip ratios or {what}"
-            clips = f"{recipe.key_clip:g}/{recipe.value_clip:g} and "
-        assumed = f"{clips}{recipe.sink}/{recipe.recent}"
+            assumed = f"{recipe.key_clip:g}/{recipe.value_clip:g} and {assumed}"
         notes.append(f"the files do not say {what}; assumed are {assumed}")
     # How the matrices are served does not matter for the name.
     served = {"name", "group_size", *_SERVED}
@@ -234,41 +207,33 @@ def _finished_artifact(job: Import, identity: Mapping[str, str]) -> Artifact | N
 
 
 def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """The files' matrices, with the clip ratios of the recipe."""
-    layers = {}
-    for layer in cached_layers(geometry):
-        sides = {
-            side: _rotation(file.content, layer, recipe.clip(side), recipe)
-            for side, file in files.items()
-        }
-        layers[layer.index] = LayerRotations.of_sides(sides)
-    return Rotations(layers)
-
-
-def _rotation(side: SideMatrices, layer: Layer, clip: float, recipe: Recipe) -> Rotation:
-    """One side of one layer, copied.
+    """Copies of the files' matrices, with the clip ratios of the recipe.
 
     A file with one matrix for all layers may store it only once, and safetensors refuses tensors
     that share memory.
     """
-    matrix = side.rotation[layer.index]
-    eigenvalues, mean = side.eigenvalues.get(layer.index), side.mean.get(layer.index)
-    dim = matrix.shape[-1]
-    heads = layer.kv_heads if recipe.pooling == "head" else 1
-    if eigenvalues is not None:
-        eigenvalues = _copy(eigenvalues.expand(heads, dim))
-    if mean is not None:
-        mean = _copy(mean.float().expand(layer.kv_heads, dim))
-    return Rotation(
-        matrix=_copy(matrix.expand(heads, dim, dim)),
-        clip=torch.full((layer.kv_heads,), clip, dtype=torch.float64),
-        eigenvalues=eigenvalues,
-        mean=mean,
-    )
+    layers = {}
+    for layer in cached_layers(geometry):
+        sides, index = {}, layer.index
+        for side, file in files.items():
+            content, dim = file.content, file.content.rotation[index].shape[-1]
+            heads = layer.kv_heads if recipe.pooling == "head" else 1
+            sides[side] = Rotation(
+                matrix=_copy(content.rotation[index], heads, dim, dim),
+                clip=torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64),
+            )
+            if index in content.eigenvalues:
+                values = _copy(content.eigenvalues[index], heads, dim)
+                sides[side] = replace(sides[side], eigenvalues=values)
+            if index in content.mean:
+                mean = _copy(content.mean[index].float(), layer.kv_heads, dim)
+                sides[side] = replace(sides[side], mean=mean)
+        layers[index] = LayerRotations.of_sides(sides)
+    return Rotations(layers)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _copy(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    return tensor.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages, list[str]]:
@@ -308,7 +273,8 @@ def _model_content(source: Source | None) -> dict[str, Any]:
 
 def _publishable(calibration: Mapping[str, Any]) -> dict[str, Any]:
     """A file's statement about its calibration, without the paths of the machine that made it."""
-    return {
-        key: name_of(value) if isinstance(value, str) else value
-        for key, value in calibration.items()
-    }
+    stated = dict(calibration)
+    for key, value in calibration.items():
+        if isinstance(value, str):
+            stated[key] = name_of(value)
+    return stated

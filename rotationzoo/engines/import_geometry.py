@@ -10,8 +10,8 @@ from itertools import pairwise
 from rotationzoo.engines.gather import Files
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import Geometry, Layer, cached_layers
-from rotationzoo.model import loading
+from rotationzoo.geometry import Geometry, Layer, cached_layers, shifted_layers
+from rotationzoo.model import centering, loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, config_hash, find, has_weights, weights_fingerprint
 from rotationzoo.rotations import LATENT
@@ -52,6 +52,13 @@ def find_geometry(
             raise RotationZooError(
                 f"these files are not for {model}: {misfit}", hint="check the model"
             )
+    # Engines subtract a key mean and never add it back, which changes what some models compute.
+    if first.side == "key" and first.content.mean and (moved := shifted_layers(geometry)):
+        raise RotationZooError(
+            f"{first.path.name} centers keys, which changes what {model} computes: "
+            f"{centering.reason(moved)}",
+            hint="import files that were made without a key mean",
+        )
     return source, geometry
 
 
@@ -92,10 +99,9 @@ def _check_model(model: str, source: Source, file: RotationFile) -> None:
     stated = file.calibration
     config, weights = stated.get("config_sha256"), stated.get("weights_fingerprint")
     named = str(stated.get("model") or stated.get("model_path") or "")
-    if config:
-        contradicts = config != config_hash(source)
-    else:  # names are compared only for hub models: a local folder may have any name
-        contradicts = source.revision is not None and _last(named) not in ("", _last(model))
+    # Names are compared only for hub models: a local folder may have any name.
+    other_name = source.revision is not None and _last(named) not in ("", _last(model))
+    contradicts = config != config_hash(source) if config else other_name
     if contradicts:
         raise RotationZooError(
             f"{file.path.name} says that it was made for {named or 'another config'}, and not for "

@@ -8,6 +8,7 @@ undone in the way it was made, from matrices that are not transposed.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -49,20 +50,16 @@ def pair_contrast(second_moment: torch.Tensor) -> float | None:
 
 
 def _rope_contrast(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """The contrast of channels `[N, pairs]` and their partners, or None if they are too few.
-
-    Rolling the partners gives each channel an unrelated one to compare with.
-    """
+    """The contrast of channels `[N, pairs]` and their partners, or None if they are too few."""
     if first.numel() < _FEWEST:
         return None
-    unrelated = second.roll(max(1, first.shape[-1] // 4), -1)
-    return (_difference(first, second) / _difference(first, unrelated)).item()
-
-
-def _difference(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The median relative difference of two energies."""
-    total = (first + second).abs().clamp(min=_TINY)
-    return ((first - second).abs() / total).median()
+    # Rolling the partners gives each channel an unrelated one to compare with.
+    partners = second, second.roll(max(1, first.shape[-1] // 4), -1)
+    paired, unrelated = (
+        ((first - other).abs() / (first + other).abs().clamp(min=_TINY)).median()
+        for other in partners
+    )
+    return (paired / unrelated).item()
 
 
 # Thresholds on the contrast of RoPE pairs. Up to _MARK the mark is there; from _NO_MARK on it is
@@ -132,35 +129,22 @@ def recognise_composition(
 def _least_contrast(
     side: SideMatrices, candidates: Sequence[str], group_size: int | None, both_orders: bool = False
 ) -> float | None:
-    """The smallest contrast of RoPE pairs when undoing each of the candidate compositions.
+    """The smallest contrast of RoPE pairs in `U diag(lambda) U^T`, where U is recovered by undoing
+    each of the candidate compositions.
 
-    With `both_orders`, the eigenvalues are also tried in reverse. None if there are too few pairs.
+    If a file has no eigenvalues, their ranks 0, 1, ... stand in for them. With `both_orders`, they
+    are also tried in reverse. None if there are too few pairs.
     """
-    orders = (False, True) if both_orders else (False,)
-    contrasts = [
-        _contrast(side, composition, group_size, reverse)
-        for reverse in orders
-        for composition in candidates
-    ]
+    contrasts = []
+    for reverse, composition in product((False, True)[: 1 + both_orders], candidates):
+        moments: dict[int, list[torch.Tensor]] = {}  # by head dimension, which may vary by layer
+        for layer, matrix in side.rotation.items():
+            dim = matrix.shape[-1]
+            basis = recover_basis(matrix.reshape(-1, dim, dim), composition, group_size or dim)
+            eigenvalues = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim)
+            ordered = eigenvalues.sort(-1, descending=reverse).values
+            moments.setdefault(dim, []).append(basis @ torch.diag_embed(ordered) @ basis.mT)
+        of_dims = [pair_contrast(torch.cat(of_dim)) for of_dim in moments.values()]
+        # The mark must show at every head dimension, so the least clear one counts.
+        contrasts.append(max((each for each in of_dims if each is not None), default=None))
     return min((contrast for contrast in contrasts if contrast is not None), default=None)
-
-
-def _contrast(
-    side: SideMatrices, composition: str, group_size: int | None, reverse: bool
-) -> float | None:
-    """The contrast of RoPE pairs in `U diag(lambda) U^T`, where U is recovered by undoing this
-    composition.
-
-    If a file has no eigenvalues, their ranks 0, 1, ... stand in for them. None if there are too few
-    pairs.
-    """
-    moments: dict[int, list[torch.Tensor]] = {}  # by head dimension, which may vary by layer
-    for layer, matrix in side.rotation.items():
-        dim = matrix.shape[-1]
-        basis = recover_basis(matrix.reshape(-1, dim, dim), composition, group_size or dim)
-        eigenvalues = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim)
-        ordered = eigenvalues.sort(-1, descending=reverse).values
-        moments.setdefault(dim, []).append(basis @ torch.diag_embed(ordered) @ basis.mT)
-    contrasts = [pair_contrast(torch.cat(of_dim)) for of_dim in moments.values()]
-    # The mark must show at every head dimension, so the least clear one counts.
-    return max((contrast for contrast in contrasts if contrast is not None), default=None)
