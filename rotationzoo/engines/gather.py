@@ -1,37 +1,58 @@
-"""Finding the rotation files to import: files that the user names, or the one pair in a folder."""
+"""Finding the rotation files to import: files that the user names, the one pair in a folder, or a
+folder of latents; and the checks that they belong together and are what their names say."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rotationzoo.engines.formats import gguf_rotations, mlx, oscar_pt_reader
+import torch
+
+from rotationzoo.engines.formats import mlx, oscar_pt_reader
 from rotationzoo.engines.formats.oscar_pt import markers
-from rotationzoo.engines.rotation_file import Pair, RotationFile
+from rotationzoo.engines.objectives import describe
+from rotationzoo.engines.rotation_file import RotationFile, check_matrices, normalise
 from rotationzoo.errors import RotationZooError
-from rotationzoo.rotations import SIDES
+from rotationzoo.linalg.compositions import DATA_FREE
+from rotationzoo.rotations import LATENT, SIDES
+
+Files = dict[str, RotationFile]
+"""Side -> its file: `key` and `value`, or `latent`."""
 
 # The default names of `.pt` and MLX files. A GGUF file is found only if the user names it.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.(pt|safetensors)")
+# Entries of `calibration` that agree in both files of one run.
+_SHARED = ("generation_id", "config_sha256", "model")
+_CLOSE = 1e-4  # the tolerance for an entry of a permutation or a Hadamard matrix
+_FETCH_AGAIN = "fetch both again"
 
 
-def gather_pair(files: Sequence[Path]) -> Pair:
-    """Read the key side and the value side from the given files, or from a folder with one pair.
+def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
+    """Read the key side and the value side from the given files, or from a folder with one pair; or
+    the latents from a folder with a file for each layer.
 
+    The matrices are orthogonal and applied as `x @ R`, also if the files hold them `transposed`.
     Raises `RotationZooError` if a side is missing, present twice, unidentified, damaged, or being
-    written by another process.
+    written by another process, and if two files do not belong together.
     """
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir():
+        if oscar_pt_reader.latent_files(paths[0]):
+            return {LATENT: _read_latents(paths[0], transposed)}
         paths = _pair_in(paths[0])
-    for path in paths:
-        if not path.exists():
-            raise RotationZooError(
-                f"there is no file {path}",
-                hint="give the two rotation files, or the folder that holds them",
-            )
     pair = _pair_of([file for path in paths for file in _read_file(path)])
-    _check_whole(pair)
+    pair = {side: normalise(file, transposed) for side, file in pair.items()}
+    for problem, hint in _problems(**pair):
+        raise RotationZooError(problem, hint)
     return pair
+
+
+def _read_latents(folder: Path, transposed: bool) -> RotationFile:
+    file = normalise(oscar_pt_reader.read_latents(folder), transposed)
+    check_matrices(file)
+    for layer, matrix in file.content.rotation.items():
+        if matrix.ndim != 2:
+            raise RotationZooError(f"layer {layer} of {file.path.name} has a matrix for each head")
+    return file
 
 
 def _read_file(path: Path) -> list[RotationFile]:
@@ -39,12 +60,14 @@ def _read_file(path: Path) -> list[RotationFile]:
     if path.suffix == ".safetensors":
         return [mlx.read_safetensors(path)]
     if path.suffix == ".gguf":
-        return gguf_rotations.read_gguf(path)
+        from rotationzoo.engines.formats.gguf_file import read_gguf
+
+        return read_gguf(path)
     return [oscar_pt_reader.read_pt(path)]
 
 
-def _pair_of(files: list[RotationFile]) -> Pair:
-    sides: dict[str, RotationFile] = {}
+def _pair_of(files: list[RotationFile]) -> Files:
+    sides: Files = {}
     for file in files:
         if file.side is None:
             raise RotationZooError(
@@ -61,37 +84,73 @@ def _pair_of(files: list[RotationFile]) -> Pair:
                 f"there is no file for the {side}s",
                 hint="give both: keys and values have rotations of their own",
             )
-    return Pair(sides["key"], sides["value"])
-
-
-def _check_whole(pair: Pair) -> None:
-    """Raise `RotationZooError` for a half-written pair.
-
-    SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
-    """
-    _, pending, _ = markers(pair.key.path, pair.value.path)
-    if pending.exists():
-        raise RotationZooError(
-            f"{pending.parent} holds a pair that is being written, or was left half-written "
-            f"({pending.name})",
-            hint="let the server or export that wrote it finish, or run it again",
-        )
+    return {side: sides[side] for side in SIDES}
 
 
 def _pair_in(folder: Path) -> list[Path]:
     """The only key file and the only value file in a folder."""
     names = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name))
-    keys = [name for name in names if name.startswith("k")]
-    values = [name for name in names if name.startswith("v")]
-    if len(keys) > 1 or len(values) > 1:
+    letters = [name[0] for name in names]
+    if letters == ["k", "v"]:
+        return [folder / name for name in names]
+    if len(letters) > len(set(letters)):
         raise RotationZooError(
             f"{folder} holds several pairs: {', '.join(names)}", hint="name the two files"
         )
-    if not keys or not values:
-        only = f", only {', '.join(names)}" if names else ""
-        raise RotationZooError(
-            f"{folder} holds no pair of rotation files{only}",
-            hint="give the two files, "
-            "such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt",
+    only = f", only {names[0]}" if names else ""
+    raise RotationZooError(
+        f"{folder} holds no pair of rotation files{only}",
+        hint="give the two files, such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt",
+    )
+
+
+def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:
+    """Each reason why two files are no pair of orthogonal matrices for the same layers, or are not
+    what their names say, and what to do about it."""
+    # SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
+    _, pending, _ = markers(key.path, value.path)
+    if pending.exists():
+        yield (
+            f"{pending.parent} holds a pair that is being written, or was left half-written "
+            f"({pending.name})",
+            "let the server or export that wrote it finish, or run it again",
         )
-    return [folder / keys[0], folder / values[0]]
+    for file in (key, value):
+        check_matrices(file)
+    matrices, others = key.content.rotation, value.content.rotation
+    for layer in sorted(matrices.keys() ^ others.keys()):
+        lacking = value if layer in matrices else key
+        yield f"{lacking.path.name} has no layer {layer}, and the other side has", _FETCH_AGAIN
+    both = f"{key.path.name} and {value.path.name}"
+    for name in _SHARED:
+        if key.calibration.get(name) != value.calibration.get(name):
+            yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
+    free = {file.side for file in (key, value) if describe(file).composition in DATA_FREE}
+    for file in (key, value):
+        # A file may hold a data-free matrix if neither its content nor its name claims otherwise.
+        calibrated_name = re.search(r"_(qqt|ktk|sst|vtv)_", file.path.stem)
+        if file.side in free and not calibrated_name:
+            continue
+        for layer, matrix in file.content.rotation.items():
+            if kind := _data_free_kind(matrix):
+                named = "under the name of a calibrated one"
+                yield (
+                    f"{file.path.name} holds {kind} in layer {layer} {named}",
+                    "if that is what you want: "
+                    "rotationzoo calibrate MODEL --recipe hadamard (or identity)",
+                )
+    # Only data-free rotations may be the same for keys and values.
+    if "key" not in free and all(torch.equal(matrices[i], others[i]) for i in matrices):
+        yield f"{both} hold the same matrices", _FETCH_AGAIN
+
+
+def _data_free_kind(matrix: torch.Tensor) -> str | None:
+    """The name of `[.., D, D]` if all of it is data-free: the identity, a permutation up to
+    signs, or a Hadamard matrix in any order and with any signs. None otherwise."""
+    size = matrix.abs()
+    if ((size < _CLOSE) | ((size - 1).abs() < _CLOSE)).all():
+        is_identity = (matrix.diagonal(dim1=-2, dim2=-1) == 1).all()
+        return "the identity matrix" if is_identity else "a permutation"
+    # All entries of an orthogonal Hadamard matrix have the magnitude D^-0.5.
+    is_hadamard = ((size - matrix.shape[-1] ** -0.5).abs() < _CLOSE).all()
+    return "a Hadamard matrix" if is_hadamard else None

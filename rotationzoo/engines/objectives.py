@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 
 from rotationzoo.engines.rotation_file import RotationFile
-from rotationzoo.linalg import compositions
-from rotationzoo.linalg.compositions import COMPOSITIONS, DATA_FREE
+from rotationzoo.linalg.compositions import COMPOSITIONS, DATA_FREE, GIVEN
 from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import LATENT
 
 STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
 """OSCAR's word for a statistic -> the recipe's word.
@@ -19,6 +19,9 @@ _WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output"
 _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
 # These names state neither statistic nor composition, so `describe` assumes OSCAR's usual ones.
 _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
+# What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
+# of latents, a permutation, and Hadamard matrices over groups of so many channels.
+_OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Described:
     """None if the file states none, or needs none."""
     composition: str
     """`given` if the file names no known composition."""
+    group_size: int | None = None
+    """Channels that share a scale; None if the file does not say."""
 
 
 def objective_of(recipe: Recipe, side: str) -> str:
@@ -40,25 +45,33 @@ def objective_of(recipe: Recipe, side: str) -> str:
 
 
 def describe(file: RotationFile) -> Described:
-    """The statistic and the composition of a file, from its objective and its `calibration`
-    entry."""
-    name = file.content.objective
+    """The statistic, the composition and the group size of a file, from its objective and its
+    `calibration` entry. A folder of latents says them by its name alone."""
+    name, group = file.content.objective, file.calibration.get("group_size")
+    if file.side == LATENT:
+        fitted = _OF_LATENTS.fullmatch(name)
+        return Described(None, "r_pbr_hblock", int(fitted[1])) if fitted else Described(None, GIVEN)
+    group_size = group if isinstance(group, int) and group > 0 else None
+    return Described(*_statistic_and_composition(file, name), group_size)
+
+
+def _statistic_and_composition(file: RotationFile, name: str) -> tuple[str | None, str]:
     said = file.calibration.get(f"{file.side}_statistic")
     statistic = said if said in _WORDS else None
     if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", name):
         composition = _known(parts[2])
         if file.descending:
-            composition = _DESCENDING.get(composition, compositions.GIVEN)
-        return Described(statistic or STATISTICS[parts[1]], composition)
+            composition = _DESCENDING.get(composition, GIVEN)
+        return statistic or STATISTICS[parts[1]], composition
     if name == "cov_eig_hadamard_perhead":  # the published fitter for one rotation per KV head
-        return Described(file.side, "rdesc_h")
+        return file.side, "rdesc_h"
     if name in _VERSION_3:
         usual = "query" if file.side == "key" else "key_energy"
-        return Described(statistic or usual, _known(file.calibration.get("composition", "r_h_pbr")))
+        return statistic or usual, _known(file.calibration.get("composition", "r_h_pbr"))
     # Data-free names may have a suffix for their grouping, a mean or a side.
     plain = re.sub(r"_perhead$|_center$|-[kv]$", "", name)
-    return Described(None, plain if plain in DATA_FREE else compositions.GIVEN)
+    return None, plain if plain in DATA_FREE else GIVEN
 
 
 def _known(composition: str) -> str:
-    return composition if composition in COMPOSITIONS else compositions.GIVEN
+    return composition if composition in COMPOSITIONS else GIVEN

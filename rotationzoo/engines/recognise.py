@@ -6,16 +6,23 @@ its transpose, even in a file that names no model. It becomes visible only if th
 undone in the way it was made, from matrices that are not transposed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 
 import torch
 
 from rotationzoo.engines.base import SideMatrices
-from rotationzoo.engines.objectives import Described
-from rotationzoo.engines.rotation_file import Pair, RotationFile
+from rotationzoo.engines.objectives import describe
+from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg import compositions
-from rotationzoo.linalg.compositions import COMPOSITIONS, DATA_FREE, GIVEN
+from rotationzoo.linalg.compositions import (
+    COMPOSITIONS,
+    DATA_FREE,
+    GIVEN,
+    needs_statistics,
+    recover_basis,
+)
 
 _FEWEST = 256  # pairs of channels over all matrices: with fewer, chance could look like a mark
 _TINY = 1e-300  # avoids 0 / 0 for two channels without energy
@@ -43,38 +50,34 @@ def pair_contrast(second_moment: torch.Tensor) -> float | None:
 
 
 def _rope_contrast(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """The contrast of channels `[N, pairs]` and their partners, or None if they are too few.
-
-    Rolling the partners gives each channel an unrelated one to compare with.
-    """
+    """The contrast of channels `[N, pairs]` and their partners, or None if they are too few."""
     if first.numel() < _FEWEST:
         return None
-    unrelated = second.roll(max(1, first.shape[-1] // 4), -1)
-    return (_difference(first, second) / _difference(first, unrelated)).item()
-
-
-def _difference(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The median relative difference of two energies."""
-    total = (first + second).abs().clamp(min=_TINY)
-    return ((first - second).abs() / total).median()
+    # Rolling the partners gives each channel an unrelated one to compare with.
+    partners = second, second.roll(max(1, first.shape[-1] // 4), -1)
+    paired, unrelated = (
+        ((first - other).abs() / (first + other).abs().clamp(min=_TINY)).median()
+        for other in partners
+    )
+    return (paired / unrelated).item()
 
 
 # Thresholds on the contrast of RoPE pairs. Up to _MARK the mark is there; from _NO_MARK on it is
 # not. A composition that the file itself states is believed up to _STATED_MARK: published keys have
 # .01 to .54 in their own composition, and .56 and more in others.
 _MARK, _STATED_MARK, _NO_MARK = 0.35, 0.6, 0.75
-_CALIBRATED = [name for name in COMPOSITIONS if compositions.needs_statistics(name)]
+_CALIBRATED = [name for name in COMPOSITIONS if needs_statistics(name)]
 
 
 def recognise_composition(
-    pair: Pair, described: Mapping[str, Described], group_size: int | None
+    key: RotationFile, value: RotationFile, group_size: int | None
 ) -> tuple[str, list[str]]:
     """The composition, and remarks on it.
 
     What the files state is compared with the mark of RoPE on the statistic inside the keys. Raises
     `RotationZooError` if keys and values are swapped or the matrices are stored transposed.
     """
-    stated = {side.composition for side in described.values()}
+    stated = {describe(file).composition for file in (key, value)}
     if len(stated) > 1:
         names = " and ".join(sorted(stated))
         return GIVEN, [f"keys and values have different compositions: {names}"]
@@ -84,8 +87,10 @@ def recognise_composition(
     unnamed = composition == GIVEN
     notes = ["the files name no composition that is known"] if unnamed else []
     # The clearest mark under any composition, with the matrices as they are and transposed.
-    clearest = _least_contrast(pair.key, _CALIBRATED, group_size)
-    clearest_transposed = _least_contrast(pair.key.transposed, _CALIBRATED, group_size)
+    turned = {layer: matrix.mT for layer, matrix in key.content.rotation.items()}
+    transposed = replace(key.content, rotation=turned)
+    clearest = _least_contrast(key.content, _CALIBRATED, group_size)
+    clearest_transposed = _least_contrast(transposed, _CALIBRATED, group_size)
     if clearest is None or clearest_transposed is None:
         too_small = "too small a model to recognise orientation and composition from the matrices"
         return composition, [*notes, too_small]
@@ -95,23 +100,24 @@ def recognise_composition(
     # the strongest directions slowly, so they carry the mark least, and it is often clearer with
     # the eigenvalues reversed. A stated composition is therefore tried in both orders.
     contrast, value_contrast = (
-        _least_contrast(file, candidates, group_size, both_orders=not unnamed) for file in pair
+        _least_contrast(file.content, candidates, group_size, both_orders=not unnamed)
+        for file in (key, value)
     )
     assert contrast is not None, "the keys have as many RoPE pairs in every composition"
     if contrast <= limit and contrast <= clearest_transposed:
         return composition, notes
     unmarked = contrast >= _NO_MARK
     if unmarked and value_contrast is not None and value_contrast <= limit:
-        keys, values = pair.key.path.name, pair.value.path.name
         raise RotationZooError(
-            f"keys and values are swapped: {values} bears the mark of RoPE and {keys} does not",
+            f"keys and values are swapped: {value.path.name} bears the mark of RoPE and "
+            f"{key.path.name} does not",
             hint="give the files their right names",
         )
     # If the stated composition shows no mark at all, a weaker one elsewhere contradicts it.
     contradiction = _STATED_MARK if unmarked else _MARK
     if clearest_transposed <= contradiction and clearest_transposed < clearest:
         raise RotationZooError(
-            f"{pair.key.path.name} holds its matrices transposed: R is its M^T",
+            f"{key.path.name} holds its matrices transposed: R is its M^T",
             hint="add --transposed, or leave it out if you gave it",
         )
     if clearest <= contradiction:
@@ -121,40 +127,24 @@ def recognise_composition(
 
 
 def _least_contrast(
-    file: RotationFile, candidates: Sequence[str], group_size: int | None, both_orders: bool = False
+    side: SideMatrices, candidates: Sequence[str], group_size: int | None, both_orders: bool = False
 ) -> float | None:
-    """The smallest contrast of RoPE pairs when undoing each of the candidate compositions.
+    """The smallest contrast of RoPE pairs in `U diag(lambda) U^T`, where U is recovered by undoing
+    each of the candidate compositions.
 
-    With `both_orders`, the eigenvalues are also tried in reverse. None if there are too few pairs.
+    If a file has no eigenvalues, their ranks 0, 1, ... stand in for them. With `both_orders`, they
+    are also tried in reverse. None if there are too few pairs.
     """
-    orders = (False, True) if both_orders else (False,)
-    contrasts = [
-        _contrast(file.content, composition, group_size, reverse)
-        for reverse in orders
-        for composition in candidates
-    ]
+    contrasts = []
+    for reverse, composition in product((False, True)[: 1 + both_orders], candidates):
+        moments: dict[int, list[torch.Tensor]] = {}  # by head dimension, which may vary by layer
+        for layer, matrix in side.rotation.items():
+            dim = matrix.shape[-1]
+            basis = recover_basis(matrix.reshape(-1, dim, dim), composition, group_size or dim)
+            eigenvalues = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim)
+            ordered = eigenvalues.sort(-1, descending=reverse).values
+            moments.setdefault(dim, []).append(basis @ torch.diag_embed(ordered) @ basis.mT)
+        of_dims = [pair_contrast(torch.cat(of_dim)) for of_dim in moments.values()]
+        # The mark must show at every head dimension, so the least clear one counts.
+        contrasts.append(max((each for each in of_dims if each is not None), default=None))
     return min((contrast for contrast in contrasts if contrast is not None), default=None)
-
-
-def _contrast(
-    side: SideMatrices, composition: str, group_size: int | None, reverse: bool
-) -> float | None:
-    """The contrast of RoPE pairs in `U diag(lambda) U^T`, where U is recovered by undoing this
-    composition.
-
-    If a file has no eigenvalues, their ranks 0, 1, ... stand in for them. None if the groups do not
-    divide the head dimension, or there are too few pairs.
-    """
-    moments: dict[int, list[torch.Tensor]] = {}  # by head dimension, which may vary by layer
-    for layer, matrix in side.rotation.items():
-        dim = matrix.shape[-1]
-        group = group_size or dim
-        if dim % group:
-            return None
-        basis = compositions.recover_basis(matrix.reshape(-1, dim, dim), composition, group)
-        eigenvalues = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim)
-        ordered = eigenvalues.sort(-1, descending=reverse).values
-        moments.setdefault(dim, []).append(basis @ torch.diag_embed(ordered) @ basis.mT)
-    contrasts = [pair_contrast(torch.cat(of_dim)) for of_dim in moments.values()]
-    # The mark must show at every head dimension, so the least clear one counts.
-    return max((contrast for contrast in contrasts if contrast is not None), default=None)

@@ -1,6 +1,6 @@
-"""The content of imported rotation files: one side as a file holds it, and the pair of sides."""
+"""Imported rotation files: one side as a file holds it, and the checks of its matrices."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,10 @@ import torch
 
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg import compositions
+
+# How far rounding may push an eigenvalue below zero, relative to the largest.
+_NEGATIVE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -16,42 +20,17 @@ class RotationFile:
     """One side as a file holds it."""
 
     path: Path
+    """The file; for latents, the folder with a file for each layer."""
     format: str
-    """`V1`, `V2`, `V3`, `tensors`, `MLX` or `GGUF`."""
+    """`V1`, `V2`, `V3`, `tensors`, `MLX`, `GGUF` or `latents`."""
     side: str | None
-    """`key` or `value`; None if neither the file nor its name says which."""
+    """`key`, `value` or `latent`; None if neither the file nor its name says which."""
     content: SideMatrices
     calibration: Mapping[str, Any] = field(default_factory=dict)
     """The file's own statement of how it was made."""
     notes: tuple[str, ...] = ()
     descending: bool = False
     """Whether the file lists its largest eigenvalue first."""
-
-    @property
-    def transposed(self) -> "RotationFile":
-        """The same file with every matrix transposed."""
-        matrices = {layer: matrix.mT for layer, matrix in self.content.rotation.items()}
-        return replace(self, content=replace(self.content, rotation=matrices))
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The key side and the value side of one calibration."""
-
-    key: RotationFile
-    value: RotationFile
-
-    def __iter__(self) -> Iterator[RotationFile]:
-        return iter((self.key, self.value))
-
-    def items(self) -> Iterator[tuple[str, RotationFile]]:
-        """Each side, `key` and `value`, with its file."""
-        return iter((("key", self.key), ("value", self.value)))
-
-    @property
-    def notes(self) -> list[str]:
-        """Remarks on what was converted when the two files were read."""
-        return [note for file in self for note in file.notes]
 
 
 def normalise(file: RotationFile, transposed: bool) -> RotationFile:
@@ -60,9 +39,7 @@ def normalise(file: RotationFile, transposed: bool) -> RotationFile:
     `transposed` says that the file stores `R^T` against the convention of its format. Raises
     `RotationZooError` for unsorted eigenvalues.
     """
-    name = file.path.name
-    notes = list(file.notes)
-    matrices = dict(file.content.rotation)
+    name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
     if transposed:
         matrices = {layer: matrix.mT for layer, matrix in matrices.items()}
         notes.append(f"{name} was read as transposed")
@@ -82,3 +59,41 @@ def normalise(file: RotationFile, transposed: bool) -> RotationFile:
         notes.append(f"{name} has its eigenvalues in descending order; they were reversed")
     content = replace(file.content, rotation=matrices, eigenvalues=eigenvalues)
     return replace(file, content=content, notes=tuple(notes), descending=bool(descending))
+
+
+def check_matrices(file: RotationFile) -> None:
+    """Raise `RotationZooError` unless every matrix is square, finite and orthogonal, and its
+    eigenvalues and mean are finite and of matching shape."""
+    content = file.content
+    for layer, matrix in content.rotation.items():
+        problem = _problem(matrix, content.eigenvalues.get(layer), content.mean.get(layer))
+        if problem is not None:
+            raise RotationZooError(
+                f"layer {layer} of {file.path.name} {problem}", hint="do not use it"
+            )
+
+
+def _problem(
+    matrix: torch.Tensor, eigenvalues: torch.Tensor | None, mean: torch.Tensor | None
+) -> str | None:
+    """What is wrong with the matrix `[D, D]` or `[H, D, D]` of a layer, or with what is beside it;
+    None if nothing is."""
+    if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2] or not matrix.numel():
+        return f"is no square matrix, but {list(matrix.shape)}"
+    if not torch.isfinite(matrix).all():
+        return "is not finite: its calibration failed"
+    error = compositions.orthogonality_error(matrix)
+    if not error <= compositions.ORTHOGONAL_IMPORTED:
+        return f"is no orthogonal matrix (largest |R R^T - I| {error:.1e})"
+    if eigenvalues is not None:
+        if eigenvalues.shape != matrix.shape[:-1] or not torch.isfinite(eigenvalues).all():
+            return "has eigenvalues that are not finite or not of its shape"
+        if eigenvalues.min() < -_NEGATIVE * eigenvalues.abs().max():
+            return "has negative eigenvalues: no second moment has"
+    if mean is not None:
+        # Heads that share a rotation may still have one mean each.
+        shared = matrix.ndim == 2 and mean.ndim <= 2 and mean.shape[-1] == matrix.shape[-1]
+        fits = shared or mean.shape == matrix.shape[:-1]
+        if not fits or not torch.isfinite(mean).all():
+            return "has a mean that is not finite or not of its shape"
+    return None

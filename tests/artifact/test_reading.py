@@ -84,9 +84,8 @@ def test_names_are_split_as_they_are_put_together(made):
     assert all(tensor_name(*split_name(name)) == name for name in names)
 
 
-# Files of other makers have names of the same form; `absorb` and `gguf_base` read models' weights.
-# These spell names of weights, or of tensors in files of other projects.
-FOREIGN = {"engines/weight_edits.py", "engines/formats/gguf_comparison.py"}
+# It spells names of models' weights.
+FOREIGN = {"engines/weight_edits.py"}
 
 
 def test_one_module_knows_the_names_of_tensors():

@@ -1,226 +1,126 @@
-"""Opening a GGUF file safely, and copying it with tensors added.
+"""GGUF files: opened safely, copied with rotations added, and the rotations in them read back.
 
-The gguf package reads as much as a header asks for, and makes an object of every list element, so a
-hostile header could exhaust memory. The header is validated before: every count and size must fit
-in the file.
-
-The layout follows ggml's docs/gguf.md: `magic, version, tensors, fields; fields: name, type, value;
-tensors: name, dimensions, type, offset`. Strings and lists begin with their length.
+llama.cpp's graph computes `ggml_mul_mat(rot, K)`. That is `K @ R` if the tensor `rot` holds R
+transposed.
 """
 
-import dataclasses
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+import torch
 
-from rotationzoo.engines.formats.reading import check_regular
+from rotationzoo.engines.base import Payload, SideMatrices
+from rotationzoo.engines.formats.reading import (
+    check_layer,
+    check_regular,
+    objective_name,
+    primitives,
+)
+from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.linalg.compositions import block_hadamard
+from rotationzoo.rotations import SIDES
 
-# Scalar type of a field -> bytes per value.
-_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY, _UINT32 = 8, 9, 4
-# The limit for all lists together. The largest vocabularies and their merges have 1.3 million.
-_MOST_ELEMENTS = 1 << 22
-_MOST_DIMENSIONS, _LONGEST_NAME = 4, 1 << 16  # ggml's limit, and the specification's for keys
-# The fewest bytes that a field can take (length of its name, type, one byte of value), and a tensor
-# (length of its name, number of dimensions, one dimension, type, offset).
-_LEAST_FIELD, _LEAST_TENSOR = 13, 32
+try:
+    import gguf
+except ImportError as error:
+    raise RotationZooError("gguf is not installed", hint="run: pip install 'gguf>=0.17'") from error
 
-
-def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
-    """Raise `RotationZooError` unless `path` is a GGUF file that holds all that its header claims.
-
-    `sizes` maps each tensor type to the elements and the bytes of one of its blocks.
-    """
-    with _gguf_errors(path, ValueError, struct.error), path.open("rb") as file:
-        _Walk(file, path.stat().st_size, sizes).check_all()
-
-
-@contextmanager
-def _gguf_errors(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, and of the disk, into one sentence about a file."""
-    try:
-        yield
-    except OSError as error:
-        raise RotationZooError(
-            f"{path} cannot be read: {error.strerror}", hint="check the path"
-        ) from error
-    except kinds as error:
-        raise RotationZooError(
-            f"{path} is no GGUF file: {error}", hint="give a file that llama.cpp loads"
-        ) from error
-
-
-@dataclass
-class _Walk:
-    """One pass over a header. Every problem raises `ValueError`."""
-
-    file: BinaryIO
-    size: int
-    sizes: dict[int, tuple[int, int]]
-    order: str = "<"
-    """The byte order in the notation of `struct`."""
-    elements: int = 0
-    """How many elements all lists have so far."""
-    alignment: int = 32
-    ends: list[int] = dataclasses.field(default_factory=list)
-    """Where each tensor ends, in bytes from the start of the tensor data."""
-
-    def check_all(self) -> None:
-        """Check the magic number, the fields and the tensors, and that the file is long enough."""
-        if self._bytes(4) != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
-        version = self._number("I")
-        if version & 0xFFFF == 0:  # the file has the other byte order
-            self.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
-        if version not in (2, 3):
-            raise ValueError(f"its version is {version}, and 2 and 3 are read")
-        tensors, fields = self._number("Q"), self._number("Q")
-        for _ in range(self._fitting(fields, _LEAST_FIELD)):
-            name = self._string(_LONGEST_NAME)
-            kind = self._number("I")
-            if name == b"general.alignment" and kind == _UINT32:
-                self.alignment = self._number("I")
-            else:
-                self._skip_value(kind)
-        for _ in range(self._fitting(tensors, _LEAST_TENSOR)):
-            self._tensor()
-        if self.alignment < 1 or self.alignment & (self.alignment - 1):
-            raise ValueError(f"its alignment is {self.alignment}, and no power of two")
-        # Tensor data begins at the next multiple of the alignment.
-        start = -(-self.file.tell() // self.alignment) * self.alignment
-        end = start + max(self.ends, default=0)
-        if self.ends and end > self.size:
-            raise ValueError(
-                f"its tensors end at byte {end:,}, and it has {self.size:,}: it was cut off"
-            )
-
-    def _tensor(self) -> None:
-        self._string(_LONGEST_NAME)
-        dimensions = self._number("I")
-        if dimensions > _MOST_DIMENSIONS:
-            raise ValueError(f"a tensor of it has {dimensions:,} dimensions")
-        elements = 1
-        for _ in range(dimensions):
-            elements *= self._number("Q")
-        kind, offset = self._number("I"), self._number("Q")
-        if kind not in self.sizes:
-            raise ValueError(f"a tensor of it is of type {kind}, which is not known here")
-        block_elements, block_bytes = self.sizes[kind]
-        blocks = -(-elements // block_elements)
-        self.ends.append(offset + blocks * block_bytes)
-
-    def _skip_value(self, kind: int) -> None:
-        if kind == _STRING:
-            self._string(self.size)
-        elif kind in _SCALARS:
-            self._bytes(_SCALARS[kind])
-        elif kind == _ARRAY:
-            self._skip_list()
-        else:
-            raise ValueError(f"a field of it is of type {kind}, which is not known here")
-
-    def _skip_list(self) -> None:
-        kind, count = self._number("I"), self._number("Q")
-        # A string takes at least the 8 bytes of its length.
-        self.elements += self._fitting(count, _SCALARS.get(kind, 8))
-        if self.elements > _MOST_ELEMENTS:
-            raise ValueError(f"its lists have more than {_MOST_ELEMENTS:,} elements")
-        if kind == _STRING:
-            for _ in range(count):
-                self._string(self.size)
-        elif kind in _SCALARS:
-            self.file.seek(self._fitting(count * _SCALARS[kind], 1), 1)
-        else:
-            raise ValueError(f"a list of it is of type {kind}, which is not known here")
-
-    def _fitting(self, count: int, least: int) -> int:
-        """The count, if the rest of the file can hold that many items of at least `least` bytes.
-
-        Raises `ValueError` otherwise.
-        """
-        if count * least > self.size - self.file.tell():
-            raise ValueError(f"it asks for {count:,} elements, and has {self.size:,} bytes")
-        return count
-
-    def _string(self, longest: int) -> bytes:
-        length = self._number("Q")
-        if length > longest:
-            raise ValueError(f"it asks for a text of {length:,} bytes")
-        return self._bytes(self._fitting(length, 1))
-
-    def _number(self, kind: str) -> Any:
-        return struct.unpack(self.order + kind, self._bytes(struct.calcsize(kind)))[0]
-
-    def _bytes(self, count: int) -> bytes:
-        data = self.file.read(count)
-        if len(data) != count:
-            raise ValueError("it ends in its header: it was cut off")
-        return data
-
-
+ROTATION_NAME = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
 NOTE = "rotationzoo."
 """The prefix of the metadata fields that an export adds."""
+# The limit for all lists together. The largest vocabularies and their merges have 1.3 million.
+_MOST_ELEMENTS = 1 << 22
+_VALUE_BLOCK = 64  # channels per block of llama.cpp's own Hadamard transform of values
 
 
-def gguf_package() -> Any:
-    """The `gguf` package. Raises `RotationZooError` if it is not installed."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise RotationZooError(
-            "gguf is not installed", hint="run: pip install 'gguf>=0.17'"
-        ) from error
-    return gguf
+class Reader(gguf.GGUFReader):
+    """A memory-mapped file. The package takes what a header says on trust: past the end of a file
+    it reads nothing, without an error, and it makes objects of every list element.
+
+    This raises `ValueError` for what the file does not hold, and for lists that are too long.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._elements = path, 0
+        super().__init__(path)
+        if int(self.alignment).bit_count() != 1:  # which gguf 0.17 lets pass
+            raise ValueError(f"its alignment is {self.alignment}, and no power of two")
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"it ends before its byte {end:,}: it was cut off")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            self._elements += int(count[0])
+            if kind == raw_type or self._elements > _MOST_ELEMENTS:
+                raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def value(self, name: str) -> Any:
+        """The value of a metadata field; None if it is missing or is no text."""
+        field = self.get_field(name)
+        try:
+            return None if field is None else field.contents()
+        except ValueError:
+            return None
 
 
-def open_gguf(path: Path) -> Any:
-    """A `gguf.GGUFReader` of a file whose header was checked.
+def open_gguf(path: Path) -> Reader:
+    """Open a file without reading its tensors.
 
     Raises `RotationZooError` unless it is a complete GGUF file.
     """
-    package = gguf_package()
     check_regular(path)
-    check_header(path, {kind.value: sizes for kind, sizes in package.GGML_QUANT_SIZES.items()})
-    with _gguf_errors(path, Exception):  # the parser fails in many ways
-        return package.GGUFReader(path)
-
-
-def read_field(reader: Any, name: str) -> Any:
-    """The value of a metadata field; None if it is missing or unreadable."""
-    field = reader.get_field(name)
     try:
-        return None if field is None else field.contents()
-    except (ValueError, IndexError):
-        return None
+        with np.errstate(all="raise"):  # of offsets
+            return Reader(path)
+    except Exception as error:  # the package fails in many ways
+        raise RotationZooError(
+            f"{path} is no GGUF file: {first_sentence(error):.200}",
+            hint="give a file that llama.cpp loads",
+        ) from error
 
 
 def write_copy(
-    reader: Any,
-    architecture: str,
-    path: Path,
-    tensors: dict[str, np.ndarray],
-    notes: dict[str, Any],
+    reader: Reader, path: Path, tensors: Mapping[str, np.ndarray], notes: Mapping[str, Any]
 ) -> None:
     """Write a copy of the opened file to `path`, with tensors and notes added.
 
     Everything else stays as it was. Raises `RotationZooError` for metadata that cannot be copied.
     """
-    writer = gguf_package().GGUFWriter(path, architecture, endianess=reader.endianess)
+    own = "general.architecture"
+    writer = gguf.GGUFWriter(path, reader.value(own), endianess=reader.endianess)
+    writer.data_alignment = reader.alignment
+    order: dict[str, Any] = {}
+    if reader.byte_order == "S":  # gguf 0.17 has no such argument
+        order["tensor_endianess"] = reader.endianess
     try:
-        _copy_fields(reader, writer)
+        for field in reader.fields.values():
+            # The writer adds its own, and an earlier export's notes are dropped.
+            if field.name != own and not field.name.startswith(("GGUF.", NOTE)):
+                kind, inner = field.types[0], field.types[-1]
+                writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
         for name, note in notes.items():
             if isinstance(note, bool):
                 writer.add_bool(f"{NOTE}{name}", note)
             else:
                 writer.add_string(f"{NOTE}{name}", str(note))
-        _write_tensors(reader, writer, tensors)
-    except (ValueError, TypeError, IndexError) as error:
+        for tensor in reader.tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type, **order)
+        for name, matrix in tensors.items():
+            writer.add_tensor(name, matrix)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    except (ValueError, TypeError) as error:
         # The package can read empty lists and invalid text, but it cannot write them.
         raise RotationZooError(
             f"the base model's metadata cannot be copied: {first_sentence(error)}"
@@ -229,28 +129,75 @@ def write_copy(
         writer.close()
 
 
-def _copy_fields(reader: Any, writer: Any) -> None:
-    package = gguf_package()
-    writer.data_alignment = reader.alignment
-    for field in reader.fields.values():
-        if field.name == "general.architecture" or field.name.startswith(("GGUF.", NOTE)):
-            continue  # the writer adds its own, and an earlier export's notes are dropped
-        kind = field.types[0]
-        inner = field.types[-1] if kind == package.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+def rotation_tensors(payload: Payload, engine_hadamard: bool) -> dict[str, np.ndarray]:
+    """Tensor name -> the matrix `[D, D]` that the file holds, keys before values.
+
+    With `engine_hadamard`, it holds matrices that the engine's own Hadamard transform turns into R.
+    """
+    tensors = {}
+    for side, matrices in zip(SIDES, (payload.key, payload.value), strict=True):
+        for layer, matrix in matrices.rotation.items() if matrices else ():
+            if engine_hadamard:
+                matrix = _with_engine_hadamard(side, matrix)
+            name = f"blk.{layer}.attn_{side[0]}_rot.weight"
+            tensors[name] = np.ascontiguousarray(matrix.mT.numpy())
+    return tensors
 
 
-def _write_tensors(reader: Any, writer: Any, tensors: dict[str, np.ndarray]) -> None:
-    """Write all tensors: first the names and shapes of all of them, then their data."""
+def read_gguf(path: Path) -> list[RotationFile]:
+    """The key and value rotations in a model file.
+
+    Raises `RotationZooError` if either side is missing.
+    """
+    reader = open_gguf(path)
+    own = [name for name in reader.fields if name.startswith(NOTE)]
+    notes = primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
+    matrices: dict[str, dict[int, torch.Tensor]] = {"k": {}, "v": {}}
     for tensor in reader.tensors:
-        data = tensor.data
-        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
-    for name, matrix in tensors.items():
-        writer.add_tensor_info(name, matrix.shape, matrix.dtype, matrix.nbytes)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in reader.tensors:
-        writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
-    for matrix in tensors.values():
-        writer.write_tensor_data(matrix)
+        if match := ROTATION_NAME.fullmatch(tensor.name):
+            layer, letter = check_layer(path, match[1]), match[2]
+            matrices[letter][layer] = _read_matrix(path, tensor)
+    files = []
+    for side in SIDES:
+        rotation, remarks = dict(sorted(matrices[side[0]].items())), []
+        if not rotation:
+            raise RotationZooError(
+                f"{path.name} holds no {side} rotations",
+                hint="give a file that was baked with both; values may be rotated in its weights, "
+                "from which they cannot be read",
+            )
+        if notes.get("engine_hadamard"):
+            said = "written for an engine that adds a Hadamard transform; it has been added here"
+            remarks.append(said)
+            rotation = {i: _with_engine_hadamard(side, matrix) for i, matrix in rotation.items()}
+        content = SideMatrices(rotation, objective_name(notes.get(f"{side}_objective")))
+        files.append(RotationFile(path, "GGUF", side, content, notes, tuple(remarks)))
+    return files
+
+
+def _read_matrix(path: Path, tensor: gguf.ReaderTensor) -> torch.Tensor:
+    """R, float32 `[D, D]`, from a tensor that holds it transposed, in any type."""
+    try:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    except Exception as error:  # a type that the package cannot read
+        raise RotationZooError(
+            f"{tensor.name} of {path.name} cannot be read: {first_sentence(error)}"
+        ) from error
+    return torch.from_numpy(np.atleast_2d(numbers).astype(np.float32)).mT.contiguous()
+
+
+def _with_engine_hadamard(side: str, matrix: torch.Tensor) -> torch.Tensor:
+    """R H, float32 `[D, D]`, which becomes R when the engine multiplies by H afterwards. The same
+    product also converts back, because H H = I.
+
+    The blocks of H have 64 channels for values. For keys they have the largest power of two that
+    divides D. See `llama_kv_cache::build_input_k_rot` and `build_input_v_rot`.
+    """
+    dim = matrix.shape[-1]
+    block = _VALUE_BLOCK if side == "value" else max(_VALUE_BLOCK, dim & -dim)
+    if dim % block:
+        raise RotationZooError(
+            f"llama.cpp rotates no heads of dimension {dim} itself",
+            hint="leave --engine-hadamard out",
+        )
+    return (matrix.double() @ block_hadamard(dim, block)).float()

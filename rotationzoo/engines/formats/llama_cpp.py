@@ -1,35 +1,52 @@
 """The llama.cpp engine, which reads rotations from tensors in a copy of the model's GGUF file.
 
-Two forks have a 2-bit cache: OSCAR's, and one that grew from it.
+Two forks have a 2-bit cache: OSCAR's, and one that grew from it. A base with other layers or heads
+than the artifact's would fail to load, or load for the wrong layers. One of other weights would
+not fail; it would only answer worse.
 """
 
+import math
+import re
 import shlex
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import huggingface_hub
+
+from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.engines.base import Launch, Options, Payload, clip_text
-from rotationzoo.engines.formats.gguf_comparison import check_base, compare_base
-from rotationzoo.engines.formats.gguf_file import gguf_package, open_gguf, read_field, write_copy
-from rotationzoo.engines.formats.gguf_rotations import rotation_tensors
-from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, objective_name
+from rotationzoo.engines.formats import gguf_file
+from rotationzoo.engines.formats.reading import PAGE, as_mapping, check_equal_dims, objective_name
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
+from rotationzoo.model.files import text_config
+from rotationzoo.model.source import Source, find
+from rotationzoo.storage.files import read_json
 
 # Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
 # which neither clips nor keeps tokens exact.
 _CACHE_TYPE = {"qwen3": "q2_0", "qwen3moe": "oscar2", "qwen35": "oscar2", "gemma4": "oscar2"}
 _BLOCK = 32  # channels per block of either cache type
+_OF_THE_MODEL = "give the base that was converted from the model of the artifact"
+_KEYS = re.compile(r"blk\.(\d{1,9})\.attn_k\.weight")
+# GGUF field -> key of config.json.
+_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "rope.freq_base": "rope_theta",
+}
 
 
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what neither fork can run."""
     check_equal_dims("llama.cpp", payload)
-    gguf_package()
-    for layer in cached_layers(payload.geometry):
-        if layer.key_dim % _BLOCK:
+    for dim in sorted(payload.head_dims):
+        if dim % _BLOCK:
+            blocks = f"its blocks have {_BLOCK} channels"
             raise RotationZooError(
-                f"llama.cpp cannot run head dimension {layer.key_dim}: its blocks have {_BLOCK} "
-                "channels",
-                hint=PAGE,
+                f"llama.cpp cannot run head dimension {dim}: {blocks}", hint=PAGE
             )
 
 
@@ -43,98 +60,152 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         raise RotationZooError(
             "llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf"
         )
-    reader = open_gguf(base)
+    reader = gguf_file.open_gguf(base)
     # `objective_name` reduces any untrusted field to short printable text.
-    architecture = objective_name(read_field(reader, "general.architecture"))
-    _check_architecture(architecture, base, payload)
-    check_base(reader, base, payload)
-    compared = compare_base(reader, base, payload, options.model)
-    name = f"{base.stem}-rot-kv.gguf"
-    tensors = rotation_tensors(payload, options.engine_hadamard)
-    value_objective = "in the weights" if payload.value is None else payload.value.objective
-    fields = {
+    architecture = objective_name(reader.value("general.architecture"))
+    for problem, hint in _problems(reader, architecture, payload):
+        raise RotationZooError(problem, hint)
+    compared = _compare_config(reader, architecture, options, payload)
+    tensors = gguf_file.rotation_tensors(payload, options.engine_hadamard)
+    notes = {
         **payload.provenance,
         "key_objective": payload.key.objective,
         "engine_hadamard": options.engine_hadamard,
-        "value_objective": value_objective,
+        "value_objective": payload.value.objective if payload.value else "in the weights",
     }
-    write_copy(reader, architecture, work / name, tensors, fields)
+    name = f"{base.stem}-rot-kv.gguf"
+    gguf_file.write_copy(reader, work / name, tensors, notes)
+    return _launch(final / name, architecture, payload, options, compared)
 
+
+def _problems(
+    reader: gguf_file.Reader, architecture: str, payload: Payload
+) -> Iterator[tuple[str, str | None]]:
+    """Each reason why a base cannot carry the rotations, and what to do about it."""
+    base, dims = reader.path.name, sorted(payload.head_dims)
+    if architecture not in _CACHE_TYPE:
+        alone = f"rotations are loaded for {', '.join(_CACHE_TYPE)} alone"
+        yield f"{base} is of architecture {architecture}; {alone}", PAGE
+    if len(dims) > 1 and architecture != "gemma4":
+        only = f"llama.cpp loads one head dimension for {architecture}"
+        yield f"{only}, and this artifact has {dims}", None
+    served = payload.clip, payload.sink, payload.recent
+    if _CACHE_TYPE[architecture] == "oscar2" and served != ((1, 1), 0, 0):
+        without = f"the llama.cpp that runs {architecture} neither clips nor keeps tokens exact"
+        yield without, "accept that with: --clip 1 --windows 0/0"
+    if reader.value("split.count") not in (None, 0, 1):
+        yield f"{base} is one part of several", "join them first with: llama-gguf-split --merge"
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+    for name in filter(gguf_file.ROTATION_NAME.fullmatch, shapes):
+        yield f"{base} has rotations already ({name})", "start from the file without them"
+    for misfit in _misfits(shapes, payload):
+        yield f"{base} is no model of this artifact: {misfit}", _OF_THE_MODEL
+
+
+def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
+    """Each difference between the layers of a file and those of the artifact."""
+    layers = {layer.index: layer for layer in cached_layers(payload.geometry)}
+    blocks = {int(match[1]) for match in map(_KEYS.fullmatch, shapes) if match}
+    for missing in sorted(layers.keys() - blocks):
+        yield f"it has no keys in layer {missing}, which has rotations here"
+    # Layers that read another layer's cache may still have key projections, which are unused.
+    if len(layers) == len(payload.geometry):
+        for other in sorted(blocks - layers.keys()):
+            yield f"layer {other} caches keys there, and has no rotation here"
+    for index, layer in layers.items():
+        for name in ("attn_k.weight", "attn_v.weight"):
+            # Some layers of Gemma 4 use their keys as values. ggml lists input channels first.
+            rows = shapes.get(f"blk.{index}.{name}", [layer.kv_heads * layer.key_dim])[-1]
+            # Without a known model, the number of heads is unknown.
+            heads = layer.kv_heads if payload.model else rows // layer.key_dim
+            if rows != heads * layer.key_dim:
+                yield (
+                    f"layer {index} should have {layer.kv_heads} KV heads of {layer.key_dim}, and "
+                    f"its {name} has {rows} rows"
+                )
+
+
+def _compare_config(
+    reader: gguf_file.Reader, architecture: str, options: Options, payload: Payload
+) -> str:
+    """Compare the base with the config of its model, and return a note that says what was compared.
+    Unless the user names the model, it is looked for on this machine.
+
+    Raises `RotationZooError` for a file that was converted from another model.
+    """
+    source = find(options.model) if options.model else _model_here(payload)
+    if source is None:
+        return (
+            f"the base was compared by its shapes alone: {payload.model or 'its model'} was not "
+            "found on this machine (--model says where it is)"
+        )
+    stated = payload.provenance.get("config_sha256")
+    if options.model and stated not in (None, hash_config(source.folder)):
+        raise RotationZooError(
+            f"{options.model} is not the model of this artifact: its config differs",
+            hint="check --model",
+        )
+    config = text_config(read_json(source.folder / "config.json"))
+    # Some configs keep `rope_theta` under `rope_parameters`.
+    config = {**as_mapping(config.get("rope_parameters")), **config}
+    for field, key in _FIELDS.items():
+        numbers = stored, expected = [reader.value(f"{architecture}.{field}"), config.get(key)]
+        known = all(isinstance(number, int | float) for number in numbers)
+        if known and not math.isclose(*numbers, rel_tol=1e-6):
+            raise RotationZooError(
+                f"{reader.path.name} was not converted from {source.name}: its {field} is "
+                f"{stored:g}, and {key} is {expected:g} there",
+                hint=_OF_THE_MODEL,
+            )
+    return f"the base has the config of {source.name}; its weights were not compared"
+
+
+def _model_here(payload: Payload) -> Source | None:
+    """The artifact's model if it is in the hub's cache, else None. Nothing is fetched."""
+    model, revision, path = payload.model or "", payload.provenance.get("model_revision"), None
+    with suppress(ValueError):  # no hub id
+        path = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
+    return Source(model, Path(path).parent, revision) if isinstance(path, str) else None
+
+
+def _launch(
+    file: Path, architecture: str, payload: Payload, options: Options, compared: str
+) -> Launch:
     kind = _CACHE_TYPE[architecture]
     command = (
-        f"llama-server -m {shlex.quote(str(final / name))} "
-        f"--cache-type-k {kind} --cache-type-v {kind} -fa on"
+        f"llama-server -m {shlex.quote(str(file))} --cache-type-k {kind} --cache-type-v {kind}"
     )
-    environment = _environment(architecture, payload, options)
-    return Launch([command], environment, _notes(kind, payload, options, compared))
-
-
-def _check_architecture(architecture: str, base: Path, payload: Payload) -> None:
-    """Raise `RotationZooError` for what the loaders of the two forks do not accept."""
-    if architecture not in _CACHE_TYPE:
-        raise RotationZooError(
-            f"{base.name} is of architecture {architecture}; rotations are loaded for "
-            f"{', '.join(_CACHE_TYPE)} alone",
-            hint=PAGE,
-        )
-    dims = {layer.key_dim for layer in cached_layers(payload.geometry)}
-    if len(dims) > 1 and architecture != "gemma4":
-        raise RotationZooError(
-            f"llama.cpp loads one head dimension for {architecture}, and this artifact has "
-            f"{sorted(dims)}"
-        )
-    clips_or_windows = payload.clip != (1, 1) or payload.sink or payload.recent
-    if _CACHE_TYPE[architecture] == "oscar2" and clips_or_windows:
-        raise RotationZooError(
-            f"the llama.cpp that runs {architecture} neither clips nor keeps tokens exact",
-            hint="accept that with: --clip 1 --windows 0/0",
-        )
-
-
-def _environment(architecture: str, payload: Payload, options: Options) -> dict[str, str]:
     # The first variable turns off a Hadamard transform in the quantizer, the second one in the
     # graph.
     environment = {"LLAMA_KV_NO_HADAMARD": "1"}
     if not options.engine_hadamard:
         environment["LLAMA_ATTN_ROT_DISABLE"] = "1"
-    if _CACHE_TYPE[architecture] == "q2_0":
-        clip, _ = payload.clip
-        environment["LLAMA_KV_CLIP_RATIO"] = clip_text(clip, off=1)
+    if kind == "q2_0":
+        environment["LLAMA_KV_CLIP_RATIO"] = clip_text(payload.clip[0], off=1)
         environment["LLAMA_KV_HP_SINK"] = str(payload.sink)
         environment["LLAMA_KV_HP_RECENT"] = str(payload.recent)
     if architecture == "gemma4" and payload.value is not None:
         environment["LLAMA_KV_V_ROT"] = "1"
-    return environment
-
-
-def _notes(kind: str, payload: Payload, options: Options, compared: str) -> list[str]:
-    notes = ["needs llama-cpp-turboquant"]
-    if kind == "q2_0":
-        notes = ["needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)"]
-    if options.engine_hadamard:
-        notes.append(
-            "these rotations need llama.cpp's own attention rotation (its pull request 21038): see "
-            "that it is on"
-        )
-    else:
-        notes.append(
-            "without these variables llama.cpp applies a Hadamard transform of its own, which "
-            "cancels the calibrated one; --engine-hadamard writes rotations that count on it"
-        )
-    if kind == "q2_0":
-        notes.append(
-            "its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of "
-            "`evaluate`; as it ships, with outer levels a third too small, rotations can serve "
-            "worse than none (docs/engines.md has figures), and without exact windows it is of no "
-            "use"
-        )
-    notes.append(compared)
-    notes.append(
+    notes = {
+        "needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)": kind == "q2_0",
+        "needs llama-cpp-turboquant": kind == "oscar2",
+        "these rotations need llama.cpp's own attention rotation (its pull request 21038): see "
+        "that it is on": options.engine_hadamard,
+        "without these variables llama.cpp applies a Hadamard transform of its own, which "
+        "cancels the calibrated one; --engine-hadamard writes rotations that count on it": (
+            not options.engine_hadamard
+        ),
+        "its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of "
+        "`evaluate`; as it ships, with outer levels a third too small, rotations can serve worse "
+        "than none (docs/engines.md has figures), and without exact windows it is of no use": (
+            kind == "q2_0"
+        ),
+        compared: True,
         "keep the base: llama.cpp itself refuses the copy, whose rotations it does not know (wrong "
-        "number of tensors)"
-    )
-    if payload.value is None:
-        notes.append(
-            "no value rotation is written: the base must be converted from weights that carry it"
-        )
-    return notes
+        "number of tensors)": True,
+        "no value rotation is written: the base must be converted from weights that carry it": (
+            payload.value is None
+        ),
+    }
+    applying = [note for note, applies in notes.items() if applies]
+    return Launch([f"{command} -fa on"], environment, applying)

@@ -3,6 +3,7 @@ limits on a model's geometry that several engines share.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raise `RotationZooError` unless `path` is a regular file.
+    """Raise `RotationZooError` unless `path` is a regular file that this user may read.
 
     Reading a pipe or a device could block for ever.
     """
@@ -107,6 +108,8 @@ def check_regular(path: Path) -> None:
         raise RotationZooError(f"there is no file {path}", hint="check the path")
     if not path.is_file():
         raise RotationZooError(f"{path} is no regular file", hint="give a file")
+    if not os.access(path, os.R_OK):
+        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")
 
 
 def _is_primitive(value: Any) -> bool:

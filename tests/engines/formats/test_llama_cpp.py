@@ -1,6 +1,8 @@
 """Rotations in a copy of a GGUF file, and which base they are copied into."""
 
 import re
+import sys
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -15,9 +17,11 @@ from support.tensors import stored_statistics
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.engines import formats
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.gather import gather_pair
+from rotationzoo.engines.gather import gather_files
+from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.hadamard import hadamard
@@ -105,7 +109,7 @@ def test_the_engines_own_hadamard_is_counted_on(made, tmp_path, dim):
     overlap = (basis.mT @ (first.double() @ hadamard(dim))).abs()
     # R alone is not what such an engine should have.
     assert (overlap.amax(0) > 0.999).all(), "columns of R H are eigenvectors"
-    keys, values = gather_pair([next(done.path.glob("*.gguf"))])
+    keys, values = gather_files([next(done.path.glob("*.gguf"))]).values()
     assert torch.allclose(keys.content.rotation[0], first, atol=1e-6)
     assert torch.allclose(values.content.rotation[0], value, atol=1e-6)
 
@@ -184,3 +188,21 @@ def test_a_base_that_cannot_be_compared_is_said_to_be_so(made, tmp_path):
     said = "\n".join(notes)
     assert "\nkeep the base: llama.cpp itself refuses the copy" in said
     assert re.search("rotations can serve worse than none.*exact windows", said)
+
+
+def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path, monkeypatch):
+    artifact = made(head_dim=32)
+    for name in ("gguf_file", "llama_cpp"):
+        monkeypatch.delitem(sys.modules, f"rotationzoo.engines.formats.{name}", raising=False)
+        monkeypatch.delattr(formats, name, raising=False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "model.gguf").write_bytes(b"no model")
+    needing = [
+        partial(export, artifact, Request("llama.cpp", tmp_path / "out")),
+        partial(import_, Import([tmp_path / "model.gguf"], tmp_path / "out")),
+    ]
+    for command in needing:
+        with pytest.raises(RotationZooError, match="gguf is not installed") as refused:
+            command()
+        assert refused.value.hint == "run: pip install 'gguf>=0.17'"
+    assert not (tmp_path / "out").exists()
