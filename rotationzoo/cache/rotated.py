@@ -12,9 +12,15 @@ from transformers.cache_utils import (
 )
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSlidingLayer, states_of
+from rotationzoo.cache.layer import (
+    Padding,
+    RotatedHybridLayer,
+    RotatedLayer,
+    RotatedSlidingLayer,
+    states_of,
+    watch_padding,
+)
 from rotationzoo.cache.options import Given, build_settings
-from rotationzoo.cache.padding import Padding, watch_padding
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.codec.settings import CacheOptions, CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError

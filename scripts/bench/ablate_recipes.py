@@ -49,8 +49,8 @@ from rotationzoo.codec.formats import FINE, SGLANG
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
+from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
-from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.geometry import Geometry, has_latents, shifted_layers
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics

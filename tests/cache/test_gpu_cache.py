@@ -11,8 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache import stream as stream_module
 from rotationzoo.cache.decoding_step import LazyRows, MaskCheck
-from rotationzoo.cache.layer import RotatedLayer
-from rotationzoo.cache.padding import Padding
+from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG

@@ -11,8 +11,7 @@ from support.float64 import to_float64
 from support.naive_cache import NaiveLayer
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.cache.layer import RotatedLayer, RotatedSlidingLayer
-from rotationzoo.cache.padding import Padding
+from rotationzoo.cache.layer import Padding, RotatedLayer, RotatedSlidingLayer
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec

@@ -15,10 +15,10 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
-from rotationzoo.evaluation.drift import measure_drift
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.real_cache import measure_drift
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import continue_greedily

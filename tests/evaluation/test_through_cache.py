@@ -13,9 +13,9 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.recipe import Data
 from rotationzoo.report.conditions import describe_recall
 

@@ -9,8 +9,7 @@ from support.codec import on_gpu
 from support.float64 import to_float64
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.cache.layer import RotatedLayer
-from rotationzoo.cache.padding import Padding
+from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.layout import CacheLayout
