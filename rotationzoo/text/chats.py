@@ -158,6 +158,8 @@ def _serve(tokenizer: PreTrainedTokenizerBase, other: Connection, connection: Co
     """Answer chats until the other end of the connection is closed."""
     other.close()  # otherwise this process itself would keep it open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    # It ends with that process, by this signal, which `calibrate` has made an interrupt.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(OSError, ValueError):  # where the system says how much memory there is
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + _MEMORY

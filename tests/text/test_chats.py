@@ -1,12 +1,15 @@
 """Chats of agents, in the forms in which people keep them, under templates like those in use."""
 
 import json
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from support.models import demo_tokenizer, small, write_jsonl
+from support.places import ROOT
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text.rows import read_corpus
@@ -186,3 +189,20 @@ def test_a_source_of_bad_rows_is_not_read_to_its_end(tmp_path, monkeypatch):
         RotationZooError, match="101 of 101 rows cannot be used, the first in line 1"
     ):
         read_corpus(small(path), tokenizer_with(STRICT))
+
+
+def test_its_process_ends_without_a_word(tmp_path):
+    """`calibrate` takes SIGTERM for an interrupt, and daemons are ended by it."""
+    (tmp_path / "ends.py").write_text(
+        "import signal\n"
+        "from types import SimpleNamespace\n"
+        "from rotationzoo.text.chats import ChatTemplate\n"
+        "class Tokenizer(SimpleNamespace):\n"
+        "    def apply_chat_template(self, messages, tokenize):\n"
+        "        return 'as text'\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "print(ChatTemplate(Tokenizer()).render([{'role': 'user', 'content': 'a'}]))\n"
+    )
+    words = [sys.executable, tmp_path / "ends.py"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("as text\n", "")
