@@ -70,7 +70,7 @@ def build_arms(
     - `baselines`: those to compare with, in the order of `BASELINES` and `RIVALS`.
     - `pooled`: whether to add the arms with one rotation per layer.
     - `uncentered`: the sides that artifacts' arms store with their mean.
-    - `bits`: the budget of the artifacts' arms.
+    - `budget`: another budget of bits than the artifacts' own.
     """
     plain: list[Arm] = []
     with_feedback: list[Arm] = []
