@@ -19,7 +19,7 @@ class _Visible(logging.Formatter):
 def hush_libraries(models: bool = True) -> None:
     """Silence the logs and bars of other libraries: a command shows its own progress and errors.
     `models`: whether it may load a model; one that never does need not wait for transformers."""
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined, unused-ignore]
+    from huggingface_hub.utils import disable_progress_bars
 
     _log_to_stderr()
     disable_progress_bars()

@@ -127,7 +127,7 @@ class LimitedSessions:
             response.stream = self.stream_type(response.stream, limit, host)
         may_pass = response.status_code in (408, 429) or response.status_code >= 500
         if self._caller_repeats and may_pass:
-            from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined, unused-ignore]
+            from huggingface_hub.utils import hf_raise_for_status
 
             # Raising here gets ahead of the client's own retries.
             response.read()

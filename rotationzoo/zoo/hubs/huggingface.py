@@ -148,7 +148,7 @@ class HuggingFace(Hub):
         known only afterwards.
         """
         import huggingface_hub
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined, unused-ignore]
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         url = huggingface_hub.hf_hub_url(repo, path, revision=revision, endpoint=self.api.endpoint)
         headers = build_hf_headers(token=self.token or False, library_name="rotationzoo")
