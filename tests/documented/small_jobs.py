@@ -23,12 +23,13 @@ def shrink() -> None:
     from rotationzoo.calibration import calibrate as calibration
     from rotationzoo.cli import push
     from rotationzoo.evaluation import evaluate as evaluation
+    from rotationzoo.evaluation import prepare as preparation
 
     calibration.plan = _with_result(calibration.plan, small_plan)
-    evaluation.judged_text = _with_result(evaluation.judged_text, judged_data)
+    preparation.judged_text = _with_result(preparation.judged_text, judged_data)
     evaluation.build_arms = _with_argument(evaluation.build_arms, 2, few_baselines)
-    evaluation.measure_drift = _with_argument(evaluation.measure_drift, 4, few_tokens)
-    evaluation.plan_tasks = _with_argument(evaluation.plan_tasks, 0, small_tasks)
+    evaluation.measure_drift = _with_argument(evaluation.measure_drift, 3, few_tokens)
+    preparation.plan_tasks = _with_argument(preparation.plan_tasks, 0, small_tasks)
     push.check_use = lambda artifact: None  # random weights can do no task
     GenerationMixin.generate = _of_few_tokens(GenerationMixin.generate)
 
