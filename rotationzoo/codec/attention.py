@@ -128,15 +128,16 @@ def attend(
     masks.append(_reads(keys[-1].shape[2], packed.starts, packed.lengths[:, None], new))
     # The order of tokens does not matter.
     read = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2)
-    return attend_rows(query, *read, scores)
+    return attend_rows(query, *read, scores)[0]
 
 
 def attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention output `[B, H_q, T, D_v]` of queries `[B, H_q, T, D]` over rows `[B, H, L, D]`,
-    in the type of the queries. `mask`, boolean `[B, T, L]`, says which rows each query reads; one
-    that reads none gets zeros. Computed as `attend` is."""
+    in the type of the queries, and the log-sum-exp of their logits `[B, H_q, T]`. `mask`, boolean
+    `[B, T, L]`, says which rows each query reads; one that reads none gets zeros, and minus
+    infinity. Computed as `attend` is."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     key = key.to(dtype).repeat_interleave(group, 1)
@@ -153,7 +154,8 @@ def attend_rows(
     weights = weights.masked_fill(~mask.any(-1)[:, None, :, None], 0)
     # Unread values may be anything, even NaN.
     unread = ~mask.any(1)[:, None, :, None]
-    return (weights @ value.masked_fill(unread, 0)).to(query.dtype)
+    output = weights @ value.masked_fill(unread, 0)
+    return output.to(query.dtype), logits.logsumexp(-1)
 
 
 def _counts(window: ExactWindow) -> torch.Tensor:

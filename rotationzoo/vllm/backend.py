@@ -6,7 +6,7 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -28,13 +28,16 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, SERVE
+from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
+from rotationzoo.vllm.prompts import new_scratch, scratch_sizes
 from rotationzoo.vllm.settings import (
     cell_bytes,
     check_kernels,
@@ -71,6 +74,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         after it has made this builder."""
         settings = read_settings(self.vllm_config)
         assert settings is not None
+        layers = self.vllm_config.compilation_config.static_forward_context
         return Planner(
             settings.layout,
             self.tokens,
@@ -78,6 +82,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
             self.vllm_config.cache_config.num_gpu_blocks * self.pages,
             self.vllm_config.scheduler_config.max_num_seqs,
             self.device,
+            layers[self.layer_names[0]].impl.attention.segment,
         )
 
     def build(
@@ -90,7 +95,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         if known_lengths is None:
             known_lengths = common.seq_lens
         known = Known(
-            common.query_start_loc_cpu.diff().tolist(), known_lengths.tolist(), common.max_seq_len
+            common.query_start_loc_cpu.diff().long(), known_lengths.cpu().long(), common.max_seq_len
         )
         table, mapping = common.block_table_tensor, common.slot_mapping
         if self.pages > 1:
@@ -147,6 +152,9 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.num_kv_heads = num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
+        is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
+        self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
+        self.most_tokens = config.scheduler_config.max_num_batched_tokens
         self.pages: LayerPages | None = None
         self.cache_config = config.cache_config
         self.reserved: torch.Tensor | None = None
@@ -194,12 +202,16 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         return output
 
     def _reserve(self, like: torch.Tensor) -> None:
-        """Take the memory that exact copies will take, so that vLLM leaves it on a GPU."""
+        """Take the memory that exact copies and prompts will take, so that vLLM leaves it on a
+        GPU."""
         is_first = self.reserved is None and self.pages is None
         if like.is_cuda and is_first and self.cache_config.block_size:
             tokens = _page_tokens(self.cache_config.block_size)
             slots = count_slots(self.settings.layout, tokens, self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
+            new = self.most_tokens, self.num_heads, self.head_size
+            sizes = scratch_sizes(new, self.num_kv_heads, like.dtype, self.attention)
+            current_workspace_manager().get_simultaneous(*sizes)
 
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
@@ -210,7 +222,11 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
         rows = (each.transpose(0, 1)[None] for each in (key, value))
         slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
-        return LayerPages(settings.for_layer(index, *rows), index, kv_cache, slots, key.dtype)
+        scratch = partial(new_scratch, key.device)
+        if key.is_cuda:
+            scratch = current_workspace_manager().get_simultaneous
+        tools, settings = (self.attention, scratch), settings.for_layer(index, *rows)
+        return LayerPages(settings, index, kv_cache, slots, key.dtype, tools)
 
 
 class RotatedBackend(AttentionBackend):  # type: ignore[misc]

@@ -7,25 +7,33 @@ and a prompt fills it in parts. So a token is written as codes as soon as it is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, overload
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda import Argument, Launcher, Packed, build
+from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Packed, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm.steps import Chunk, CopiedTokens, DecodeMetadata, Step
+from rotationzoo.vllm.prompts import (
+    Attention,
+    Scratch,
+    TorchAttention,
+    attend_prompts,
+    new_scratch,
+)
+from rotationzoo.vllm.segments import Segment
+from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 
 _STORE = Path(__file__).with_name("store.cu")
+_RESTORE = Path(__file__).with_name("restore.cu")
+"""Continues `codec/int2.cu`: both are compiled as one program."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,17 @@ class PageBlocks(Sequence[torch.Tensor]):
         return self.memory[self.page_table[:, number] // self.memory.stride(0)]
 
 
+@dataclass(frozen=True)
+class Turns:
+    """What takes prompts' queries to the frame of the codes, and what they read back from it."""
+
+    query: torch.Tensor
+    """`[H_q, D, D]`, and so is the next one."""
+    output: torch.Tensor
+    mean: torch.Tensor | None
+    """Of values, `[H_q, D]`, where they are centered."""
+
+
 class LayerPages:
     """The pages of one layer: the tensor that a server has allocated, and the exact copies."""
 
@@ -64,12 +83,16 @@ class LayerPages:
         cache: torch.Tensor,
         slots: int,
         dtype: torch.dtype,
+        prompt_tools: tuple[Attention, Scratch] | None = None,
     ):
         """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
-        slots of copies of this type. `settings` have the rotations on the tensor's device. Raises
-        `RotationZooError` for pages of other bytes than this layer's."""
+        slots of copies of this type. `settings` have the rotations on the tensor's device, and
+        `prompt_tools` let prompts attend, by default in plain torch. Raises `RotationZooError` for
+        pages of other bytes than this layer's."""
         self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
+        self.prompt_tools = prompt_tools or (TorchAttention(), partial(new_scratch, cache.device))
+        self._made_turns: Turns | None = None
         self.heads, self.tokens = cache.shape[1:3]
         memory = cache.view(torch.uint8).flatten(1)
         self.layouts: dict[str, PageLayout] = {}
@@ -148,17 +171,18 @@ class LayerPages:
         themselves exact, and the `recent` ones before them. All read the sink exact. Tokens without
         copies are read from their codes, and so are those before them in the window.
         """
-        if step.singles is None:
+        prompts = step.prompts
+        if prompts is None:
             output[:] = self._attend_single(step.decode, step.room, query, scores)
             return
-        requests, tokens = step.singles
-        if len(requests):
-            decode = step.decode.select(requests)
-            output[tokens] = self._attend_single(decode, step.room, query[tokens], scores)
-        for chunk in step.chunks:
-            part = slice(chunk.first, chunk.first + chunk.count)
-            new = {side: each[part] for side, each in rows.items()}
-            output[part] = self._attend_chunk(step, chunk, query[part], new, scores)
+        if prompts.token:
+            singles = slice(prompts.token)
+            read = self._attend_single(step.decode, step.room, query[singles], scores)
+            output[singles] = read
+        several = slice(prompts.token, None)
+        new = {side: of_side[several] for side, of_side in rows.items()}
+        read, output = query[several], output[several]
+        attend_prompts(self, step, read, new, scores, output, *self.prompt_tools)
 
     def _attend_single(
         self, decode: DecodeMetadata, room: int, query: torch.Tensor, scores: Scores
@@ -183,58 +207,82 @@ class LayerPages:
         copies = self.copies["key"], self.copies["value"]
         return ExactWindow(*copies, window.lengths, window.starts, window.slots)
 
-    def _attend_chunk(
-        self,
-        step: Step,
-        chunk: Chunk,
-        query: torch.Tensor,
-        new: dict[str, torch.Tensor],
-        scores: Scores,
-    ) -> torch.Tensor:
-        """What several new tokens of one request read `[T, H_q, D]`."""
-        read = {}
-        for side, rows in new.items():
-            read[side] = self.codec.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
-            if chunk.length > chunk.count:
-                earlier = self._read_earlier(step, chunk, side).to(rows.dtype)
-                read[side] = torch.cat([earlier, read[side]], 2)
-        return attend_causally(query, read["key"], read["value"], scores)
+    def exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keys `[T, H, D]` without their mean, where they are centered."""
+        return self.codec.keep_exact(rows.transpose(0, 1), self.layer, "key").transpose(0, 1)
 
-    def _read_earlier(self, step: Step, chunk: Chunk, side: str) -> torch.Tensor:
-        """The rows `[1, H, L, D]` of the tokens before a chunk, as its queries read them in the
-        model's frame: keys without their mean where they are centered."""
-        start = chunk.length - chunk.count
-        memory = self.memory[side]
-        page_table = step.decode.page_table[chunk.row, : -(-start // self.tokens)]
-        pages = page_table // memory.stride(0)
-        sections = self.layouts[side].view(memory[pages])
-        parts = (section.transpose(0, 1).flatten(1, 2)[None, :, :start] for section in sections)
-        stored = self.layouts[side].dequantize(Sections(*parts))
-        restored = self.codec.restore(stored, self.layer, side)
-        position = torch.arange(start, device=restored.device)
-        sink, recent = step.decode.starts[chunk.row], step.chunk_starts[chunk.row]
-        exact = (position < sink) | (position >= recent)
-        slots = step.slot_of[pages][position // self.tokens]
-        # Slot 0 for all that is read from codes: its copies belong to no page.
-        copies = self.copies[side][torch.where(exact, slots, 0), :, position % self.tokens]
-        kept = self.codec.keep_exact(copies.transpose(0, 1)[None], self.layer, side)
-        return torch.where(exact[:, None], kept.to(restored.dtype), restored)
+    def to_codes(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Queries `[T, H_q, D]` in the frame of dequantized keys, in `output`."""
+        return _multiply(query, self._turns(query).query, output)
+
+    def from_codes(self, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """What was read of dequantized values `[T, H_q, D]` in the model's frame, in `output`."""
+        turns = self._turns(read)
+        _multiply(read, turns.output, output)
+        return output if turns.mean is None else output.add_(turns.mean)
+
+    def _turns(self, like: torch.Tensor) -> Turns:
+        """The matrices for queries `[T, H_q, D]` like these, made once."""
+        if self._made_turns is None:
+            group = like.shape[1] // self.heads
+            key, value = (self.codec.inverse(self.layer, side) for side in SIDES)
+            mean = self.codec.rotations[self.layer]["value"].mean
+            # With key = stored @ matrix, query . key = (query @ matrix.T) . stored.
+            query, output = (each.to(like).repeat_interleave(group, 0) for each in (key.mT, value))
+            if mean is not None:
+                mean = mean.to(like).repeat_interleave(group, 0)
+            self._made_turns = Turns(query, output, mean)
+        return self._made_turns
+
+    def restore(self, step: Step, segment: Segment, side: str, into: torch.Tensor) -> torch.Tensor:
+        """Write the tokens of a segment to `into` `[room, H, D]`: copies as the model's rows, keys
+        without their mean, and codes dequantized, in the frame of the codes."""
+        assert step.prompts is not None
+        table = step.page_table[step.prompts.row :]
+        if kernels_run_on(into.device):
+            self._restore_in_kernel(step, table, segment, side, into)
+            return into
+        prompt, position = segment.positions()
+        pages = table[prompt, position // self.tokens] // self.memory[side].stride(0)
+        at = position % self.tokens
+        if segment.is_exact:
+            rows = self.copies[side][step.slot_of[pages], :, at]
+            rows = self.exact_keys(rows) if side == "key" else rows
+        else:
+            layout = self.layouts[side]
+            sections = (section[pages, :, at] for section in layout.view(self.memory[side]))
+            rows = layout.dequantize(Sections(*sections))
+        into[: len(rows)] = rows
+        return into
+
+    def _restore_in_kernel(
+        self, step: Step, table: torch.Tensor, segment: Segment, side: str, into: torch.Tensor
+    ) -> None:
+        layout, memory = self.layouts[side], self.memory[side]
+        variant = Variant(layout.dim, layout.dim // layout.groups, into.dtype, layout.format)
+        tokens = segment.bounds, segment.firsts, segment.jumps, segment.gaps, len(segment.firsts)
+        pages = table, table.stride(0), memory.stride(0)
+        source: tuple[Argument, ...] = memory, *layout.starts[1:4]
+        if segment.is_exact:
+            mean = self.codec.rotations[self.layer].key.mean if side == "key" else None
+            mean = None if mean is None else mean.float()
+            source = self.copies[side], step.slot_of, mean
+        name = "copy_rows" if segment.is_exact else "restore_rows"
+        kernel = _restore_kernel(name, variant, self.tokens, into.device)
+        grid = -(-segment.room // kernel.block_rows), self.heads, 1
+        arguments = *tokens, *pages, *source, into
+        Launcher(into.device)(kernel.function, grid, kernel.threads, arguments, early=False)
 
 
-def attend_causally(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-) -> torch.Tensor:
-    """The attention output `[T, H_q, D]` of the last T tokens' queries over rows `[1, H, L, D]`."""
-    queries = query.transpose(0, 1)[None]
-    count, length = queries.shape[2], key.shape[2]
-    if scores.soft_cap is None and scores.sinks is None:
-        # As many heads as queries have: fast kernels know nothing else with this mask.
-        group = queries.shape[1] // key.shape[1]
-        key, value = (rows.repeat_interleave(group, 1) for rows in (key, value))
-        mask = causal_lower_right(count, length)
-        read = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scores.scale)
-    else:
-        position = torch.arange(length, device=query.device)
-        read_rows = position <= position[length - count :, None]
-        read = attention.attend_rows(queries, key, value, read_rows[None], scores)
-    return read[0].transpose(0, 1)
+@cache
+def _restore_kernel(name: str, variant: Variant, tokens: int, device: torch.device) -> Kernel:
+    """A kernel of `restore.cu`, for pages of so many tokens."""
+    macros = (*variant.macros(), ("TOKENS", str(tokens)))
+    code = build(variant.source + _RESTORE.read_text(), macros, device)
+    return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
+
+
+def _multiply(rows: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Rows `[T, H, D]` times the matrices of their heads `[H, D, D]`, without a copy of either."""
+    torch.bmm(rows.transpose(0, 1), matrices, out=output.transpose(0, 1))
+    return output

@@ -4,10 +4,8 @@ have exact copies, and what the queries of each request read.
 All of it is computed on the device of the block table, and nothing waits for that device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ import torch
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.vllm import segments
+from rotationzoo.vllm.segments import Prompts
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
@@ -34,9 +34,10 @@ class CopiedTokens:
     lengths: torch.Tensor
     """int32 `[B]`: the token after the last one that is read."""
 
-    def select(self, rows: torch.Tensor) -> "CopiedTokens":
-        starts = None if self.starts is None else self.starts[rows]
-        return CopiedTokens(self.slots[rows], starts, self.lengths[rows])
+    def first(self, rows: int) -> "CopiedTokens":
+        """Those of the first requests."""
+        starts = None if self.starts is None else self.starts[:rows]
+        return CopiedTokens(self.slots[:rows], starts, self.lengths[:rows])
 
 
 @dataclass(frozen=True)
@@ -52,28 +53,15 @@ class DecodeMetadata:
     sink: CopiedTokens
     recent: CopiedTokens
 
-    def select(self, rows: torch.Tensor) -> "DecodeMetadata":
-        """The same for some of the requests."""
+    def first(self, rows: int) -> "DecodeMetadata":
+        """That of the first requests."""
         return DecodeMetadata(
-            self.page_table[rows],
-            self.starts[rows],
-            self.ends[rows],
-            self.sink.select(rows),
-            self.recent.select(rows),
+            self.page_table[:rows],
+            self.starts[:rows],
+            self.ends[:rows],
+            self.sink.first(rows),
+            self.recent.first(rows),
         )
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Several new tokens of one request."""
-
-    row: int
-    """Which request of the step it is."""
-    first: int
-    """The first of them among the new tokens of the step."""
-    count: int
-    length: int
-    """Tokens of the request, with the new ones."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +74,14 @@ class Step:
     """int64 `[T]`: its offset in the page, in tokens."""
     slots: torch.Tensor
     """int64 `[T]`: the slot of the copies of its page. Slot 0 belongs to no page."""
+    page_table: torch.Tensor
+    """int64 `[B, N]`: where the pages of each request begin, in bytes after page 0."""
     decode: DecodeMetadata
+    """Of the requests with one new token, which come first."""
     room: int
     """No request has more pages."""
-    singles: tuple[torch.Tensor, torch.Tensor] | None
-    """The requests with one new token, and where this is among the new tokens of the step, int64
-    `[B']` each; None where all requests have one."""
-    chunks: Sequence[Chunk]
-    chunk_starts: torch.Tensor
-    """`[B]`: from this token on, the new tokens of a chunk read the earlier ones exact."""
+    prompts: Prompts | None
+    """The other requests."""
     slot_of: torch.Tensor
     """int64 `[pages]`: the slot of the copies of each page; 0 where there are none. It holds until
     the next step is planned."""
@@ -102,34 +89,25 @@ class Step:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a step without waiting for a device."""
+    """What is known of a step without waiting for a device: int64 tensors on the CPU."""
 
-    counts: Sequence[int]
-    """New tokens of each request."""
-    lengths: Sequence[int]
-    """Tokens of each request, right where several are new."""
+    counts: torch.Tensor
+    """`[B]`: new tokens of each request. Requests with one come before those with several."""
+    lengths: torch.Tensor
+    """`[B]`: tokens of each request, right where several are new."""
     most_tokens: int
     """No request has more tokens."""
 
     @cached_property
-    def chunks(self) -> list[Chunk]:
-        """The requests with several new tokens."""
-        bounds = accumulate(self.counts, initial=0)
-        parts = enumerate(zip(bounds, self.counts, self.lengths, strict=False))
-        return [Chunk(row, *part) for row, part in parts if part[1] > 1]
+    def singles(self) -> int:
+        """How many requests come before the first with several new tokens."""
+        several = (self.counts > 1).nonzero()
+        return int(several[0]) if len(several) else len(self.counts)
 
-    def singles(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The other requests, as in `Step`."""
-        if not self.chunks:
-            return None
-        bounds = [*accumulate(self.counts, initial=0)]
-        rows = [row for row, count in enumerate(self.counts) if count == 1]
-        tokens = [bounds[row] for row in rows]
-        # Pinned, or the copy would wait for the device.
-        pinned = device.type == "cuda"
-        both = (torch.tensor(numbers, pin_memory=pinned) for numbers in (rows, tokens))
-        first, second = (numbers.to(device, non_blocking=True) for numbers in both)
-        return first, second
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any request has several new tokens."""
+        return self.singles < len(self.counts)
 
 
 class Planner:
@@ -141,7 +119,7 @@ class Planner:
     token is stored again has forgotten its former tokens.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a server and its device have)
         self,
         layout: CacheLayout,
         tokens: int,
@@ -149,8 +127,10 @@ class Planner:
         pages: int,
         most_requests: int,
         device: torch.device,
+        segment: int = segments.FEW,
     ):
-        """For pages of so many tokens and bytes on this device. Page 0 belongs to no request."""
+        """For pages of so many tokens and bytes on this device. Page 0 belongs to no request.
+        Prompts read `segment` earlier tokens at a time."""
         self.tokens, self.page_bytes, self.sink = tokens, page_bytes, layout.sink
         self.recent = layout.recent  # at least 1: a token reads itself exact
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens)
@@ -160,7 +140,7 @@ class Planner:
         self._used = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used[0] = _NEVER
         self._now = 0
-        self._most_requests = most_requests
+        self._most_requests, self._segment = most_requests, segment
         self._buffers: dict[str, torch.Tensor] = {}
 
     def plan(
@@ -182,7 +162,7 @@ class Planner:
         self._now += 1
         rows, device = len(lengths), table.device
         # Graphs replay single tokens alone. The tokens of a prompt must not move their buffers.
-        make = _new if known.chunks else self._buffer
+        make = _new if known.has_prompts else self._buffer
         like = partial(make, device=device)
         page_table = like("page_table", rows, table.shape[1], dtype=torch.int64)
         page_table.copy_(table).mul_(self.page_bytes)  # in 64 bits: a layer may have gigabytes
@@ -204,18 +184,45 @@ class Planner:
             pages,
             page_offsets,
             slots,
+            page_table,
             decode,
             -(-known.most_tokens // self.tokens),
-            known.singles(device),
-            known.chunks,
-            starts,
+            None,
             self.slot_of,
         )
-        if known.chunks or not kernels_run_on(device):
-            numbers = (each.long() for each in (table, lengths, counts, mapping))
-            return self._plan_in_torch(step, *numbers)
-        self._plan_in_kernel(step, table, lengths, mapping)
-        return step
+        if not known.has_prompts and kernels_run_on(device):
+            self._plan_in_kernel(step, table, lengths, mapping)
+            return step
+        numbers = table.long(), lengths.long(), counts.long(), mapping.long()
+        self._plan_in_torch(step, *numbers)
+        if not known.has_prompts:
+            return step
+        prompts = self._plan_prompts(known, starts, *numbers[:3])
+        return replace(step, decode=decode.first(known.singles), prompts=prompts)
+
+    def _plan_prompts(
+        self,
+        known: Known,
+        sink: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> Prompts:
+        """What requests with several new tokens read beside them; `sink` int32 `[B]` says how many
+        of their first tokens are read exact."""
+        row, of_prompts = known.singles, slice(known.singles, None)
+        new = known.counts[of_prompts]
+        recent = self._find_recent(table, lengths - counts, sink)[0][of_prompts].int()
+        bounds = torch.nn.functional.pad(counts[of_prompts].cumsum(0), (1, 0)).int()
+        parts = segments.plan_segments(
+            known.lengths[of_prompts] - new,
+            self.sink + self.recent,
+            sink[of_prompts],
+            recent,
+            self._segment,
+        )
+        first = int(known.counts[:row].sum())
+        return Prompts(row, first, bounds, int(new.max()), [*parts])
 
     def _buffer(
         self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
@@ -261,7 +268,7 @@ class Planner:
         lengths: torch.Tensor,
         counts: torch.Tensor,
         mapping: torch.Tensor,
-    ) -> Step:
+    ) -> None:
         starts, stored = lengths - counts, mapping.clamp(min=0)
         step.pages.copy_(stored // self.tokens)
         step.page_offsets.copy_(stored % self.tokens)
@@ -282,9 +289,6 @@ class Planner:
         ):
             assert target is not None
             target.copy_(source)
-        if not step.chunks:
-            return step
-        return replace(step, chunk_starts=self._find_recent(table, starts, sink)[0])
 
     def _forget(self, pages: torch.Tensor) -> None:
         """Let these pages have no copies. Page 0 never has any."""

@@ -1,6 +1,8 @@
 """Pages of a server against a layer of the cache for transformers, which reads the same rows."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from support.float64 import to_float64
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer
-from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
@@ -19,8 +21,9 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import steps
-from rotationzoo.vllm.pages import LayerPages, attend_causally
+from rotationzoo.vllm import pages, segments, steps
+from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.prompts import TorchAttention, new_scratch
 from rotationzoo.vllm.settings import cell_bytes, select_heads
 from rotationzoo.vllm.steps import Known, Planner
 
@@ -57,16 +60,20 @@ class Server:
         tokens=TOKENS,
         device="cpu",
         dtype=torch.float32,
+        segment=segments.FEW,
     ):
         self.tokens = tokens
         size = pages, HEADS, tokens, cell_bytes(settings, DIM) // 2
         cache = torch.zeros(size, dtype=torch.bfloat16, device=device)
         like = torch.zeros(1, HEADS, 1, DIM, device=device)
         self.planner = Planner(
-            settings.layout, tokens, cache[0].nbytes, pages, most_requests, cache.device
+            settings.layout, tokens, cache[0].nbytes, pages, most_requests, cache.device, segment
         )
+        attention = TorchAttention()
+        attention.segment = segment
+        tools = attention, partial(new_scratch, cache.device)
         settings = settings.for_layer(0, like, like)
-        self.layer = LayerPages(settings, 0, cache, self.planner.slots, dtype)
+        self.layer = LayerPages(settings, 0, cache, self.planner.slots, dtype, tools)
         order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
         self.free, self.tables, self.lengths = order.tolist(), {}, {}
         self.device, self.dtype = device, dtype
@@ -90,14 +97,15 @@ class Server:
                 pages.append(self.free.pop(0))
             table[row, : len(pages)] = torch.tensor(pages)
             mapping += [pages[at // tokens] * tokens + at % tokens for at in range(start, end)]
-        lengths = [self.lengths[request] for request in counts]
-        known = Known([*counts.values()], lengths, max(lengths))
-        numbers = [torch.tensor(each, dtype=torch.int32) for each in (lengths, known.counts)]
-        numbers.append(torch.tensor(mapping))
+        lengths = torch.tensor([self.lengths[request] for request in counts])
+        known = Known(torch.tensor([*counts.values()]), lengths, int(lengths.max()))
+        numbers = [lengths.int(), known.counts.int(), torch.tensor(mapping)]
         return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
 
     def run(self, rows: dict) -> dict:
-        """One step: request -> its new rows of each side `[T, H, D]`; and what each reads."""
+        """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in
+        vLLM, requests with one new token come first."""
+        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > 1))
         step = self.plan({request: len(each["key"]) for request, each in rows.items()})
         both = {
             side: torch.cat([each[side] for each in rows.values()]).to(self.device, self.dtype)
@@ -141,8 +149,17 @@ def read_in_transformers(settings: CacheSettings, rows, calls=CALLS) -> list[tor
     layer, outputs = RotatedLayer(settings, 0, Padding()), []
     for new in calls_of(rows, calls):
         key, value = layer.update(*(new[side].transpose(0, 1)[None] for side in SIDES))
-        outputs.append(attend_causally(query_of(new["key"]), key, value, SCORES))
+        outputs.append(attend_causally(query_of(new["key"]), key, value))
     return outputs
+
+
+def attend_causally(query, key, value) -> torch.Tensor:
+    """What the last tokens' queries `[T, H_q, D]` read of rows `[1, H, L, D]`."""
+    position = torch.arange(key.shape[2])
+    reads = position <= position[key.shape[2] - len(query) :, None]
+    return attend_rows(query.transpose(0, 1)[None], key, value, reads[None], SCORES)[0][
+        0
+    ].transpose(0, 1)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "feedback"])
@@ -159,9 +176,11 @@ def test_every_call_reads_what_the_cache_of_transformers_reads(format, rounding)
     assert (read[-1] - all_exact).abs().max() > 0.1, "some are read from codes"
 
 
-def test_requests_in_one_step_read_what_each_alone_reads():
-    """Chunks and single tokens of three requests together, in steps that do not line up."""
-    settings, server = settings_of(), Server(settings_of())
+@pytest.mark.parametrize("segment", [segments.FEW, 5])
+def test_requests_in_one_step_read_what_each_alone_reads(segment):
+    """Chunks and single tokens of three requests together, in steps that do not line up, and
+    segments that end within a request."""
+    settings, server = settings_of(), Server(settings_of(), segment=segment)
     rows = {request: draw(sum(CALLS), seed=request) for request in range(3)}
     alone = {request: read_in_transformers(settings, each) for request, each in rows.items()}
     calls = {request: list(calls_of(each)) for request, each in rows.items()}
@@ -218,7 +237,7 @@ def test_offsets_of_pages_may_exceed_two_gigabytes():
     server.begin(0)
     step = server.plan({0: 20})
     expected = [page * 2**30 for page in server.tables[0]]
-    assert step.decode.page_table[0, : len(expected)].tolist() == expected
+    assert step.page_table[0, : len(expected)].tolist() == expected
 
 
 def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
@@ -242,7 +261,11 @@ def test_padding_writes_to_nobodys_page():
     lengths, counts = torch.tensor([9, 0]), torch.tensor([0, 0])
     table = torch.zeros(2, WIDTH, dtype=torch.int32)
     step = server.planner.plan(
-        table, lengths, counts, torch.tensor([-1, -1]), Known([1, 1], [9, 0], 9)
+        table,
+        lengths,
+        counts,
+        torch.tensor([-1, -1]),
+        Known(torch.tensor([1, 1]), torch.tensor([9, 0]), 9),
     )
     server.layer.write(step, draw(2))
     assert torch.equal(server.layer.memory["key"][1:], before)
@@ -335,6 +358,37 @@ def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device
         expected = torch.cat([*on_cpu.run(now).values()])
         # Rounding the output to bfloat16 makes 1.7e-3 by itself, and a code may flip.
         assert (output.cpu() - expected).norm() / expected.norm() < 0.02
+
+
+@on_gpu
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
+def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypatch):
+    """Rows that the kernels restore are the definition's, bit by bit."""
+    settings = settings_of(format, "feedback", kernel=True)
+    on_cpu = Server(settings, tokens=32, segment=7)
+    on_gpu = Server(settings, tokens=32, device=device, dtype=torch.bfloat16, segment=7)
+    rows = {request: to_bfloat16(draw(70, seed=request)) for request in range(3)}
+    for begin, end in [(0, 20), (20, 45), (45, 46), (46, 70)]:
+        now = {
+            request: part_of(each, max(0, begin - request), end - request)
+            for request, each in rows.items()
+        }
+        read = []
+        for server in (on_gpu, on_cpu):
+            for request in rows:
+                if not begin:
+                    server.begin(request)
+            read.append(torch.cat([*server.run(now).values()]).float())
+        assert (read[0] - read[1]).norm() / read[1].norm() < 0.02, "bfloat16's rounding"
+    step = on_gpu.plan({0: 1, 1: 9, 2: 3})
+    assert len(step.prompts.segments) > 20
+    for segment, side in product(step.prompts.segments, SIDES):
+        into = torch.zeros(2, 7, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        on_gpu.layer.restore(step, segment, side, into[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(pages, "kernels_run_on", lambda device: False)
+            on_gpu.layer.restore(step, segment, side, into[1])
+        assert torch.equal(into[0], into[1])
 
 
 def to_bfloat16(rows):

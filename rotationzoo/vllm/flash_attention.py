@@ -1,0 +1,81 @@
+"""vLLM's FlashAttention, for prompts on a GPU."""
+
+import torch
+from vllm.v1.attention.backends.fa_utils import (
+    get_flash_attn_version,
+    is_flash_attn_varlen_func_available,
+)
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+from rotationzoo.codec.attention import Scores
+from rotationzoo.vllm.prompts import Attention, Packed, Read, TorchAttention
+from rotationzoo.vllm.segments import MOST
+
+_SINKS = 3
+"""The first version with attention sinks."""
+
+
+def choose_attention(
+    head_size: int, dtype: torch.dtype, has_sinks: bool, is_cuda: bool
+) -> Attention:
+    """FlashAttention, where vLLM has it for such heads, and else torch's."""
+    if not is_cuda or not is_flash_attn_varlen_func_available():
+        return TorchAttention()
+    version = get_flash_attn_version(head_size=head_size, has_sinks=has_sinks)
+    takes = (
+        version is not None
+        and FlashAttentionBackend.supports_head_size(head_size)
+        and dtype in (torch.float16, torch.bfloat16)
+        and (version >= _SINKS or not has_sinks)
+    )
+    return FlashAttention(version) if takes else TorchAttention()
+
+
+class FlashAttention:
+    """Of one version, for all prompts of a step at once: nothing waits for the GPU."""
+
+    segment = MOST
+
+    def __init__(self, version: int):
+        self.version = version
+
+    def attend(  # noqa: PLR0913 (as in `Attention`)
+        self,
+        query: torch.Tensor,
+        of_queries: Packed,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        of_keys: Packed,
+        scores: Scores,
+        causal: bool,
+        output: torch.Tensor,
+    ) -> Read:
+        """As in `Attention`."""
+        # It is a kernel of vLLM for NVIDIA's GPUs, which others' builds lack.
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        sinks = None if scores.sinks is None else scores.sinks.to(query.dtype)
+        _, totals = flash_attn_varlen_func(
+            q=query,
+            k=key,
+            v=value,
+            cu_seqlens_q=of_queries.bounds,
+            cu_seqlens_k=of_keys.bounds,
+            max_seqlen_q=of_queries.longest,
+            max_seqlen_k=of_keys.longest,
+            softmax_scale=scores.scale,
+            causal=causal,
+            softcap=scores.soft_cap or 0.0,
+            return_softmax_lse=True,
+            fa_version=self.version,
+            s_aux=sinks,
+            out=output,
+        )
+        return Read(output, totals)
+
+    def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
+        """As in `Attention`."""
+        totals = torch.empty_like(first.totals)
+        merge_attn_states(output, first.output, first.totals, second.output, second.totals, totals)
+        return Read(output, totals)

@@ -1,0 +1,100 @@
+"""Which earlier tokens prompts read together, and vLLM's attention over them on a GPU."""
+
+import pytest
+import torch
+from support.codec import on_gpu
+
+from rotationzoo.codec.attention import Scores
+from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
+from rotationzoo.vllm.segments import plan_segments
+
+
+def test_every_earlier_token_is_in_one_segment():
+    """Prompts without a context, in the sink alone, within the windows, and beyond them."""
+    contexts, starts, recents = [0, 2, 9, 30, 21], [0, 3, 4, 4, 0], [0, 2, 5, 22, 21]
+    numbers = (torch.tensor(each, dtype=torch.int32) for each in (starts, recents))
+    segments = [*plan_segments(torch.tensor(contexts), 12, *numbers, most=8)]
+    read = {True: [], False: []}
+    for segment in segments:
+        prompt, position = segment.positions()
+        read[segment.is_exact] += zip(prompt.tolist(), position.tolist(), strict=True)
+        counts = segment.bounds.diff()
+        assert int(counts.sum()) <= segment.room <= 8
+        assert int(counts.max()) <= segment.longest
+    exact = [
+        (prompt, at)
+        for prompt, count in enumerate(contexts)
+        for at in range(count)
+        if at < starts[prompt] or at >= recents[prompt]
+    ]
+    every = [(prompt, at) for prompt, count in enumerate(contexts) for at in range(count)]
+    assert read[True] == exact
+    assert sorted(read[True] + read[False]) == every
+
+
+def test_prompts_that_begin_have_no_segments():
+    none = torch.zeros(2, dtype=torch.int32)
+    assert not [*plan_segments(torch.tensor([0, 0]), 12, none, none, most=8)]
+
+
+QUERIES, KEYS = [5, 1, 70, 30], [0, 300, 9, 64]
+
+
+def packed(counts, device) -> Packed:
+    bounds = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    return Packed(bounds, max(counts))
+
+
+def draw(dim, device, seed=0) -> list[torch.Tensor]:
+    """Queries, keys and values of heads with `dim` channels, two query heads for each KV head."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (sum(QUERIES), 4, dim), (sum(KEYS), 2, dim), (sum(KEYS), 2, dim)
+    rows = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [each.to(device, torch.bfloat16) for each in rows]
+
+
+def test_nothing_read_is_merged_with_something_read():
+    query, key, value = (each.float() for each in draw(16, "cpu"))
+    attention, scores = TorchAttention(), Scores(0.25)
+    own, keys = packed(QUERIES, "cpu"), packed(KEYS, "cpu")
+    read = attention.attend(query, own, key, value, keys, scores, False, torch.empty_like(query))
+    assert read.totals[:, :5].eq(-torch.inf).all()
+    assert not read.output[:5].any()
+    nothing = Read(torch.zeros_like(query), torch.full_like(read.totals, -torch.inf))
+    merged = attention.merge(read, nothing, torch.empty_like(query))
+    assert torch.equal(merged.output, read.output)
+    assert torch.equal(merged.totals, read.totals)
+
+
+@on_gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["plain", "soft cap", "sinks"])
+def test_flash_attention_reads_what_torch_reads(dim, kind, device):
+    """A prompt that reads nothing, others that read few tokens or many, and both merged twice."""
+    flash = pytest.importorskip("rotationzoo.vllm.flash_attention")
+    sinks = torch.randn(4, device=device, dtype=torch.bfloat16) if kind == "sinks" else None
+    scores = Scores(dim**-0.5, 20.0 if kind == "soft cap" else None, sinks)
+    chosen = flash.choose_attention(dim, torch.bfloat16, sinks is not None, is_cuda=True)
+    assert isinstance(chosen, flash.FlashAttention)
+    own, keys = packed(QUERIES, device), packed(KEYS, device)
+    read = []
+    for attention in (chosen, TorchAttention()):
+        merged = None
+        for seed, causal in enumerate([False, True, False]):
+            query, key, value = draw(dim, device, seed)
+            of_keys, given = (
+                (own, scores) if causal else (keys, Scores(scores.scale, scores.soft_cap))
+            )
+            if causal:
+                key, value = (rows[: sum(QUERIES)] for rows in (key, value))
+            output = torch.full_like(query, torch.nan)
+            part = attention.attend(query, own, key, value, of_keys, given, causal, output)
+            if merged is not None:
+                part = attention.merge(merged, part, torch.full_like(query, torch.nan))
+            merged = part
+            read.append(merged)
+    for ours, definition in zip(read[:3], read[3:], strict=True):
+        difference = (ours.output.float() - definition.output.float()).norm()
+        assert difference / definition.output.float().norm() < 0.01  # bfloat16's rounding
+        is_read = definition.totals > -torch.inf
+        assert (ours.totals - definition.totals)[is_read].abs().max() < 0.02
