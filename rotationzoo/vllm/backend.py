@@ -209,8 +209,10 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             tokens = _page_tokens(self.cache_config.block_size)
             slots = count_slots(self.settings.layout, tokens, self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
-            new = self.most_tokens, self.num_heads, self.head_size
-            sizes = scratch_sizes(new, self.num_kv_heads, like.dtype, self.attention)
+            queries = self.most_tokens, self.num_heads, self.head_size
+            windows = self.settings.layout.sink + self.settings.layout.recent
+            room = max(self.attention.segment, self.most_tokens + windows)
+            sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
             current_workspace_manager().get_simultaneous(*sizes)
 
     def _open_pages(

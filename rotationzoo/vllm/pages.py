@@ -23,12 +23,13 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.prompts import (
     Attention,
+    Rows,
     Scratch,
     TorchAttention,
     attend_prompts,
     new_scratch,
 )
-from rotationzoo.vllm.segments import Segment
+from rotationzoo.vllm.segments import Exact, Segment
 from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 
 _STORE = Path(__file__).with_name("store.cu")
@@ -234,50 +235,77 @@ class LayerPages:
             self._made_turns = Turns(query, output, mean)
         return self._made_turns
 
-    def restore(self, step: Step, segment: Segment, side: str, into: torch.Tensor) -> torch.Tensor:
-        """Write the tokens of a segment to `into` `[room, H, D]`: copies as the model's rows, keys
-        without their mean, and codes dequantized, in the frame of the codes."""
-        assert step.prompts is not None
-        table = step.page_table[step.prompts.row :]
-        if kernels_run_on(into.device):
-            self._restore_in_kernel(step, table, segment, side, into)
-            return into
-        prompt, position = segment.positions()
-        pages = table[prompt, position // self.tokens] // self.memory[side].stride(0)
-        at = position % self.tokens
-        if segment.is_exact:
-            rows = self.copies[side][step.slot_of[pages], :, at]
-            rows = self.exact_keys(rows) if side == "key" else rows
-        else:
-            layout = self.layouts[side]
-            sections = (section[pages, :, at] for section in layout.view(self.memory[side]))
-            rows = layout.dequantize(Sections(*sections))
-        into[: len(rows)] = rows
-        return into
+    def gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
+        """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
+        each: copies, and then those of `rows` `[T, H, D]`; keys without their mean."""
+        prompts = step.prompts
+        assert prompts is not None
+        table, contexts = prompts.page_table[exact.prompts], prompts.contexts[exact.prompts]
+        new = {side: rows[side][exact.tokens].to(into[0].dtype) for side in SIDES}
+        if kernels_run_on(into[0].device):
+            mean = self.codec.rotations[self.layer].key.mean
+            source = (
+                *(step.slot_of, self.memory["key"].stride(0), contexts, exact.bounds),
+                *(None if mean is None else mean.float(), new["key"].stride(0)),
+                *(new["value"].stride(0), *self.copies.values(), *new.values(), *into),
+            )
+            self._launch("gather", exact.read, table, source, into[0].dtype)
+            return
+        prompt, position = exact.read.positions()
+        pages, at = self._places(table, prompt, position)
+        later = position - contexts[prompt]
+        number = exact.bounds[prompt] + later.clamp(min=0)
+        for side, target in zip(SIDES, into, strict=True):
+            copies = self.copies[side][step.slot_of[pages], :, at]
+            gathered = torch.where((later >= 0)[:, None, None], new[side][number], copies)
+            target[: len(pages)] = self.exact_keys(gathered) if side == "key" else gathered
 
-    def _restore_in_kernel(
-        self, step: Step, table: torch.Tensor, segment: Segment, side: str, into: torch.Tensor
+    def restore(self, step: Step, segment: Segment, into: Sequence[torch.Tensor]) -> None:
+        """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
+        assert step.prompts is not None
+        table = step.prompts.page_table
+        for side, target in zip(SIDES, into, strict=True):
+            layout, memory = self.layouts[side], self.memory[side]
+            if kernels_run_on(target.device):
+                source = memory, *layout.starts[1:4], target
+                self._launch("restore_rows", segment, table, source, target.dtype, layout)
+                continue
+            pages, at = self._places(table, *segment.positions())
+            sections = (section[pages, :, at] for section in layout.view(memory))
+            target[: len(pages)] = layout.dequantize(Sections(*sections))
+
+    def _places(
+        self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of the pages of tokens, and the tokens' offsets there."""
+        number = (position // self.tokens).clamp(max=table.shape[1] - 1)  # of new tokens: any
+        return table[prompt, number] // self.memory["key"].stride(0), position % self.tokens
+
+    def _launch(
+        self,
+        name: str,
+        segment: Segment,
+        table: torch.Tensor,
+        source: Sequence[Argument],
+        dtype: torch.dtype,
+        layout: PageLayout | None = None,
     ) -> None:
-        layout, memory = self.layouts[side], self.memory[side]
-        variant = Variant(layout.dim, layout.dim // layout.groups, into.dtype, layout.format)
+        """Launch a kernel of `restore.cu`, for both sides where no layout is given."""
+        sides, layout = (1, layout) if layout else (2, self.layouts["key"])
+        kernel = _restore_kernel(name, layout, dtype, table.device)
         tokens = segment.bounds, segment.firsts, segment.jumps, segment.gaps, len(segment.firsts)
-        pages = table, table.stride(0), memory.stride(0)
-        source: tuple[Argument, ...] = memory, *layout.starts[1:4]
-        if segment.is_exact:
-            mean = self.codec.rotations[self.layer].key.mean if side == "key" else None
-            mean = None if mean is None else mean.float()
-            source = self.copies[side], step.slot_of, mean
-        name = "copy_rows" if segment.is_exact else "restore_rows"
-        kernel = _restore_kernel(name, variant, self.tokens, into.device)
-        grid = -(-segment.room // kernel.block_rows), self.heads, 1
-        arguments = *tokens, *pages, *source, into
-        Launcher(into.device)(kernel.function, grid, kernel.threads, arguments, early=False)
+        grid = -(-segment.room // kernel.block_rows), self.heads, sides
+        arguments = *tokens, table, table.stride(0), *source
+        Launcher(table.device)(kernel.function, grid, kernel.threads, arguments, early=False)
 
 
 @cache
-def _restore_kernel(name: str, variant: Variant, tokens: int, device: torch.device) -> Kernel:
-    """A kernel of `restore.cu`, for pages of so many tokens."""
-    macros = (*variant.macros(), ("TOKENS", str(tokens)))
+def _restore_kernel(
+    name: str, layout: PageLayout, dtype: torch.dtype, device: torch.device
+) -> Kernel:
+    """A kernel of `restore.cu`, for pages of this layout and rows of this type."""
+    variant = Variant(layout.dim, layout.dim // layout.groups, dtype, layout.format)
+    macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
     code = build(variant.source + _RESTORE.read_text(), macros, device)
     return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
 

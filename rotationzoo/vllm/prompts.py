@@ -3,7 +3,7 @@ from codes, which are dequantized and not rotated back. Instead, queries are rot
 the codes, and what they read is rotated back once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -11,11 +11,14 @@ from typing import Protocol
 import torch
 
 from rotationzoo.codec.attention import Scores, attend_rows
-from rotationzoo.vllm.segments import FEW, Segment
+from rotationzoo.vllm.segments import FEW, Exact, Segment
 from rotationzoo.vllm.steps import Step
 
 Scratch = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
+
+
+Rows = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Attention(Protocol):
     ) -> Read:
         """Let the queries `[T, H_q, D]` of each prompt read its keys and values `[L, H, D]`, and
         write to `output` `[T, H_q, D]`. A query that reads nothing gets zeros and minus infinity.
-        `causal`: there are as many keys as queries, and each reads those up to itself."""
+        `causal`: the queries are those of the last keys, and each reads the keys up to its own."""
 
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
         """What queries read from both, in `output`."""
@@ -87,10 +90,11 @@ class TorchAttention:
         for (begin, end), (first, last) in limits:
             keys, values = (rows[first:last].transpose(0, 1)[None] for rows in (key, value))
             position = torch.arange(last - first, device=query.device)
+            before = last - first - (end - begin) if causal else last - first
             for at in range(begin, end, self.queries):
                 part = slice(at, min(at + self.queries, end))
                 own = torch.arange(part.start - begin, part.stop - begin, device=query.device)
-                reads = position <= own[:, None] if causal else position[None] >= 0 * own[:, None]
+                reads = position <= before + own[:, None]
                 rows = query[part].transpose(0, 1)[None]
                 read, total = attend_rows(rows, keys, values, reads[None], scores)
                 output[part], totals[:, part] = read[0].transpose(0, 1), total[0]
@@ -111,20 +115,22 @@ class Layer(Protocol):
 
     def exact_keys(self, rows: torch.Tensor) -> torch.Tensor: ...
 
+    def gather(
+        self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
+    ) -> None: ...
+
+    def restore(self, step: Step, segment: Segment, into: Sequence[torch.Tensor]) -> None: ...
+
     def to_codes(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor: ...
 
     def from_codes(self, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor: ...
-
-    def restore(
-        self, step: Step, segment: Segment, side: str, into: torch.Tensor
-    ) -> torch.Tensor: ...
 
 
 def attend_prompts(  # noqa: PLR0913 (a step, its rows, and what computes with them)
     layer: Layer,
     step: Step,
     query: torch.Tensor,
-    rows: dict[str, torch.Tensor],
+    rows: Rows,
     scores: Scores,
     output: torch.Tensor,
     attention: Attention,
@@ -134,53 +140,52 @@ def attend_prompts(  # noqa: PLR0913 (a step, its rows, and what computes with t
     keys and values of their new tokens are `rows` `[T, H, D]`."""
     prompts = step.prompts
     assert prompts is not None
-    own = Packed(prompts.bounds, prompts.longest)
-    keys = layer.exact_keys(rows["key"])
-    if not prompts.segments:
-        attention.attend(query, own, keys, rows["value"], own, scores, True, output)
+    new = Packed(prompts.bounds, prompts.longest)
+    if not prompts.exact:
+        keys = layer.exact_keys(rows["key"])
+        attention.attend(query, new, keys, rows["value"], new, scores, True, output)
         return
-    sizes = scratch_sizes(query.shape, rows["key"].shape[1], query.dtype, attention)
-    *free, restored_keys, restored_values = scratch(*sizes)
+    room = max(attention.segment, *(group.read.room for group in prompts.exact))
+    *free, keys, values = scratch(
+        *scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
+    )
 
-    def merge(first: Read | None, second: Read) -> Read:
-        if first is None:
-            return second
-        merged = attention.merge(first, second, free.pop())
+    def merge(first: Read, second: Read, output: torch.Tensor) -> Read:
+        merged = attention.merge(first, second, output)
         free.extend((first.output, second.output))
         return merged
 
+    into, totals = free.pop(), []
+    for group in prompts.exact:
+        layer.gather(step, group, rows, (keys, values))
+        own, read = Packed(group.bounds, group.longest), _packed(group.read)
+        part = query[group.tokens], own, keys, values, read, scores, True, into[group.tokens]
+        totals.append(attention.attend(*part).totals)
+    exact = Read(into, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
+
     # Attention sinks take part once.
-    others = Scores(scores.scale, scores.soft_cap)
-    exact: Read | None = attention.attend(
-        query, own, keys, rows["value"], own, scores, True, free.pop()
-    )
-    codes: Read | None = None
-    turned = layer.to_codes(query, free.pop())
-    for segment in prompts.segments:
-        read_keys = layer.restore(step, segment, "key", restored_keys)
-        read_values = layer.restore(step, segment, "value", restored_values)
-        earlier = Packed(segment.bounds, segment.longest)
-        queries = query if segment.is_exact else turned
-        read = attention.attend(
-            queries, own, read_keys, read_values, earlier, others, False, free.pop()
-        )
-        if segment.is_exact:
-            exact = merge(exact, read)
-        else:
-            codes = merge(codes, read)
-    assert exact is not None
+    scores = Scores(scores.scale, scores.soft_cap)
+    codes, turned = None, layer.to_codes(query, free.pop())
+    for segment in prompts.codes:
+        layer.restore(step, segment, (keys, values))
+        read = _packed(segment)
+        more = attention.attend(turned, new, keys, values, read, scores, False, free.pop())
+        codes = more if codes is None else merge(codes, more, free.pop())
     assert codes is not None
-    free.append(turned)
-    attention.merge(exact, Read(layer.from_codes(codes.output, free.pop()), codes.totals), output)
+    restored = Read(layer.from_codes(codes.output, free.pop()), codes.totals)
+    merge(exact, restored, output)
+
+
+def _packed(segment: Segment) -> Packed:
+    return Packed(segment.bounds, segment.longest)
 
 
 def scratch_sizes(
-    queries: tuple[int, ...], heads: int, dtype: torch.dtype, attention: Attention
+    queries: Sequence[int], heads: int, room: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What `attend_prompts` takes of its scratch memory for so many queries `[T, H_q, D]`: their
-    copies, and the keys and the values of a segment."""
-    restored = attention.segment, heads, queries[-1]
-    return [(tuple(queries), dtype)] * 5 + [(restored, dtype)] * 2
+    """What `attend_prompts` takes of its scratch memory for queries `[T, H_q, D]`: their copies,
+    and `room` keys and values."""
+    return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
 
 
 def new_scratch(

@@ -1,47 +1,47 @@
 // Earlier tokens of prompts, one after another as attention over rows reads them: what `LayerPages.restore` in pages.py does with
-// torch. Codes are dequantized and stay in their own frame; exact copies only lose the mean of keys.
+// torch; and what `LayerPages.gather` does. Codes are dequantized, and stay in their own frame; exact keys only lose their mean.
 //
 // This file continues codec/int2.cu, whose lanes share a row: both are compiled as one program with the same macros, and TOKENS (of
 // a page).
 
 typedef long long Count;
 
-// Which tokens of C prompts there are, as `Segment` in segments.py says it, and where their pages are: table [C, stride], in bytes
-// after page 0.
+// Tokens of C prompts, as `Segment` in segments.py says which. table [C, stride]: where the pages of a prompt begin, in bytes after
+// page 0.
 struct Tokens {
   const int *bounds, *firsts, *jumps, *gaps;
   int prompts;
   const Count* table;
   Count stride;
 
-  // Whether there is a token of this number; then `page` is where its page begins, and `at` its place there.
-  __device__ bool find(Count token, Count& page, int& at) const {
+  // Whether there is a token of this number; then, of which prompt, and where.
+  __device__ bool find(Count token, int& prompt, int& position) const {
     if (token >= bounds[prompts]) return false;
-    int low = 0, high = prompts;  // bounds[low] <= token < bounds[high]
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (bounds[middle] <= token ? low : high) = middle;
+    int high = prompts;
+    for (prompt = 0; high - prompt > 1;) {  // bounds[prompt] <= token < bounds[high]
+      const int middle = (prompt + high) / 2;
+      (bounds[middle] <= token ? prompt : high) = middle;
     }
-    int position = firsts[low] + int(token) - bounds[low];
-    if (position >= jumps[low]) position += gaps[low];
-    page = table[low * stride + position / TOKENS], at = position % TOKENS;
+    position = firsts[prompt] + int(token) - bounds[prompt];
+    if (position >= jumps[prompt]) position += gaps[prompt];
     return true;
   }
+
+  __device__ Count page(int prompt, int position) const { return table[prompt * stride + position / TOKENS]; }
 };
 
 // Rows [room, H, D] of dequantized codes, from pages whose sections begin at these bytes. Launch with a grid of (room / (4 *
 // WARP_ROWS) rounded up, H) and 128 threads; so below.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
     const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, const Count* table, Count stride,
-    Count page_bytes, const unsigned char* memory, Count third_start, Count scale_start, Count offset_start, Element* rows) {
+    const unsigned char* memory, Count third_start, Count scale_start, Count offset_start, Element* rows) {
   const Tokens tokens = {bounds, firsts, jumps, gaps, int(prompts), table, stride};
   const Lane lane;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
-  Count begin;
-  int at;
-  if (!tokens.find(token, begin, at) || !lane.active) return;
-  const unsigned char* page = memory + begin;
-  const Count row = head * TOKENS + at;
+  int prompt, place;
+  if (!tokens.find(token, prompt, place) || !lane.active) return;
+  const unsigned char* page = memory + tokens.page(prompt, place);
+  const Count row = head * TOKENS + place % TOKENS;
   const unsigned char *codes = page + row * (D / 4), *thirds = page + third_start + row * (FINE / 8);
   const Metadata* scales = reinterpret_cast<const Metadata*>(page + scale_start) + row * GROUPS;
   const Metadata* offsets = reinterpret_cast<const Metadata*>(page + offset_start) + row * GROUPS;
@@ -70,23 +70,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
   }
 }
 
-// Rows [room, H, D] of copies [slots, H, TOKENS, D] less mean [H, D], or null. slot_of has the slot of each page.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) copy_rows(
+// Keys and values [room, H, D] of copies [slots, H, TOKENS, D], and from the position `contexts` [C] of their prompt on, of new rows
+// [T, H, D] from `news` [C] on; keys less mean [H, D], or null. slot_of has the slot of each page. The grid has both sides as z.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) gather(
     const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, const Count* table, Count stride,
-    Count page_bytes, const Element* copies, const Count* slot_of, const float* mean, Element* rows) {
+    const Count* slot_of, Count page_bytes, const int* contexts, const int* news, const float* mean, Count key_stride,
+    Count value_stride, const Element* key_copies, const Element* value_copies, const Element* keys, const Element* values,
+    Element* read_keys, Element* read_values) {
   const Tokens tokens = {bounds, firsts, jumps, gaps, int(prompts), table, stride};
   const Lane lane;
+  const bool is_value = blockIdx.z;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
-  Count begin;
-  int at;
-  if (!tokens.find(token, begin, at) || !lane.active) return;
-  const Element* from = copies + ((slot_of[begin / page_bytes] * heads + head) * TOKENS + at) * D;
-  Element* to = rows + (token * heads + head) * D;
+  int prompt, place;
+  if (!tokens.find(token, prompt, place) || !lane.active) return;
+  const int later = place - contexts[prompt];
+  const Element* from;
+  if (later >= 0) {
+    from = (is_value ? values : keys) + (news[prompt] + later) * (is_value ? value_stride : key_stride) + head * D;
+  } else {
+    const Count slot = slot_of[tokens.page(prompt, place) / page_bytes];
+    from = (is_value ? value_copies : key_copies) + ((slot * heads + head) * TOKENS + place % TOKENS) * D;
+  }
+  Element* to = (is_value ? read_values : read_keys) + (token * heads + head) * D;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     alignas(16) float x[RUN];
     load(from + lane.channel(k), x);
-    if (mean)
+    if (mean && !is_value)
 #pragma unroll
       for (int i = 0; i < RUN; i++) x[i] = __fsub_rn(x[i], mean[head * D + lane.channel(k) + i]);
     save(to + lane.channel(k), x);

@@ -1,5 +1,5 @@
-"""The earlier tokens that the prompts of a step read: in which segments they are restored, so that
-the memory for that does not grow with the context."""
+"""What the prompts of a step read, cut into parts that are restored one at a time, so that the
+memory for that does not grow with the context."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,9 @@ FEW = 4096
 
 @dataclass(frozen=True)
 class Segment:
-    """Some earlier tokens of the C prompts of a step, one prompt after another. Many prompts have
-    none in it. Token `j` of a prompt has the position `first + j`, and `gap` more from the position
-    `jump` on."""
+    """Tokens of C prompts, one prompt after another. A prompt may have none in it. Token `j` of a
+    prompt has the position `first + j`, and `gap` more from the position `jump` on."""
 
-    is_exact: bool
-    """Whether the tokens are copies, or dequantized codes."""
     bounds: torch.Tensor
     """int32 `[C + 1]`: where the tokens of each prompt begin."""
     firsts: torch.Tensor
@@ -41,56 +38,95 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Exact:
+    """What some prompts of a step read exact: the windows before their new tokens, and these."""
+
+    prompts: slice
+    """Which of the C prompts they are."""
+    tokens: slice
+    """Which of the prompts' new tokens are theirs."""
+    bounds: torch.Tensor
+    """int32: where the new tokens of each begin."""
+    longest: int
+    """None of them has more new tokens."""
+    read: Segment
+
+
+@dataclass(frozen=True)
 class Prompts:
     """The C requests of a step that have several new tokens each. They are its last ones."""
 
-    row: int
-    """The number of the first of these requests."""
     token: int
     """The number of the first of their tokens, among the new ones of the step."""
+    page_table: torch.Tensor
+    """Their rows of the step's, int64 `[C, N]`."""
+    contexts: torch.Tensor
+    """int32 `[C]`: how many tokens each has before its new ones."""
     bounds: torch.Tensor
-    """int32 `[C + 1]`: where the new tokens of each begin, counted from there."""
+    """int32 `[C + 1]`: where the new tokens of each begin, counted from the first of these."""
     longest: int
     """No request has more new tokens."""
-    segments: Sequence[Segment]
-    """What they read beside their new tokens: first all that is exact, and then the codes."""
+    exact: Sequence[Exact]
+    """Together, all prompts; none where no request has a token before its new ones."""
+    codes: Sequence[Segment]
+    """All other tokens."""
 
 
-def plan_segments(
-    known: torch.Tensor, windows: int, starts: torch.Tensor, recents: torch.Tensor, most: int
-) -> Iterator[Segment]:
-    """Cut the earlier tokens of C prompts into segments of at most `most` tokens.
+def plan_exact(  # noqa: PLR0913 (what is known, and what the device has)
+    known: torch.Tensor,
+    new: torch.Tensor,
+    windows: int,
+    starts: torch.Tensor,
+    recents: torch.Tensor,
+    contexts: torch.Tensor,
+    most: int,
+) -> Iterator[Exact]:
+    """Group C prompts so that each group reads at most `most` tokens exact, or is one prompt.
 
-    `known` int64 `[C]`, not on the device, says how many there are. The tokens before `starts` and
-    from `recents` on, int32 `[C]` on the device, are exact, at most `windows` of each prompt.
+    `known` and `new` int64 `[C]`, not on the device, say how many tokens are before the new ones,
+    and how many are new; `contexts` int32 `[C]` is `known` on the device. The tokens before
+    `starts` and from `recents` on, int32 `[C]` there, are exact, at most `windows` of each prompt.
     Nothing waits for the device, and nothing loops over prompts.
     """
-    device, none = starts.device, torch.zeros_like(starts)
-    contexts = _move(known.int(), device)
-    starts = torch.minimum(starts, contexts)
-    kinds = (
-        (True, known.clamp(max=windows), starts + contexts - recents, none, starts),
-        (False, known, recents - starts, starts, none),
-    )
-    for is_exact, sizes, counts, firsts, jumps in kinds:
-        parts = _cut(sizes, most)
-        offsets, stops = _move(parts.int(), device)
-        numbers = (torch.minimum(stops, counts) - offsets).clamp(min=0)
-        bounds = torch.nn.functional.pad(numbers.cumsum(1, dtype=torch.int32), (1, 0))
-        gaps = recents - starts if is_exact else none
-        for bound, offset, room in zip(bounds, offsets, parts[1] - parts[0], strict=True):
-            most_of_all, longest = int(room.sum()), int(room.max())
-            first = offset + firsts
-            yield Segment(is_exact, bound, first, jumps, gaps, most_of_all, longest)
+    sizes = known.clamp(max=windows) + new
+    counts = starts + contexts - recents + _move(new.int(), starts.device)
+    none, begin = torch.zeros_like(starts), 0
+    ends, firsts = sizes.cumsum(0), new.cumsum(0) - new
+    while begin < len(sizes):
+        limit = int(ends[begin] - sizes[begin]) + most
+        end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
+        part, first = slice(begin, end), int(firsts[begin])
+        tokens = slice(first, first + int(new[part].sum()))
+        bounds = _bounds_of(counts[part])
+        room, longest = int(sizes[part].sum()), int(sizes[part].max())
+        jumps, gaps = starts[part], (recents - starts)[part]
+        read = Segment(bounds, none[part], jumps, gaps, room, longest)
+        queries = torch.nn.functional.pad(new[part].cumsum(0), (1, 0)).int()
+        yield Exact(part, tokens, _move(queries, starts.device), int(new[part].max()), read)
+        begin = end
 
 
-def _cut(sizes: torch.Tensor, most: int) -> torch.Tensor:
-    """Where each of S segments begins and ends in lists of these sizes `[C]`, int64
-    `[2, S, C]`."""
-    begins = sizes.cumsum(0) - sizes
-    edges = torch.arange(0, int(sizes.sum()), most)[:, None]
-    both = torch.stack([edges - begins, edges + most - begins])
-    return torch.minimum(both.clamp(min=0), sizes)
+def plan_codes(
+    known: torch.Tensor, starts: torch.Tensor, recents: torch.Tensor, most: int
+) -> Iterator[Segment]:
+    """Cut the tokens of C prompts from `starts` to `recents` into segments of at most `most`
+    tokens; with the arguments of `plan_exact`, of which nothing waits either."""
+    begins = known.cumsum(0) - known
+    edges = torch.arange(0, int(known.sum()), most)[:, None]
+    parts = torch.stack([edges - begins, edges + most - begins]).clamp(min=0)
+    parts = torch.minimum(parts, known)
+    offsets, stops = _move(parts.int(), starts.device)
+    counts = (torch.minimum(stops, recents - starts) - offsets).clamp(min=0)
+    none, firsts = torch.zeros_like(starts), offsets + starts
+    several = zip(_bounds_of(counts), firsts, parts[1] - parts[0], strict=True)
+    for bounds, first, rooms in several:
+        yield Segment(bounds, first, none, none, int(rooms.sum()), int(rooms.max()))
+
+
+def _bounds_of(counts: torch.Tensor) -> torch.Tensor:
+    """Where lists of these lengths `[..., C]` begin, and the last one ends, int32
+    `[..., C + 1]`."""
+    return torch.nn.functional.pad(counts.cumsum(-1, dtype=torch.int32), (1, 0))
 
 
 def _move(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -74,8 +74,6 @@ class Step:
     """int64 `[T]`: its offset in the page, in tokens."""
     slots: torch.Tensor
     """int64 `[T]`: the slot of the copies of its page. Slot 0 belongs to no page."""
-    page_table: torch.Tensor
-    """int64 `[B, N]`: where the pages of each request begin, in bytes after page 0."""
     decode: DecodeMetadata
     """Of the requests with one new token, which come first."""
     room: int
@@ -184,7 +182,6 @@ class Planner:
             pages,
             page_offsets,
             slots,
-            page_table,
             decode,
             -(-known.most_tokens // self.tokens),
             None,
@@ -197,12 +194,13 @@ class Planner:
         self._plan_in_torch(step, *numbers)
         if not known.has_prompts:
             return step
-        prompts = self._plan_prompts(known, starts, *numbers[:3])
+        prompts = self._plan_prompts(known, page_table, starts, *numbers[:3])
         return replace(step, decode=decode.first(known.singles), prompts=prompts)
 
     def _plan_prompts(
         self,
         known: Known,
+        page_table: torch.Tensor,
         sink: torch.Tensor,
         table: torch.Tensor,
         lengths: torch.Tensor,
@@ -210,19 +208,22 @@ class Planner:
     ) -> Prompts:
         """What requests with several new tokens read beside them; `sink` int32 `[B]` says how many
         of their first tokens are read exact."""
-        row, of_prompts = known.singles, slice(known.singles, None)
-        new = known.counts[of_prompts]
-        recent = self._find_recent(table, lengths - counts, sink)[0][of_prompts].int()
-        bounds = torch.nn.functional.pad(counts[of_prompts].cumsum(0), (1, 0)).int()
-        parts = segments.plan_segments(
-            known.lengths[of_prompts] - new,
-            self.sink + self.recent,
-            sink[of_prompts],
-            recent,
-            self._segment,
-        )
-        first = int(known.counts[:row].sum())
-        return Prompts(row, first, bounds, int(new.max()), [*parts])
+        row, part = known.singles, slice(known.singles, None)
+        new, first = known.counts[part], int(known.counts[:row].sum())
+        context = known.lengths[part] - new
+        bounds = torch.nn.functional.pad(counts[part].cumsum(0), (1, 0)).int()
+        contexts = lengths - counts
+        recents = self._find_recent(table, contexts, sink)[0]
+        contexts, recents = contexts[part].int(), recents[part].int()
+        # A chunk that begins in the sink has less of it before.
+        starts = torch.minimum(sink[part], contexts)
+        exact, codes = [], []
+        if context.any():
+            windows, most = self.sink + self.recent, self._segment
+            several = segments.plan_exact(context, new, windows, starts, recents, contexts, most)
+            exact, codes = [*several], [*segments.plan_codes(context, starts, recents, most)]
+        tables = page_table[part]
+        return Prompts(first, tables, contexts, bounds, int(new.max()), exact, codes)
 
     def _buffer(
         self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32

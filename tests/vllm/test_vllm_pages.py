@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -237,7 +236,7 @@ def test_offsets_of_pages_may_exceed_two_gigabytes():
     server.begin(0)
     step = server.plan({0: 20})
     expected = [page * 2**30 for page in server.tables[0]]
-    assert step.page_table[0, : len(expected)].tolist() == expected
+    assert step.prompts.page_table[0, : len(expected)].tolist() == expected
 
 
 def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
@@ -381,14 +380,21 @@ def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypat
             read.append(torch.cat([*server.run(now).values()]).float())
         assert (read[0] - read[1]).norm() / read[1].norm() < 0.02, "bfloat16's rounding"
     step = on_gpu.plan({0: 1, 1: 9, 2: 3})
-    assert len(step.prompts.segments) > 20
-    for segment, side in product(step.prompts.segments, SIDES):
-        into = torch.zeros(2, 7, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        on_gpu.layer.restore(step, segment, side, into[0])
-        with monkeypatch.context() as patched:
-            patched.setattr(pages, "kernels_run_on", lambda device: False)
-            on_gpu.layer.restore(step, segment, side, into[1])
+    new = {side: torch.randn(12, HEADS, DIM, device=device).bfloat16() for side in SIDES}
+    assert len(step.prompts.exact) == 2
+    assert len(step.prompts.codes) > 10
+    for part in (*step.prompts.exact, *step.prompts.codes):
+        into = torch.zeros(2, 2, 20, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        for way, is_patched in zip(into, (False, True), strict=True):
+            with monkeypatch.context() as patched:
+                if is_patched:
+                    patched.setattr(pages, "kernels_run_on", lambda device: False)
+                if part in step.prompts.exact:
+                    on_gpu.layer.gather(step, part, new, way)
+                else:
+                    on_gpu.layer.restore(step, part, way)
         assert torch.equal(into[0], into[1])
+        assert into[0].any()
 
 
 def to_bfloat16(rows):

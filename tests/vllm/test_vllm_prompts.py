@@ -6,35 +6,49 @@ from support.codec import on_gpu
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
-from rotationzoo.vllm.segments import plan_segments
+from rotationzoo.vllm.segments import plan_codes, plan_exact
 
 
-def test_every_earlier_token_is_in_one_segment():
+def test_every_token_is_read_once():
     """Prompts without a context, in the sink alone, within the windows, and beyond them."""
-    contexts, starts, recents = [0, 2, 9, 30, 21], [0, 3, 4, 4, 0], [0, 2, 5, 22, 21]
-    numbers = (torch.tensor(each, dtype=torch.int32) for each in (starts, recents))
-    segments = [*plan_segments(torch.tensor(contexts), 12, *numbers, most=8)]
-    read = {True: [], False: []}
-    for segment in segments:
-        prompt, position = segment.positions()
-        read[segment.is_exact] += zip(prompt.tolist(), position.tolist(), strict=True)
-        counts = segment.bounds.diff()
-        assert int(counts.sum()) <= segment.room <= 8
-        assert int(counts.max()) <= segment.longest
-    exact = [
+    contexts, starts, recents = [0, 2, 9, 30, 21], [0, 2, 4, 4, 0], [0, 2, 5, 22, 21]
+    new = [9, 2, 3, 4, 5]
+    known, count = torch.tensor(contexts), torch.tensor(new)
+    numbers = [torch.tensor(each, dtype=torch.int32) for each in (starts, recents, contexts)]
+    exact = [*plan_exact(known, count, 12, *numbers, most=8)]
+    codes = [*plan_codes(known, *numbers[:2], most=8)]
+    assert [group.prompts for group in exact] == [slice(i, i + 1) for i in range(5)]
+    wide = [*plan_exact(known, count, 12, *numbers, most=24)]
+    assert [group.prompts for group in wide] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    tokens = [(group.tokens.start, group.tokens.stop) for group in wide]
+    assert tokens == [(0, 11), (11, 14), (14, 18), (18, 23)]
+        slice(0, 11),
+        slice(11, 14),
+        slice(14, 18),
+        slice(18, 23),
+    ]
+    assert [group.bounds.tolist() for group in wide] == [[0, 9, 11], [0, 3], [0, 4], [0, 5]]
+    read = []
+    for group in exact:
+        read += [(group.prompts.start, each) for each in group.read.positions()[1].tolist()]
+    assert read == [
         (prompt, at)
-        for prompt, count in enumerate(contexts)
-        for at in range(count)
+        for prompt, context in enumerate(contexts)
+        for at in range(context + new[prompt])
         if at < starts[prompt] or at >= recents[prompt]
     ]
-    every = [(prompt, at) for prompt, count in enumerate(contexts) for at in range(count)]
-    assert read[True] == exact
-    assert sorted(read[True] + read[False]) == every
-
-
-def test_prompts_that_begin_have_no_segments():
-    none = torch.zeros(2, dtype=torch.int32)
-    assert not [*plan_segments(torch.tensor([0, 0]), 12, none, none, most=8)]
+    for segment in codes:
+        read += zip(*(each.tolist() for each in segment.positions()), strict=True)
+    assert sorted(read) == [
+        (prompt, at)
+        for prompt, context in enumerate(contexts)
+        for at in range(context + new[prompt])
+    ]
+    for segment in (*codes, *(group.read for group in (*exact, *wide))):
+        held = segment.bounds.diff()
+        assert int(held.sum()) <= segment.room
+        assert int(held.max()) <= segment.longest
+    assert all(segment.room <= 8 for segment in codes)
 
 
 QUERIES, KEYS = [5, 1, 70, 30], [0, 300, 9, 64]
