@@ -288,12 +288,13 @@ struct Header {
   float sums[KEY_GROUPS];   // ... + offset * sum: the query summed over a group, times the scale of scores
 };
 
-// query [B, H, columns, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
+// query [B, H, columns, D], `query_stride` elements from one row of the batch to the next, matrix [H, D, D] with restored = stored @
+// matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, KEY_CHUNKS * 64], upper and lower bytes, and headers [B, H, padded], where padded is a
 // multiple of COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 16 bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
-    const Element* query, Count columns, const float* matrix, const float* mean, double scale, signed char* prepared,
-    Header* headers) {
+    const Element* query, Count query_stride, Count columns, const float* matrix, const float* mean, double scale,
+    signed char* prepared, Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
@@ -314,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   let_next_start();
   for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
     int column = first + i / D;
-    given[i / D][i % D] = column < columns ? element(query[(row * columns + column) * D + i % D]) : 0.0f;
+    given[i / D][i % D] = column < columns ? element(query[batch * query_stride + (head * columns + column) * D + i % D]) : 0.0f;
   }
   __syncthreads();
   #pragma unroll

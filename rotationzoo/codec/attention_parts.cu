@@ -14,7 +14,7 @@ struct Rows {
 
 struct Job {
   int head, heads, tile, tiles, batch, part, parts;
-  Count columns, tokens;  // tokens: of the query
+  Count columns, tokens, query_stride;  // tokens: of the query; elements from one row of the batch to the next
 
   __device__ Count at(int column) const {  // of what is written for a column
     return (((Count(batch) * heads + head) * tiles + tile) * COLUMNS + column) * parts + part;
@@ -150,7 +150,7 @@ __device__ void attend_exact(
   float* scores = queries + COLUMNS * COMPARERS * PADDED;                // [WINDOW][COLUMNS]
   float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
   const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
-  const Count group = Count(job.batch) * job.heads + job.head;
+  const Count from = job.batch * job.query_stride + job.head * job.columns * KEY_DIM;
   const int room = rows.room, piece = begin / room;
   const Count slot = rows.slots ? rows.slots[job.batch * rows.pieces + piece] : job.batch;
   const Count at = (slot * job.heads + job.head) * room + begin % room;  // of the first row
@@ -159,7 +159,7 @@ __device__ void attend_exact(
   const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
   for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
     const int c = i / KEY_DIM, d = i % KEY_DIM;
-    const float x = c < columns ? element(query[(group * job.columns + first + c) * KEY_DIM + d]) : 0.0f;
+    const float x = c < columns ? element(query[from + (first + c) * KEY_DIM + d]) : 0.0f;
     queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
   }
   float key[SHARE] = {};
@@ -221,7 +221,7 @@ __device__ void attend_exact(
 // columns, z = batch. `lengths` [B]: how many tokens are packed; `starts` [B] or null: how many of these are not read.
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
-    const Element* query, Count columns, Count tokens, const signed char* prepared, const Header* headers,
+    const Element* query, Count query_stride, Count columns, Count tokens, const signed char* prepared, const Header* headers,
     const Address* keys, const Address* values, Address key_base, Address value_base, Count key_pages, Count value_pages,
     const int* starts, const int* lengths, Count splits, Count tiles, const Element* sink_key, const Element* sink_value,
     const int* sink_lengths, const int* sink_starts, const int* sink_slots, Count sink_room, Count sink_pieces,
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   __shared__ alignas(128) char shared[SHARED];
   const int windows = gridDim.x - splits;
   const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), int(blockIdx.z),
-                   int(blockIdx.x), int(gridDim.x), columns, tokens};
+                   int(blockIdx.x), int(gridDim.x), columns, tokens, query_stride};
   const float capped = float(cap) * LOG2E;
   if (blockIdx.x < windows) {
     const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, block = blockIdx.x;

@@ -9,7 +9,7 @@ toolkit, host compiler or build step. The extra `cuda` has it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _LARGEST_DIM = 512
 _THREADS = 128  # per block: WARPS in `int2.cu`, times 32
 _FEEDBACK_ROWS = 32  # per block, and as many threads: ROWS in `feedback.cu`
-_FEW_THREADS = 128  # for a row: FEW_THREADS in `feedback.cu`
+FEW_THREADS = 128
+"""Threads for a row where rows are few: FEW_THREADS in `feedback.cu`."""
 
 FEW = "quantize_few_with_feedback"
 """The kernel of `feedback.cu` for few rows."""
@@ -67,12 +68,8 @@ class Launcher:
     """Launches kernels on torch's current stream of one GPU."""
 
     def __init__(self, device: torch.device):
-        from cuda.core import Stream
-
         self.device = device
-        self.waits_itself = torch.cuda.get_device_capability(device) >= _WAITING_GPU
-        with torch.cuda.device(device):
-            self.stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        self.index = torch.cuda.current_device() if device.index is None else device.index
 
     def __call__(
         self,
@@ -84,16 +81,40 @@ class Launcher:
     ) -> None:
         """Launch a kernel with the arguments of the function in the source. It may start before the
         one before it has ended, where it is to start `early`."""
-        from cuda.core import LaunchConfig, launch
+        from cuda.core import launch
 
         values = [_value(argument) for argument in arguments]
-        # Older versions of cuda.core cannot say that a kernel waits for the one before by itself,
-        # and older GPUs have no instruction for it.
-        early = early and self.waits_itself and hasattr(LaunchConfig, _EARLY)
-        option = {_EARLY: True} if early else {}
-        config = LaunchConfig(grid=grid, block=threads, **option)
-        with torch.cuda.device(self.device):
-            launch(self.stream, config, kernel, *values)
+        stream = _stream(torch.cuda.current_stream(self.index).cuda_stream)
+        config = _launch_config(grid, threads, early and _waits_itself(self.index))
+        if torch.cuda.current_device() == self.index:
+            launch(stream, config, kernel, *values)
+            return
+        with torch.cuda.device(self.index):
+            launch(stream, config, kernel, *values)
+
+
+@cache
+def _stream(handle: int) -> Any:
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+@cache
+def _waits_itself(index: int) -> bool:
+    """Whether a kernel on this GPU can wait for the one before it by itself: older versions of
+    cuda.core cannot say that it does, and older GPUs have no instruction for it."""
+    from cuda.core import LaunchConfig
+
+    return torch.cuda.get_device_capability(index) >= _WAITING_GPU and hasattr(LaunchConfig, _EARLY)
+
+
+@lru_cache(maxsize=1024)
+def _launch_config(grid: tuple[int, int, int], threads: int, early: bool) -> Any:
+    from cuda.core import LaunchConfig
+
+    option = {_EARLY: True} if early else {}
+    return LaunchConfig(grid=grid, block=threads, **option)
 
 
 def _value(argument: Argument) -> int | float:
@@ -244,5 +265,5 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     """
     function = build(variant.source, tuple(variant.macros()), device).get_kernel(name)
     if name == FEW:
-        return Kernel(function, 1, _FEW_THREADS)
+        return Kernel(function, 1, FEW_THREADS)
     return Kernel(function, variant.block_rows, variant.threads)

@@ -174,15 +174,17 @@ def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     )
 
 
-def attend(
+def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     query: torch.Tensor,
     packed: PackedTokens,
     head: ExactWindow,
     tail: ExactWindow,
     scores: Scores,
     splits: int | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`.
+    """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`; written to
+    `output`, where it is given.
 
     `splits` is how many ranges the packed tokens of a row are cut into, one for a thread block
     each; by default as many as keep the GPU busy. Nothing waits for the GPU. The matrix of the keys
@@ -194,7 +196,9 @@ def attend(
     for window in (head, tail):
         for exact_rows in (window.key, window.value):
             dtype = torch.promote_types(dtype, exact_rows.dtype)
-    query = query.to(dtype).contiguous()
+    query = query.to(dtype)
+    if len(query) and not query[0].is_contiguous():  # rows may lie apart
+        query = query.contiguous()
     layout = packed.key.layout
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
@@ -203,7 +207,9 @@ def attend(
     tiles = -(-columns // width)
     variant = AttentionVariant(layout, packed.value.layout, dtype, soft_cap, width)
     _check(variant, (batch, layout.heads * tiles), head, tail)
-    result = query.new_empty(batch, query_heads, tokens, variant.value.dim)
+    fits = output is not None and output.dtype == dtype and output.is_contiguous()
+    shape = batch, query_heads, tokens, variant.value.dim
+    result = output if output is not None and fits else query.new_empty(shape)
     if not result.numel():  # CUDA refuses an empty grid
         return result.to(result_type)
     kernels = compiled(variant, query.device)
@@ -229,13 +235,14 @@ def attend(
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     launch = Launcher(query.device)
     scale, cap = float(scores.scale), float(scores.soft_cap or 0)
-    turned = query, columns, *transforms[0], scale, prepared, headers
+    turned = query, query.stride(0), columns, *transforms[0], scale, prepared, headers
     early = transforms[0][0] is packed.key.matrix  # no copy, which may have only just begun
     launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, turned, early)
 
     pages = [table.shape[1] for table in tables]
     bases = [side.base for side in packed.sides]
-    read: list[Argument] = [query, columns, tokens, prepared, headers, *tables, *bases, *pages]
+    given = query, query.stride(0), columns, tokens
+    read: list[Argument] = [*given, prepared, headers, *tables, *bases, *pages]
     cut = starts, lengths, splits, tiles
     launch(
         kernels.attend,
@@ -251,6 +258,8 @@ def attend(
     blocks = -(-columns // groups) if many else columns
     finish = kernels.finish_many if many else kernels.finish
     launch(finish, (blocks, layout.heads, batch), _FINISH_THREADS, last)
+    if output is not None and output is not result:
+        return output.copy_(result)
     return result.to(result_type)
 
 

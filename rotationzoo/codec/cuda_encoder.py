@@ -49,11 +49,14 @@ class Encoder:
         outputs: tuple[torch.Tensor | None, ...] = packed.codes, packed.metadata
         if not self.variant.feedback:
             outputs = *outputs, rotated
-        kernel = self.kernel
-        if self.few is not None and rows.shape[:2].numel() <= _FEW:
-            kernel = self.few
+        few = self.few if self.is_for_few(rows.shape[:2].numel()) else None
+        kernel = few or self.kernel
         kernel(rows.contiguous(), rows.shape[1], *self.inputs, *outputs, self.refused)
         return packed
+
+    def is_for_few(self, rows: int) -> bool:
+        """Whether so many rows are few."""
+        return self.few is not None and rows <= _FEW
 
     def check(self) -> None:
         """Wait for the GPU, and raise `RotationZooError` where it refused a row since the last

@@ -182,39 +182,50 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
 
 // The same for so few rows that their chains, and not the multiprocessors, decide how long it takes: a row has a block of four
 // warps, each of which follows one range. A lane has every 32nd channel. All lanes compute the code of the next channel, and what
-// its error does to their own ones, in the same order as above. Rows of the factor are read AHEAD of their use.
+// its error does to their own ones, in the same order as above. Rows of the factor are read AHEAD of their use, and nothing is
+// written before the end, so that reads need not wait.
 constexpr int FEW_THREADS = 32 * RANGES, MINE = (D + 31) / 32, AHEAD = 8;
 
-__device__ void read_ahead(float (&weights)[AHEAD][MINE], const float* factor, int first, int lane) {
-#pragma unroll
-  for (int a = 0; a < AHEAD; a++)
-#pragma unroll
-    for (int m = 0; m < MINE; m++)
-      weights[a][m] = first + a < D && 32 * m + lane < D ? factor[(first + a) * D + 32 * m + lane] : 0.0f;
-}
+struct Few {  // of a row, in shared memory
+  float values[D], diagonal[D], scales[RANGES][GROUPS], offsets[RANGES][GROUPS], totals[RANGES];
+  unsigned char chosen[RANGES][D];
+};
 
-// Launch with a grid of (count, heads) and FEW_THREADS threads.
-extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feedback(
-    const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
-    int* refused) {
-  __shared__ float values[D], diagonal[D], scales[RANGES][GROUPS], offsets[RANGES][GROUPS], totals[RANGES];
-  __shared__ unsigned char chosen[RANGES][D];
+// A row of the factor, for the lane's channels. The first AHEAD rows may be on their way before the row's values are known.
+struct Ahead {
+  float weights[AHEAD][MINE];
+
+  __device__ void read(const float* factor, int first) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+#pragma unroll
+      for (int m = 0; m < MINE; m++)
+        weights[a][m] = first + a < D && 32 * m + lane < D ? factor[(first + a) * D + 32 * m + lane] : 0.0f;
+  }
+};
+
+struct Level {  // how channels of one number of bits are rounded
+  float step, zero;
+  Steps<false> steps;
+
+  __device__ Level(float scale, float offset, bool fine)
+      : step(step_of(scale, fine)), zero(zero_of(offset, fine)), steps{Divisor<false>(step), zero} {}
+};
+
+// Choose the codes of a row whose values and diagonal are in `few`; returns the best range. Sets `refused` as above.
+__device__ int choose(Few& few, const float* factor, Ahead ahead, int* refused) {
   const int lane = threadIdx.x % 32, range = threadIdx.x / 32;
-  const long long row = blockIdx.y * count + blockIdx.x;
-  const float* factor = factors + blockIdx.y * (long long)D * D;
-  float ahead[AHEAD][MINE];
-  read_ahead(ahead, factor, 0, lane);
-  for (int i = threadIdx.x; i < D; i += FEW_THREADS) values[i] = widen(rows[row * D + i]), diagonal[i] = factor[i * D + i];
-  __syncthreads();
-
   float moved[MINE], top = 0.0f;
+  unsigned codes[MINE] = {};
 #pragma unroll
-  for (int m = 0; m < MINE; m++) moved[m] = 32 * m + lane < D ? values[32 * m + lane] : 0.0f;
+  for (int m = 0; m < MINE; m++) moved[m] = 32 * m + lane < D ? few.values[32 * m + lane] : 0.0f;
   const float cuts[RANGES] = {0.0f, 0.05f, 0.1f, 0.15f};
 #pragma unroll 1
   for (int g = 0; g < GROUPS; g++) {
+    const float* values = few.values + g * GROUP;
     float low = INFINITE, high = -INFINITE;
-    for (int i = lane; i < GROUP; i += 32) low = min_nan(low, values[g * GROUP + i]), high = max_nan(high, values[g * GROUP + i]);
+    for (int i = lane; i < GROUP; i += 32) low = min_nan(low, values[i]), high = max_nan(high, values[i]);
 #pragma unroll
     for (int step = 16; step; step /= 2) {
       low = min_nan(low, __shfl_xor_sync(0xffffffffu, low, step));
@@ -223,66 +234,93 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feed
     top = max_nan(top, max_nan(-low, high));
     const float cut = __fmul_rn(__fsub_rn(high, low), cuts[range]);
     const Range kept(__fadd_rn(low, cut), __fsub_rn(high, cut));
-    if (!lane) scales[range][g] = kept.scale, offsets[range][g] = kept.offset;
+    if (!lane) few.scales[range][g] = kept.scale, few.offsets[range][g] = kept.offset;
   }
   __syncwarp();
 
   float total = 0.0f;
+  Level coarse(few.scales[range][0], few.offsets[range][0], false), fine(few.scales[range][0], few.offsets[range][0], true);
 #pragma unroll
   for (int m = 0; m < MINE; m++) {
     const int channels = D - 32 * m < 32 ? D - 32 * m : 32;
 #pragma unroll 1
     for (int first = 0; first < channels; first += AHEAD) {
-      float weights[AHEAD][MINE];
-#pragma unroll
-      for (int a = 0; a < AHEAD; a++)
-#pragma unroll
-        for (int k = 0; k < MINE; k++) weights[a][k] = ahead[a][k];
-      read_ahead(ahead, factor, 32 * m + first + AHEAD, lane);
+      const Ahead now = ahead;
+      ahead.read(factor, 32 * m + first + AHEAD);
 #pragma unroll
       for (int a = 0; a < AHEAD; a++) {
         const int j = 32 * m + first + a;
-        const bool fine = is_fine(j);
-        const float step = step_of(scales[range][j / GROUP], fine), zero = zero_of(offsets[range][j / GROUP], fine);
-        const Steps<false> steps{Divisor<false>(step), zero};
+        if (GROUPS > 1 && j % GROUP == 0) {
+          const float scale = few.scales[range][j / GROUP], offset = few.offsets[range][j / GROUP];
+          coarse = Level(scale, offset, false), fine = Level(scale, offset, true);
+        }
+        const Level level = is_fine(j) ? fine : coarse;
         const float before = __shfl_sync(0xffffffffu, moved[m], first + a);
-        const unsigned bits = code_bits(steps(before), 0, ceiling_of(fine));
-        const float restored = restore(bits, step, zero), residual = __fsub_rn(restored, before);
-        const float error = __fsub_rn(restored, values[j]);
-        total = __fadd_rn(total, __fmul_rn(diagonal[j], __fmul_rn(residual, residual)));
-        if (!lane) chosen[range][j] = bits & 7;
+        const unsigned bits = code_bits(level.steps(before), 0, ceiling_of(is_fine(j)));
+        const float restored = restore(bits, level.step, level.zero), residual = __fsub_rn(restored, before);
+        const float error = __fsub_rn(restored, few.values[j]);
+        total = __fadd_rn(total, __fmul_rn(few.diagonal[j], __fmul_rn(residual, residual)));
+        if (lane == first + a) codes[m] = bits & 7;
 #pragma unroll
         for (int k = m; k < MINE; k++)
-          if (k > m || lane > first + a) moved[k] = __fsub_rn(moved[k], __fmul_rn(error, weights[a][k]));
+          if (k > m || lane > first + a) moved[k] = __fsub_rn(moved[k], __fmul_rn(error, now.weights[a][k]));
       }
     }
   }
-  if (!lane) totals[range] = total;
+#pragma unroll
+  for (int m = 0; m < MINE; m++)
+    if (32 * m + lane < D) few.chosen[range][32 * m + lane] = codes[m];
+  if (!lane) few.totals[range] = total;
+  if (!threadIdx.x && !(top <= LARGEST)) *refused = 1;
   __syncthreads();
 
   int best = 0;
-  float least = totals[0];
+  float least = few.totals[0];
 #pragma unroll
   for (int r = 1; r < RANGES; r++) {
-    if (totals[r] < least) best = r;
-    least = min_nan(least, totals[r]);
+    if (few.totals[r] < least) best = r;
+    least = min_nan(least, few.totals[r]);
   }
-  for (int g = threadIdx.x; g < GROUPS; g += FEW_THREADS)
-    store(metadata + (row * GROUPS + g) * NUMBERS, scales[best][g], offsets[best][g]);
+  return best;
+}
+
+// Write the codes of the best range, its third bits, and its scales and offsets, `apart` numbers from one to the next.
+__device__ void write(
+    const Few& few, int best, unsigned char* codes, unsigned char* thirds, Metadata* scales, Metadata* offsets, int apart) {
+  for (int g = threadIdx.x; g < GROUPS; g += FEW_THREADS) {
+    scales[g * apart] = write(few.scales[best][g]);
+    if (!SYMMETRIC) offsets[g * apart] = write(few.offsets[best][g]);
+  }
   for (int i = threadIdx.x; i < D / 4; i += FEW_THREADS) {
     unsigned byte = 0;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       const int channel = STRIDED ? k * QUARTER + i : 4 * i + k;
-      byte |= chosen[best][channel] >> is_fine(channel) << 2 * k;
+      byte |= few.chosen[best][channel] >> is_fine(channel) << 2 * k;
     }
-    codes[row * ROW + i] = byte;
+    codes[i] = byte;
   }
   for (int i = threadIdx.x; i < FINE / 8; i += FEW_THREADS) {
     unsigned byte = 0;
 #pragma unroll
-    for (int k = 0; k < 8; k++) byte |= (chosen[best][FIRST_FINE + 8 * i + k] & 1) << k;
-    codes[row * ROW + D / 4 + i] = byte;
+    for (int k = 0; k < 8; k++) byte |= (few.chosen[best][FIRST_FINE + 8 * i + k] & 1) << k;
+    thirds[i] = byte;
   }
-  if (!threadIdx.x && !(top <= LARGEST)) *refused = 1;
+}
+
+// Launch with a grid of (count, heads) and FEW_THREADS threads.
+extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feedback(
+    const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
+    int* refused) {
+  __shared__ Few few;
+  const long long row = blockIdx.y * count + blockIdx.x;
+  const float* factor = factors + blockIdx.y * (long long)D * D;
+  Ahead ahead;
+  ahead.read(factor, 0);
+  for (int i = threadIdx.x; i < D; i += FEW_THREADS)
+    few.values[i] = widen(rows[row * D + i]), few.diagonal[i] = factor[i * D + i];
+  __syncthreads();
+  const int best = choose(few, factor, ahead, refused);
+  Metadata* numbers = metadata + row * GROUPS * NUMBERS;
+  write(few, best, codes + row * ROW, codes + row * ROW + D / 4, numbers, numbers + 1, NUMBERS);
 }

@@ -15,8 +15,16 @@ import torch
 
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Packed, Variant, build
-from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.cuda import (
+    FEW_THREADS,
+    Argument,
+    Kernel,
+    Launcher,
+    Packed,
+    Variant,
+    build,
+)
+from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
@@ -35,6 +43,8 @@ from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 _STORE = Path(__file__).with_name("store.cu")
 _RESTORE = Path(__file__).with_name("restore.cu")
 """Continues `codec/int2.cu`: both are compiled as one program."""
+_STORE_FEW = Path(__file__).with_name("store_few.cu")
+"""Continues `codec/feedback.cu`, in the same way."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +129,16 @@ class LayerPages:
     @torch.no_grad()
     def write(self, step: Step, rows: dict[str, torch.Tensor]) -> None:
         """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
+        device = rows["key"].device
+        encoders = {
+            side: self.codec.encoder(self.layer, side, self.format, device) for side in SIDES
+        }
+        few = [encoder for encoder in encoders.values() if encoder and encoder.few]
+        if len(few) == len(SIDES) and few[0].is_for_few(len(rows["key"]) * self.heads):
+            self._store_few(step, rows, few)
+            return
         for side, of_side in rows.items():
-            encoder = self.codec.encoder(self.layer, side, self.format, of_side.device)
+            encoder = encoders[side]
             if encoder is not None:
                 rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
                 self._store(step, side, of_side, encoder.store(rotated))
@@ -150,6 +168,30 @@ class LayerPages:
         grid = len(rows), self.heads, 1
         Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
 
+    def _store_few(
+        self, step: Step, rows: dict[str, torch.Tensor], encoders: Sequence[Encoder]
+    ) -> None:
+        """Rotate rows, choose their codes by error feedback, and write these to pages and the rows
+        to copies: in one launch, or in two where keys and values have different bits."""
+        sides = []
+        for side, encoder in zip(SIDES, encoders, strict=True):
+            of_side, copies = rows[side].to(self.copies[side].dtype), self.copies[side]
+            if of_side.stride()[1:] != (of_side.shape[-1], 1):
+                of_side = of_side.contiguous()
+            mean = self.codec.rotations[self.layer][side].mean
+            matrix = self.codec.forward(self.layer, side)
+            kept = of_side, of_side.stride(0), matrix, mean, *encoder.inputs
+            sides.append((*kept, self.memory[side], copies, encoder.refused))
+        layouts = [self.layouts[side] for side in SIDES]
+        alike = layouts[0] == layouts[1]
+        launches = [sides] if alike else [[each, each] for each in sides]
+        tokens = step.pages, step.page_offsets, step.slots, self.memory["key"].stride(0)
+        for layout, both in zip(layouts, launches, strict=False):
+            kernel = _few_kernel(layout, self.copies["key"].dtype, step.pages.device)
+            arguments = *tokens, *layout.starts[1:4], *both[0], *both[1]
+            grid = len(rows["key"]), self.heads, 1 + alike
+            Launcher(step.pages.device)(kernel, grid, FEW_THREADS, arguments)
+
     @cached_property
     def _store_kernel(self) -> Any:
         numbers = self.format.metadata_numbers
@@ -174,29 +216,32 @@ class LayerPages:
         """
         prompts = step.prompts
         if prompts is None:
-            output[:] = self._attend_single(step.decode, step.room, query, scores)
+            self._attend_single(step, query, scores, output)
             return
         if prompts.token:
             singles = slice(prompts.token)
-            read = self._attend_single(step.decode, step.room, query[singles], scores)
-            output[singles] = read
+            self._attend_single(step, query[singles], scores, output[singles])
         several = slice(prompts.token, None)
         new = {side: of_side[several] for side, of_side in rows.items()}
         read, output = query[several], output[several]
         attend_prompts(self, step, read, new, scores, output, *self.prompt_tools)
 
     def _attend_single(
-        self, decode: DecodeMetadata, room: int, query: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
-        key, value = (self._packed(decode, room, side) for side in SIDES)
+        self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor
+    ) -> None:
+        decode = step.decode
+        key, value = (self._packed(decode, step.room, side) for side in SIDES)
         packed = PackedTokens(key, value, decode.ends, decode.starts)
         windows = self._window(decode.sink), self._window(decode.recent)
         exact = sum(window.tokens for window in windows)
         has_kernel = kernels_run_on(query.device) and cuda_attention.supports(
             key.layout, value.layout, query.dtype, exact
         )
-        attend = cuda_attention.attend if has_kernel else attention.attend
-        return attend(query[:, :, None], packed, *windows, scores)[:, :, 0]
+        query, output = query[:, :, None], output[:, :, None]
+        if has_kernel:
+            cuda_attention.attend(query, packed, *windows, scores, output=output)
+        else:
+            output[:] = attention.attend(query, packed, *windows, scores)
 
     def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
         memory, table = self.memory[side], decode.page_table
@@ -244,11 +289,12 @@ class LayerPages:
         new = {side: rows[side][exact.tokens].to(into[0].dtype) for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.codec.rotations[self.layer].key.mean
-            source = (
+            mean = None if mean is None else mean.float()
+            source: list[Argument] = [
                 *(step.slot_of, self.memory["key"].stride(0), contexts, exact.bounds),
-                *(None if mean is None else mean.float(), new["key"].stride(0)),
+                *(mean, new["key"].stride(0)),
                 *(new["value"].stride(0), *self.copies.values(), *new.values(), *into),
-            )
+            ]
             self._launch("gather", exact.read, table, source, into[0].dtype)
             return
         prompt, position = exact.read.positions()
@@ -267,7 +313,7 @@ class LayerPages:
         for side, target in zip(SIDES, into, strict=True):
             layout, memory = self.layouts[side], self.memory[side]
             if kernels_run_on(target.device):
-                source = memory, *layout.starts[1:4], target
+                source: list[Argument] = [memory, *layout.starts[1:4], target]
                 self._launch("restore_rows", segment, table, source, target.dtype, layout)
                 continue
             pages, at = self._places(table, *segment.positions())
@@ -297,6 +343,15 @@ class LayerPages:
         grid = -(-segment.room // kernel.block_rows), self.heads, sides
         arguments = *tokens, table, table.stride(0), *source
         Launcher(table.device)(kernel.function, grid, kernel.threads, arguments, early=False)
+
+
+@cache
+def _few_kernel(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Any:
+    """The kernel of `store_few.cu` for pages of this layout and rows of this type."""
+    group = layout.dim // layout.groups
+    variant = Variant(layout.dim, group, dtype, layout.format, feedback=True)
+    macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
+    return build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel("store_few")
 
 
 @cache

@@ -12,6 +12,7 @@ from support.float64 import to_float64
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec.attention import Scores, attend_rows
+from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
@@ -395,6 +396,31 @@ def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypat
                     on_gpu.layer.restore(step, part, way)
         assert torch.equal(into[0], into[1])
         assert into[0].any()
+
+
+@on_gpu
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
+def test_few_tokens_are_stored_in_one_launch_as_in_many(format, device, monkeypatch):
+    settings, stored = settings_of(format, "feedback", kernel=True), []
+    for few in (True, False):
+        server = Server(settings, tokens=32, device=device, dtype=torch.bfloat16)
+        if not few:
+            monkeypatch.setattr(Encoder, "is_for_few", lambda encoder, rows: False)
+        server.begin(0)
+        rows = draw(50)
+        for new in calls_of({side: each.to(device) for side, each in rows.items()}, [40, 1, 9]):
+            step = server.plan({0: len(new["key"])})
+            server.layer.write(step, {side: each.bfloat16() for side, each in new.items()})
+        stored.append(server.layer)
+        segment = server.plan({0: 3}).prompts.codes[0]
+        into = torch.zeros(2, 40, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        server.layer.restore(server.plan({0: 3}), segment, into)
+        stored.append(into)
+    assert torch.equal(stored[0].copies["key"], stored[2].copies["key"])
+    assert torch.equal(stored[0].copies["value"], stored[2].copies["value"])
+    # Sums come in another order, and a code near a boundary may flip.
+    assert ((stored[1] - stored[3]).abs() > 0.05).float().mean() < 0.01
+    assert stored[1].any()
 
 
 def to_bfloat16(rows):

@@ -22,11 +22,6 @@ def test_every_token_is_read_once():
     assert [group.prompts for group in wide] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     tokens = [(group.tokens.start, group.tokens.stop) for group in wide]
     assert tokens == [(0, 11), (11, 14), (14, 18), (18, 23)]
-        slice(0, 11),
-        slice(11, 14),
-        slice(14, 18),
-        slice(18, 23),
-    ]
     assert [group.bounds.tolist() for group in wide] == [[0, 9, 11], [0, 3], [0, 4], [0, 5]]
     read = []
     for group in exact:

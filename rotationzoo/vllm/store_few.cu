@@ -1,0 +1,64 @@
+// A few new tokens, from the model's rows to codes in pages and to copies, in one launch: what `LayerPages.write` in pages.py does
+// with a dozen, where codes are chosen by error feedback.
+//
+// This file continues codec/int2.cu and codec/feedback.cu: all three are compiled as one program with the same macros, and TOKENS
+// (of a page).
+
+typedef long long Count;
+
+// The launch may be before the end of the kernel that makes the rows: see attention.cu.
+__device__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+struct Side {
+  const Element* rows;  // [T, H, D], `stride` elements from one token to the next
+  Count stride;
+  const float *matrix, *mean, *factors;  // [H, D, D], [H, D] or null, [H, D, D]
+  unsigned char* memory;  // the pages
+  Element* copies;        // [slots, H, TOKENS, D]
+  int* refused;
+};
+
+// Grid: x = T, y = H, z = sides; FEW_THREADS threads. A page has the sections of either side from these bytes on.
+extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
+    const Count* pages, const Count* places, const Count* slots, Count page_bytes, Count third_start, Count scale_start,
+    Count offset_start, const Element* keys, Count key_stride, const float* key_matrix, const float* key_mean,
+    const float* key_factors, unsigned char* key_memory, Element* key_copies, int* key_refused, const Element* values,
+    Count value_stride, const float* value_matrix, const float* value_mean, const float* value_factors,
+    unsigned char* value_memory, Element* value_copies, int* value_refused) {
+  __shared__ Few few;
+  __shared__ float given[D];
+  const Side side = blockIdx.z
+      ? Side{values, value_stride, value_matrix, value_mean, value_factors, value_memory, value_copies, value_refused}
+      : Side{keys, key_stride, key_matrix, key_mean, key_factors, key_memory, key_copies, key_refused};
+  const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
+  const float *factor = side.factors + head * D * D, *matrix = side.matrix + head * D * D;
+  Ahead ahead;
+  ahead.read(factor, 0);
+  wait_for_previous();
+  const Element* row = side.rows + token * side.stride + head * D;
+  const Count at = head * TOKENS + places[token];  // of a page
+  Element* copy = side.copies + (slots[token] * heads * TOKENS + at) * D;
+  for (int i = threadIdx.x; i < D; i += FEW_THREADS) {
+    const float x = widen(row[i]);
+    given[i] = side.mean ? __fsub_rn(x, side.mean[head * D + i]) : x;
+    few.diagonal[i] = factor[i * D + i];
+    copy[i] = row[i];
+  }
+  __syncthreads();
+  for (int j = threadIdx.x; j < D; j += FEW_THREADS) {
+    float sum = 0.0f;
+#pragma unroll 32
+    for (int i = 0; i < D; i++) sum = __fmaf_rn(given[i], matrix[i * D + j], sum);
+    few.values[j] = sum;
+  }
+  __syncthreads();
+  const int best = choose(few, factor, ahead, side.refused);
+  unsigned char* page = side.memory + pages[token] * page_bytes;
+  Metadata* scales = reinterpret_cast<Metadata*>(page + scale_start) + at * GROUPS;
+  Metadata* offsets = reinterpret_cast<Metadata*>(page + offset_start) + at * GROUPS;
+  write(few, best, page + at * (D / 4), page + third_start + at * (FINE / 8), scales, offsets, 1);
+}
