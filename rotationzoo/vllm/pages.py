@@ -154,9 +154,7 @@ class LayerPages:
     def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
         """Write packed rows to pages, and the rows to copies, in one launch."""
         layout, memory, copies = self.layouts[side], self.memory[side], self.copies[side]
-        rows = rows.to(copies.dtype)
-        if rows.stride()[1:] != (layout.dim, 1):
-            rows = rows.contiguous()
+        rows = _by_token(rows, copies.dtype)
         sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
         arguments: list[Argument] = [
             *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
@@ -175,9 +173,8 @@ class LayerPages:
         to copies: in one launch, or in two where keys and values have different bits."""
         sides = []
         for side, encoder in zip(SIDES, encoders, strict=True):
-            of_side, copies = rows[side].to(self.copies[side].dtype), self.copies[side]
-            if of_side.stride()[1:] != (of_side.shape[-1], 1):
-                of_side = of_side.contiguous()
+            copies = self.copies[side]
+            of_side = _by_token(rows[side], copies.dtype)
             mean = self.codec.rotations[self.layer][side].mean
             matrix = self.codec.forward(self.layer, side)
             kept = of_side, of_side.stride(0), matrix, mean, *encoder.inputs
@@ -286,14 +283,20 @@ class LayerPages:
         prompts = step.prompts
         assert prompts is not None
         table, contexts = prompts.page_table[exact.prompts], prompts.contexts[exact.prompts]
-        new = {side: rows[side][exact.tokens].to(into[0].dtype) for side in SIDES}
+        new = {side: _by_token(rows[side][exact.tokens], into[0].dtype) for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.codec.rotations[self.layer].key.mean
             mean = None if mean is None else mean.float()
             source: list[Argument] = [
-                *(step.slot_of, self.memory["key"].stride(0), contexts, exact.bounds),
-                *(mean, new["key"].stride(0)),
-                *(new["value"].stride(0), *self.copies.values(), *new.values(), *into),
+                step.slot_of,
+                self.memory["key"].stride(0),
+                contexts,
+                exact.bounds,
+                mean,
+                *(of_side.stride(0) for of_side in new.values()),
+                *self.copies.values(),
+                *new.values(),
+                *into,
             ]
             self._launch("gather", exact.read, table, source, into[0].dtype)
             return
@@ -363,6 +366,12 @@ def _restore_kernel(
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
     code = build(variant.source + _RESTORE.read_text(), macros, device)
     return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
+
+
+def _by_token(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `[T, H, D]` of a type, those of a token without gaps, as kernels read them."""
+    rows = rows.to(dtype)
+    return rows if rows.stride()[1:] == (rows.shape[-1], 1) else rows.contiguous()
 
 
 def _multiply(rows: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
