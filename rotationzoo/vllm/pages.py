@@ -181,7 +181,9 @@ class LayerPages:
             sides.append((*kept, self.memory[side], copies, encoder.refused))
         layouts = [self.layouts[side] for side in SIDES]
         alike = layouts[0] == layouts[1]
-        launches = [sides] if alike else [[each, each] for each in sides]
+        launches = [sides]
+        if not alike:
+            launches = [[each, each] for each in sides]
         tokens = step.pages, step.page_offsets, step.slots, self.memory["key"].stride(0)
         for layout, both in zip(layouts, launches, strict=False):
             kernel = _few_kernel(layout, self.copies["key"].dtype, step.pages.device)

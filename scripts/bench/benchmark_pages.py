@@ -1,7 +1,7 @@
 """One layer of a vLLM server's step on one GPU: 2-bit codes in the pages of its block manager.
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
-        [--format vllm] [--chunk 2048] [--output FILE]
+        [--format vllm] [--output FILE]
 
 The classes of the backend run with metadata made by hand, without vLLM: a `Planner` plans a step of
 requests whose pages lie in no order, and a `LayerPages` stores the new tokens and reads. Caches are
@@ -13,8 +13,7 @@ cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In
 * `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
-Then planning a step, storing a chunk of a prompt, and what the chunk reads, beside its attention
-over rows in bfloat16.
+Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
 """
 
 import json
@@ -28,9 +27,7 @@ from decode_arms import exact_arms, packed_variants
 from decode_caches import Shape, Storage, exact_caches, packed_caches, random_pages
 from decode_timing import Launch, bandwidths, copies_of, measure
 from measuring import describe_error, make_parser, require_gpu, seconds_of
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.codec import cuda_attention
@@ -100,7 +97,8 @@ class Server:
             [self.table[row, at // PAGE] * PAGE + at % PAGE for row, at in enumerate(parts)]
         )
         both = (torch.tensor(each, device="cuda", dtype=torch.int32) for each in (lengths, counts))
-        known = Known(counts, lengths, self.table.shape[1] * PAGE)
+        several = torch.tensor(counts), torch.tensor(lengths)
+        known = Known(*several, self.table.shape[1] * PAGE)
         return self.table[:rows].int(), *both, mapping, known
 
     def plan(self, counts: list[int], lengths: list[int]) -> Step:
@@ -191,37 +189,10 @@ def clocked(work: Launch) -> float:
     return seconds_of(lambda: [work() for _ in range(20)]) / 20
 
 
-def time_chunk(shape: Shape, format: str, count: int, earlier: int) -> dict[str, float]:
-    """Seconds of storing a chunk, of what it reads after so many tokens, and of attention alone
-    over rows in bfloat16."""
-    one = Shape(1, earlier + count, shape.heads, shape.kv_heads, shape.dim)
-    server = Server(one, settings_of(one, format), 1)
-    (layer,) = server.layers
-    if earlier:
-        server.plan([earlier], [earlier])
-    step = server.plan([count], [earlier + count])
-    size = count, shape.kv_heads, shape.dim
-    rows = {side: torch.randn(size, dtype=torch.bfloat16, device="cuda") for side in SIDES}
-    query = torch.randn(count, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
-    output, scores = torch.empty_like(query), Scores(shape.dim**-0.5)
-    both = torch.randn(
-        2, 1, shape.heads, earlier + count, shape.dim, dtype=torch.bfloat16, device="cuda"
-    )
-    mask = causal_lower_right(count, earlier + count)
-    return {
-        "storing": clocked(lambda: layer.write(step, rows)),
-        "reading": clocked(lambda: layer.attend(step, query, rows, scores, output)),
-        "bf16 attention": clocked(
-            lambda: scaled_dot_product_attention(query.transpose(0, 1)[None], *both, attn_mask=mask)
-        ),
-    }
-
-
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
     parser.add_argument("--format", default="vllm")
-    parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     require_gpu()
@@ -237,10 +208,6 @@ def main() -> int:
             }
             print(json.dumps({str(shape): results[str(shape)]}), flush=True)
             torch.cuda.empty_cache()
-        for earlier in (0, 8192, 98_304):
-            times = time_chunk(shape, args.format, args.chunk, earlier)
-            results[f"chunk of {args.chunk} after {earlier}"] = times
-            print(f"chunk of {args.chunk} after {earlier}: {times}", flush=True)
     if args.output:
         args.output.write_text(json.dumps({"bandwidths": rates, **results}, indent=2))
     return 0
