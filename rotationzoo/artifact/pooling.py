@@ -10,7 +10,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.budget import reduce_rotations
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.linalg.compositions import GIVEN
+from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.rotations import Rotation, Rotations
 
