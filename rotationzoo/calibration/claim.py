@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact.fit import factor_problems, fit, sum_moments
-from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
-from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
+from rotationzoo.artifact.layout import rotation_layout, rotation_tensors
+from rotationzoo.artifact.statistics_layout import statistics_layout, statistics_tensors
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
 from rotationzoo.budget import EQUAL
 from rotationzoo.codec.budget import budget_problems
@@ -46,10 +46,10 @@ class Claim:
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, superfluous, misshapen or not finite."""
         claimed = self.recipe, self.geometry, self.imported
-        layout = expected_layout(ROTATIONS, *claimed)
+        layout = rotation_layout(*claimed)
         problems = tensor_problems(rotation_tensors(rotations), layout)
         if statistics is not None:
-            layout = expected_layout(STATISTICS, *claimed)
+            layout = statistics_layout(*claimed)
             problems += tensor_problems(statistics_tensors(statistics), layout)
         return problems
 
