@@ -103,7 +103,7 @@ def program(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def program_without_hubs(tmp_path_factory):
+def program_without_hubs(program, tmp_path_factory):
     """The same, without the seconds that importing transformers takes too: for commands with the
     hub's variables of `environment`."""
     if not forks:
@@ -111,7 +111,8 @@ def program_without_hubs(tmp_path_factory):
         return
     folder = tmp_path_factory.mktemp("server")
     variables = environment(folder / "hf")
-    with process_server.server(folder, process_server.WITH_HUBS, variables) as words:
+    modules = process_server.WITH_HUBS
+    with process_server.server(folder, modules, variables, start=program) as words:
         yield words
 
 
