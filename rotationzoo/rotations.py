@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.linalg.compositions import invert, orthogonality_error
+from rotationzoo.linalg.orthogonality import invert, orthogonality_error
 from rotationzoo.words import counted
 
 SIDES = ("key", "value")

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from rotationzoo import __version__
-from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
+from rotationzoo.artifact.layout import rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
+from rotationzoo.artifact.statistics_layout import statistics_tensors
 from rotationzoo.artifact.store import CARD, COPY_IT, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages

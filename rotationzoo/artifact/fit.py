@@ -11,7 +11,7 @@ import torch
 from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
-from rotationzoo.linalg import compositions
+from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.recipe import Recipe
@@ -128,7 +128,7 @@ def sum_moments(
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> Rotation:
     """The rotation of one side of a layer, with its eigenvalues, clip ratios and mean."""
     eigenvalues, matrix = _compose_side(statistics, recipe, layer, side)
-    error = compositions.orthogonality_error(matrix)
+    error = orthogonality.orthogonality_error(matrix)
     if not error <= EXACT:  # not `error > EXACT`, which is False for a NaN
         raise RotationZooError(
             f"the {side} rotation of layer {layer.index} is off orthogonality by {error:.1e}"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, folders
+from rotationzoo.storage import files
+from rotationzoo.storage.settled import read_settled
 
 # What the clients of hubs and the Finder leave in a folder, and no engine reads.
 _LEFT_BEHIND = re.compile(
@@ -29,7 +30,7 @@ def unlisted_files(artifact: Artifact) -> list[str]:
     """One sentence for each entry of the folder that the manifest does not list, but for the
     manifest itself, the card, the signature, and what the clients of hubs leave behind."""
     folder, problems = artifact.folder, []
-    for name in folders.read_settled(folder, lambda: sorted(os.listdir(folder))):
+    for name in read_settled(folder, lambda: sorted(os.listdir(folder))):
         if name in artifact.manifest.files:
             continue
         path = folder / name

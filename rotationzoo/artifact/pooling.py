@@ -8,9 +8,9 @@ from typing import Any
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.codec.budget import reduce_rotations
+from rotationzoo.codec.reduction import reduce_rotations
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.linalg.compositions import GIVEN
+from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.rotations import Rotation, Rotations
 

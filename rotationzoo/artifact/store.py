@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.artifact.layout import expected_layout, rotations_from, statistics_from
+from rotationzoo.artifact.layout import Layout, rotation_layout, rotations_from
 from rotationzoo.artifact.manifest import (
     ROTATIONS,
     STATISTICS,
@@ -20,15 +20,16 @@ from rotationzoo.artifact.manifest import (
 from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
-from rotationzoo.linalg.moments import Averages
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
-from rotationzoo.storage import files, folders, strict_json
+from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.files import sha256
+from rotationzoo.storage.settled import read_settled
 from rotationzoo.words import nearest
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.measured import Measured
+    from rotationzoo.linalg.moments import Averages
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
@@ -66,7 +67,7 @@ class Artifact:
         damaged manifest.
         """
         folder = Path(folder)
-        content = folders.read_settled(folder, partial(_read_manifest, folder))
+        content = read_settled(folder, partial(_read_manifest, folder))
         return cls(folder, content, dict(hashes or {}))
 
     def __repr__(self) -> str:
@@ -121,11 +122,13 @@ class Artifact:
         return rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
-    def statistics(self) -> Averages | None:
+    def statistics(self) -> "Averages | None":
         """The averages by layer index and kind. None if the artifact has no statistics file,
         because it was made or published without one. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
+        from rotationzoo.artifact.statistics_layout import statistics_from
+
         return statistics_from(self._sound_tensors(STATISTICS))
 
     @cached_property
@@ -153,16 +156,24 @@ class Artifact:
         geometry. Raises `RotationZooError` for a file that is not safetensors.
         """
         if name not in self._examined:
-            imported = self.manifest.imported is not None
-            layout = expected_layout(name, self.recipe, self.geometry, imported)
+            layout = self._layout(name)
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)
                 self._check_same(name)
                 return examined
 
-            self._examined[name] = folders.read_settled(self.folder, read)
+            self._examined[name] = read_settled(self.folder, read)
         return self._examined[name]
+
+    def _layout(self, name: str) -> Layout:
+        claimed = self.recipe, self.geometry, self.manifest.imported is not None
+        if name == ROTATIONS:
+            return rotation_layout(*claimed)
+        # Whoever reads rotations alone, as a server does, needs no statistics.
+        from rotationzoo.artifact.statistics_layout import statistics_layout
+
+        return statistics_layout(*claimed)
 
     def damaged_files(self) -> list[str]:
         """One sentence for each file that is missing, is not a regular file in the folder, or
@@ -172,7 +183,7 @@ class Artifact:
     def _damage(self, name: str) -> list[str]:
         """What is wrong with a file, in one sentence; nothing if it is the one in the manifest."""
         try:
-            folders.read_settled(self.folder, partial(self._check_file, name))
+            read_settled(self.folder, partial(self._check_file, name))
         except RotationZooError as error:
             return [str(error)]
         return []

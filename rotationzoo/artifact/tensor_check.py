@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from rotationzoo.artifact.layout import Layout, Shapes, split_name
 from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.compositions import is_orthogonal
+from rotationzoo.linalg.orthogonality import is_orthogonal
 
 DTYPES = {
     "F64": torch.float64,

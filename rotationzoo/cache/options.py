@@ -11,9 +11,9 @@ from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.codec.budget import budget_beside_windows
 from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.reduction import budget_beside_windows
 from rotationzoo.codec.settings import (
     CacheOptions,
     CacheSettings,

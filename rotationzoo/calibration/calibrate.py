@@ -30,6 +30,7 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
+from rotationzoo.storage.settled import recover
 from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.words import differing
@@ -42,7 +43,7 @@ def check_output(job: Job) -> None:
     """Raise `RotationZooError` unless the output can be written and whatever is there may be
     replaced."""
     with disk_errors(job.output):
-        folders.recover(job.output)
+        recover(job.output)
         check_replaceable(job.output)
         if _holds_artifact(job):
             _check_recipe_of(job, Artifact.open(job.output))

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact.fit import factor_problems, fit, sum_moments
-from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
-from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
+from rotationzoo.artifact.layout import rotation_layout, rotation_tensors
+from rotationzoo.artifact.statistics_layout import statistics_layout, statistics_tensors
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
 from rotationzoo.budget import EQUAL
 from rotationzoo.codec.budget import budget_problems
 from rotationzoo.geometry import Geometry, geometry_from_json, shifted_layers
-from rotationzoo.linalg import compositions
+from rotationzoo.linalg import compositions, orthogonality
+from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering
 from rotationzoo.recipe import Recipe
@@ -45,10 +46,10 @@ class Claim:
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, superfluous, misshapen or not finite."""
         claimed = self.recipe, self.geometry, self.imported
-        layout = expected_layout(ROTATIONS, *claimed)
+        layout = rotation_layout(*claimed)
         problems = tensor_problems(rotation_tensors(rotations), layout)
         if statistics is not None:
-            layout = expected_layout(STATISTICS, *claimed)
+            layout = statistics_layout(*claimed)
             problems += tensor_problems(statistics_tensors(statistics), layout)
         return problems
 
@@ -67,9 +68,9 @@ class Claim:
 
     def orthogonality_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Matrices that are not orthogonal."""
-        allowed = compositions.allowed_error(self.imported)
+        allowed = orthogonality.allowed_error(self.imported)
         for layer, side, rotation in rotations.each():
-            error = compositions.orthogonality_error(rotation.matrix)
+            error = orthogonality.orthogonality_error(rotation.matrix)
             if not error <= allowed:  # not `error > allowed`, which is False for a NaN
                 yield f"{side} rotation not orthogonal", layer
 
@@ -87,7 +88,7 @@ class Claim:
         Rotations that were imported without their formula are not checked.
         """
         recipe = self.recipe
-        if recipe.composition == compositions.GIVEN:
+        if recipe.composition == GIVEN:
             return
         if not recipe.has_eigenbasis:
             yield from self._formula_problems(rotations)
@@ -122,7 +123,7 @@ class Claim:
         alone = self.recipe.model_copy(update=formula)
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
-            if not torch.allclose(rotation.matrix, stored, atol=compositions.ORTHOGONAL):
+            if not torch.allclose(rotation.matrix, stored, atol=orthogonality.ORTHOGONAL):
                 yield f"{side} rotation not the one that {self.recipe.name} makes", layer
 
     def _eigenbasis_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:

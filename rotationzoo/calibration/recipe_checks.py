@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from rotationzoo.codec.budget import check_room
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims
-from rotationzoo.linalg import compositions
+from rotationzoo.linalg import compositions, orthogonality
+from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model import centering
 from rotationzoo.model.rope import check_positions, position_count
 from rotationzoo.recipe import Recipe
@@ -26,7 +27,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     Either there is no Hadamard matrix of that order, or the quantization groups do not divide the
     dimension. The composition `given` is refused too.
     """
-    if recipe.composition == compositions.GIVEN:
+    if recipe.composition == GIVEN:
         raise RotationZooError(
             "the composition 'given' stands for imported matrices and cannot be calibrated",
             hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
@@ -48,7 +49,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     # Build the rotations only for the errors that it raises.
     for dim in sorted(dims):
         if recipe.has_eigenbasis:
-            identity = compositions.identity(dim)
+            identity = orthogonality.identity(dim)
             compositions.compose(identity, recipe.composition, recipe.group(dim))
         else:
             compositions.data_free(dim, recipe.composition, seed=0)

@@ -8,7 +8,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.errors import Unsound
-from rotationzoo.linalg import compositions
+from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.rotations import Rotations
 from rotationzoo.writer import write_artifact
@@ -73,7 +73,7 @@ def check(
     """Check rotations and statistics against the content of a manifest. Raises `RotationZooError`
     for a manifest that is damaged."""
     claim, checked = Claim.from_manifest(content), ["geometry", "finiteness"]
-    if claim.recipe.composition != compositions.GIVEN:
+    if claim.recipe.composition != GIVEN:
         check_recipe(claim.recipe, claim.geometry)
     # The checks below rely on the right shapes.
     if problems := claim.layout_problems(rotations, statistics):

@@ -1,9 +1,10 @@
 """Verification that an artifact is intact and sound: its checksums, geometry, orthogonality and
 statistics."""
 
-from rotationzoo.artifact.layout import rotations_from, statistics_from
+from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.leftovers import unlisted_files
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, hash_config
+from rotationzoo.artifact.statistics_layout import statistics_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.soundness import Verification, check
 from rotationzoo.errors import RotationZooError

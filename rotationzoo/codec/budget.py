@@ -6,16 +6,16 @@ choice for each row, and scipy's integer program solves it.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from rotationzoo.budget import EQUAL, Budget
+from rotationzoo.budget import Budget
 from rotationzoo.codec import int2
-from rotationzoo.codec.formats import BUDGETED, FINE, SIMULATED
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.codec.formats import FINE
+from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.rotations import Rotation, Rotations
 
@@ -74,58 +74,6 @@ def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> 
         return replace(rotation, fine_channels=torch.tensor(chosen[layer, side]))
 
     return rotations.replace(give_bits)
-
-
-def reduce_rotations(
-    rotations: Rotations,
-    group_size: int | None,
-    uncentered: Collection[str],
-    budget: Budget | None = None,
-) -> Rotations:
-    """Rotations as an engine takes them: without the means of the sides `uncentered`, and with
-    another budget where one is given. Raises as `spend_bits` does."""
-    if budget:
-        rotations = spend_bits(rotations, budget, group_size)
-
-    def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
-        mean = None if side in uncentered else rotation.mean
-        fine = None if budget == EQUAL else rotation.fine_channels
-        return replace(rotation, mean=mean, fine_channels=fine)
-
-    return rotations.replace(reduce)
-
-
-def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
-    """Raise `UsageError` for another budget where no rotations have one, and where rows of the
-    `format` have no room for it."""
-    if not budget:
-        return
-    if not has_budget:
-        raise UsageError(
-            "--bits is for rotations that have a budget of bits, and none have",
-            hint="leave it out, or make some with: rotationzoo calibrate MODEL --bits 2.5",
-        )
-    if SIMULATED[format].offset != "none":
-        raise UsageError(
-            f"rows of the format {format} have the same bits in all layers",
-            hint=f"leave out --bits, or add: --format {BUDGETED}",
-        )
-
-
-def budget_beside_windows(
-    budget: Budget | None, has_budget: bool, has_windows: bool
-) -> Budget | None:
-    """The budget in an engine that keeps layers with a sliding window exact: none beside such
-    layers, because it pads the pages of all layers to the largest. Raises `UsageError` where
-    another one is asked for there."""
-    if not has_budget or not has_windows:
-        return budget
-    if budget is not None:
-        raise UsageError(
-            "beside layers with a sliding window, all others have the same bits",
-            hint="leave out --bits",
-        )
-    return EQUAL
 
 
 def average_fine_channels(rotations: Rotations) -> int:

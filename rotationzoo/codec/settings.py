@@ -7,11 +7,11 @@ from typing import Literal, TypedDict
 import torch
 
 from rotationzoo.budget import Budget
-from rotationzoo.codec.budget import check_budget
 from rotationzoo.codec.engines import DEFAULT, choose_format, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.reduction import check_budget
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe

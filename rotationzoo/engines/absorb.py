@@ -18,7 +18,7 @@ from rotationzoo.engines.weight_edits import (
 )
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, cached_layers, has_latents, same_shapes
-from rotationzoo.linalg.compositions import invert
+from rotationzoo.linalg.orthogonality import invert
 from rotationzoo.model import loading
 from rotationzoo.model.absorbed import RECORD, read_record, record_text
 from rotationzoo.model.geometry import geometry_on_meta

@@ -27,9 +27,9 @@ from rotationzoo.storage.folders import (
     check_name,
     check_writable,
     install,
-    recover,
     temporary_sibling,
 )
+from rotationzoo.storage.settled import recover
 from rotationzoo.words import change, percent
 
 

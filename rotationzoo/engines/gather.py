@@ -12,7 +12,7 @@ from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.engines.objectives import describe
 from rotationzoo.engines.rotation_file import RotationFile, check_matrices, normalise
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.compositions import DATA_FREE
+from rotationzoo.linalg.composition_table import DATA_FREE
 from rotationzoo.rotations import LATENT, SIDES
 
 Files = dict[str, RotationFile]

@@ -23,8 +23,10 @@ from rotationzoo.engines.objectives import describe
 from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
-from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL, recover_basis
+from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
+from rotationzoo.linalg.compositions import recover_basis
 from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.linalg.orthogonality import ORTHOGONAL
 from rotationzoo.model import loading
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
 from rotationzoo.recipe import Recipe, name_of

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from rotationzoo.engines.rotation_file import RotationFile
-from rotationzoo.linalg.compositions import COMPOSITIONS, DATA_FREE, GIVEN
+from rotationzoo.linalg.composition_table import COMPOSITIONS, DATA_FREE, GIVEN
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT
 

@@ -16,13 +16,8 @@ from rotationzoo.engines.base import SideMatrices
 from rotationzoo.engines.objectives import describe
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.compositions import (
-    COMPOSITIONS,
-    DATA_FREE,
-    GIVEN,
-    needs_statistics,
-    recover_basis,
-)
+from rotationzoo.linalg.composition_table import COMPOSITIONS, DATA_FREE, GIVEN, needs_statistics
+from rotationzoo.linalg.compositions import recover_basis
 
 _FEWEST = 256  # pairs of channels over all matrices: with fewer, chance could look like a mark
 _TINY = 1e-300  # avoids 0 / 0 for two channels without energy

@@ -9,7 +9,7 @@ import torch
 
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg import compositions
+from rotationzoo.linalg import orthogonality
 
 # How far rounding may push an eigenvalue below zero, relative to the largest.
 _NEGATIVE = 1e-4
@@ -82,8 +82,8 @@ def _problem(
         return f"is no square matrix, but {list(matrix.shape)}"
     if not torch.isfinite(matrix).all():
         return "is not finite: its calibration failed"
-    error = compositions.orthogonality_error(matrix)
-    if not error <= compositions.ORTHOGONAL_IMPORTED:
+    error = orthogonality.orthogonality_error(matrix)
+    if not error <= orthogonality.ORTHOGONAL_IMPORTED:
         return f"is no orthogonal matrix (largest |R R^T - I| {error:.1e})"
     if eigenvalues is not None:
         if eigenvalues.shape != matrix.shape[:-1] or not torch.isfinite(eigenvalues).all():

@@ -11,9 +11,10 @@ from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.codec import int2
-from rotationzoo.codec.budget import average_fine_channels, budget_beside_windows, check_budget
+from rotationzoo.codec.budget import average_fine_channels
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.reduction import budget_beside_windows, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
 from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text

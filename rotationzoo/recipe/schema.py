@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from rotationzoo.budget import Budget
 from rotationzoo.errors import UsageError
-from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
+from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.words import nearest
 
@@ -132,7 +132,7 @@ class Recipe(Section):
     """One rotation per KV head, or one per layer, fitted to the mean of its heads' moments."""
     composition: str = "r_h_pbr"
     """The factors of the rotation, left to right: a name from
-    `linalg.compositions.COMPOSITIONS`."""
+    `linalg.composition_table.COMPOSITIONS`."""
     center_keys: bool = False
     """Subtract each KV head's mean key before the key is rotated and stored. A softmax ignores what
     all keys share. A model whose attention does not keeps its means, and the artifact's recipe says

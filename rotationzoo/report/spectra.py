@@ -7,8 +7,9 @@ import torch
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.geometry import cached_layers
-from rotationzoo.linalg.compositions import orthogonality_error, strongest
+from rotationzoo.linalg.compositions import strongest
 from rotationzoo.linalg.error_feedback import remaining_share
+from rotationzoo.linalg.orthogonality import orthogonality_error
 from rotationzoo.rotations import Rotation
 
 _TOP = 8  # strongest directions, whose joint share of the trace is shown

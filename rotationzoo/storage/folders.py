@@ -3,23 +3,20 @@ renamed into its place.
 
 A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
 `.NAME.partial` and renames the old one to `.NAME.old`. If it is killed between the two renames,
-`.NAME.old` remains, and the next process renames it back.
+`.NAME.old` remains, and the next process renames it back (`storage.settled`).
 """
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage.files import disk_errors, remove
 from rotationzoo.storage.locks import locked
-
-Result = TypeVar("Result")
-_ATTEMPTS = 100  # at reading a folder that others replace all the time
+from rotationzoo.storage.settled import beside, put_back
 
 
 @contextmanager
@@ -32,10 +29,10 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
     symbolic link.
     """
     check_name(folder)
-    with locked(_beside(folder, "lock"), f"writing {folder}"):
-        _put_back(folder)
-        work = _beside(folder, "partial")
-        for leftover in (work, _beside(folder, "old")):
+    with locked(beside(folder, "lock"), f"writing {folder}"):
+        put_back(folder)
+        work = beside(folder, "partial")
+        for leftover in (work, beside(folder, "old")):
             remove(leftover)
         work.mkdir()
         try:
@@ -47,13 +44,13 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
 def install(work: Path, folder: Path) -> None:
     """Rename `work` into the place of `folder`. The old folder is removed only after that. The
     caller holds its lock."""
-    old = _beside(folder, "old")
+    old = beside(folder, "old")
     if os.path.lexists(folder):  # unlike `exists`, it also sees a broken link
         folder.rename(old)
     try:
         work.rename(folder)
     except BaseException:  # also when the user stops the program
-        _put_back(folder)
+        put_back(folder)
         raise
     remove(old)
 
@@ -124,55 +121,6 @@ def state_folder() -> Path:
 def existing_parent(path: Path) -> Path:
     """The nearest parent folder that exists."""
     return next(folder for folder in path.absolute().parents if folder.exists())
-
-
-def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
-    """The result of `read` for a folder. Where it fails because the folder was just being replaced,
-    it is called again: between the two renames nothing has the folder's name.
-
-    Raises what `read` raises, and as `recover`.
-    """
-    for _ in range(_ATTEMPTS - 1):
-        recover(folder)
-        before = _state(folder)
-        try:
-            return read()
-        except (RotationZooError, FileNotFoundError):
-            after = _state(folder)
-            gone = after is None and not _beside(folder, "old").is_dir()
-            if before == after and (after is not None or (gone and _state(folder) is None)):
-                raise
-    return read()
-
-
-def _state(folder: Path) -> tuple[int, int, int] | None:
-    """How a folder differs from the one that replaces it; None where there is none. A new
-    folder may get the number of one that was removed, but not its times."""
-    try:
-        status = folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
-
-
-def recover(folder: Path) -> None:
-    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError`
-    where the disk refuses, or where another process holds the lock."""
-    named = folder.name not in ("", "..")
-    if named and not os.path.lexists(folder) and _beside(folder, "old").is_dir():
-        with disk_errors(folder), locked(_beside(folder, "lock"), f"writing {folder}"):
-            _put_back(folder)
-
-
-def _put_back(folder: Path) -> None:
-    """Rename the old folder back if a killed process left none under its name."""
-    old = _beside(folder, "old")
-    if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
-        old.rename(folder)
-
-
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{what}")
 
 
 def default_output(model: str, suffix: str) -> Path:

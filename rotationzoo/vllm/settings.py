@@ -16,11 +16,11 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec import cuda_attention
-from rotationzoo.codec.budget import budget_beside_windows, reduce_rotations
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engines import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
+from rotationzoo.codec.reduction import budget_beside_windows, reduce_rotations
 from rotationzoo.codec.settings import (
     CacheOptions,
     CacheSettings,

@@ -30,8 +30,9 @@ from rotationzoo.storage.files import (
     size_of,
     write_new,
 )
-from rotationzoo.storage.folders import check_name, install, recover, temporary_sibling
+from rotationzoo.storage.folders import check_name, install, temporary_sibling
 from rotationzoo.storage.growth import size_of_all, tell_growth
+from rotationzoo.storage.settled import recover
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub

@@ -21,7 +21,7 @@ import torch
 from loading import Loaded, load_chosen, make_text_parser
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact.layout import statistics_tensors
+from rotationzoo.artifact.statistics_layout import statistics_tensors
 from rotationzoo.calibration.collect import collect
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import average

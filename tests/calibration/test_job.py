@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from support.jobs import RECIPE, SMALL, job
 from support.tensors import stored_rotations, stored_statistics
 
-from rotationzoo.artifact.layout import rotations_from, statistics_from
+from rotationzoo.artifact.layout import rotations_from
+from rotationzoo.artifact.statistics_layout import statistics_from
 from rotationzoo.calibration import model_run
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan

@@ -190,7 +190,7 @@ def test_long_masks_are_bidirectional_among_image_tokens_too(families, monkeypat
     geometry = geometry_of(model)
     short = collect(model, geometry, corpus.media, RECIPE)
     monkeypatch.setattr(long_masks, "LARGEST_MASK", 16)
-    monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 3)
+    monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 24)
     long = collect(model, geometry, corpus.media, RECIPE)
     for layer, kinds in short.items():
         for kind, moment in kinds.items():

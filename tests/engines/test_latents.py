@@ -21,6 +21,7 @@ from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg import compositions
+from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
@@ -123,7 +124,7 @@ def test_a_run_tells_a_member_from_a_stranger(write, models):
 
 def test_a_folder_of_another_name_says_nothing_of_how_it_was_made(write, models):
     artifact = read(write("k3_latent_rot"), models)
-    assert artifact.recipe.composition == compositions.GIVEN
+    assert artifact.recipe.composition == GIVEN
     with pytest.raises(RotationZooError, match="holds no eigenbasis"):
         check_membership(artifact, Candidate(model=str(models / "mine")))
 
@@ -150,10 +151,10 @@ def test_groups_are_those_of_the_matrices_or_nothing_is_recovered(write, models)
     folder = write(entry=table)
     assert read(folder, models, group_size=16).recipe.composition == "r_pbr_hblock"
     artifact = read(folder, models, group_size=8, restart=True)
-    assert (artifact.recipe.composition, artifact.recipe.group_size) == (compositions.GIVEN, 8)
+    assert (artifact.recipe.composition, artifact.recipe.group_size) == (GIVEN, 8)
     assert artifact.statistics is None
     unnamed = folder.rename(folder.with_name("c_kv_rcov_phblock_g0"))
-    assert read(unnamed, models).recipe.composition == compositions.GIVEN
+    assert read(unnamed, models).recipe.composition == GIVEN
     wide = unnamed.rename(folder.with_name("c_kv_rcov_phblock_g128"))
     with pytest.raises(RotationZooError, match="groups of 128 channels do not divide heads of 32"):
         read(wide, models)

@@ -11,10 +11,14 @@ from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import PRESETS
 
 
-@pytest.fixture(autouse=True)
-def one_prompt(monkeypatch):
-    """One prompt is recorded for servers, because each takes five seconds on a CPU."""
-    monkeypatch.setattr(probe, "PROMPTS", 1)
+@pytest.fixture(autouse=True, scope="module")
+def one_short_prompt():
+    """What is recorded for servers: four long prompts take a CPU 15 seconds. It holds for the
+    fixtures of a module too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, number in (("PROMPTS", 1), ("PROMPT", 384), ("ANSWER", 4)):
+            patch.setattr(probe, name, number)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,8 @@ def test_keys_far_from_zero_want_scales_in_float32(mean, is_far):
 
 def test_an_artifact_that_was_calibrated_on_the_text_is_noted(artifacts):
     seen = Data(source=str(BUNDLED), tokens=2048, length=512)
-    job = Evaluation("demo", artifacts[:1], seen, queries=0, tasks=TaskSettings(()))
+    options = dict(queries=0, tasks=TaskSettings(()), baselines=())
+    job = Evaluation("demo", artifacts[:1], seen, **options)
     assert "oscar was calibrated on this very text" in evaluate(job)["notes"]
 
 

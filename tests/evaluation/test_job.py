@@ -42,8 +42,8 @@ def test_the_report(artifacts):
     job = Evaluation(
         "demo",
         artifacts,
-        Data(tokens=1024, length=512),
-        windows=[(16, 64), (64, 256)],
+        Data(tokens=512, length=256),
+        windows=[(8, 32), (32, 96)],
         queries=8,
         tasks=NO_TASKS,
         save_to=artifacts,
@@ -51,8 +51,8 @@ def test_the_report(artifacts):
     report = evaluate(job)
     names = ["oscar", "oscar-v1", "identity", "hadamard", "random", "kivi"]
     assert list(report["arms"]) == [*names[:2], "oscar+feedback", *names[2:]]
-    assert report["first_position"] == 320, "the same tokens for every window"
-    assert report["tokens"] == 2 * (512 - 320 - 1)
+    assert report["first_position"] == 128, "the same tokens for every window"
+    assert report["tokens"] == 2 * (256 - 128 - 1)
     small, large = (window["arms"] for window in report["windows"])
     assert small == report["arms"]
     for name in names:
@@ -61,7 +61,7 @@ def test_the_report(artifacts):
                 report["exact"]["perplexity"] * (1 + arm["perplexity_increase"])
             )
             assert arm["standard_error"]["perplexity_increase"] > 0
-            assert [bucket["from"] for bucket in arm["by_length"]] == [320]
+            assert [bucket["from"] for bucket in arm["by_length"]] == [128]
         assert small[name]["attention_kl"] > large[name]["attention_kl"] > 0
         assert small[name]["output_error"] > large[name]["output_error"] > 0
         assert small[name]["bits_per_element"] < large[name]["bits_per_element"]
@@ -81,10 +81,10 @@ def test_the_report(artifacts):
         apart = content.keys() ^ report.keys()
         assert apart == {"arms", "verdict", "probes"}, "docs/tasks.md says which differ"
         assert f"| {folder.name} |" in (folder / "README.md").read_text()
-    text = Data(tokens=512, length=512)
-    narrow = replace(job, artifacts=artifacts[:1], data=text, windows=[(16, 64)], save_to=[])
+    text = Data(tokens=256, length=256)
+    narrow = replace(job, artifacts=artifacts[:1], data=text, windows=[(8, 32)], save_to=[])
     first = evaluate(narrow)
-    assert first["first_position"] == 80
+    assert first["first_position"] == 40
     assert evaluate(narrow)["arms"] == first["arms"], "the same job, the same figures"
 
 
@@ -139,7 +139,8 @@ def test_perplexity_is_that_of_the_model():
 
 def test_one_cause_at_a_time():
     """Layers and sides that are not selected stay exact."""
-    options = dict(data=Data(tokens=512, length=512), windows=[(4, 16)], queries=8, tasks=NO_TASKS)
+    options = dict(data=Data(tokens=256, length=256), windows=[(4, 16)], queries=8, tasks=NO_TASKS)
+    options["baselines"] = ("random",)
     both = evaluate(Evaluation("demo", [], **options))["arms"]["random"]
     keys = evaluate(Evaluation("demo", [], sides=("key",), **options))["arms"]["random"]
     values = evaluate(Evaluation("demo", [], sides=("value",), **options))["arms"]["random"]

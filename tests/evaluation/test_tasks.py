@@ -164,9 +164,9 @@ def test_the_next_command(capsys):
 
 
 def test_the_command_line(inside, induction):
-    words = ["evaluate", induction, "--tokens", LENGTH, "--length", LENGTH, "--windows", "16/64"]
+    words = ["evaluate", induction, "--tokens", 256, "--length", 256, "--windows", "16/64"]
     words += ["--queries", 0, "--device", "cpu"]
-    shown = inside(*words, "--tasks", "needles", "--questions", 2)
+    shown = inside(*words, "--tasks", "needles", "--lengths", LENGTH, "--questions", 2)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     table = lines.index("recall by task")

@@ -8,7 +8,7 @@ from support.architectures import LATENTS, families
 from rotationzoo.artifact.fit import fit, sum_moments
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import UnsupportedModel
-from rotationzoo.linalg import compositions
+from rotationzoo.linalg import orthogonality
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import latent
 from rotationzoo.model.capture import intercept
@@ -177,4 +177,4 @@ def test_rotations_diagonalize_the_sum_of_both_costs(name):
         diagonal = rotation.matrix.double().mT @ moment @ rotation.matrix.double()
         off = diagonal - torch.diag_embed(diagonal.diagonal(dim1=-2, dim2=-1))
         assert off.abs().max() < 1e-5 * diagonal.abs().max()
-        assert compositions.is_orthogonal(rotation.matrix, imported=False)
+        assert orthogonality.is_orthogonal(rotation.matrix, imported=False)

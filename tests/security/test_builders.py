@@ -3,7 +3,6 @@ is taken to be signed."""
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from support.command_line import edited_manifest
 from support.places import ROOT
-from take_built import take_built
+from take_built import main, take_built
 
 from rotationzoo.errors import RotationZooError
 
@@ -32,12 +31,12 @@ def say_model(folder: Path, **changes) -> None:
         manifest["model"] |= changes
 
 
-def test_the_folder_of_a_row_is_taken(built, tmp_path):
+def test_the_folder_of_a_row_is_taken(built, tmp_path, monkeypatch, capsys):
     """Also if another row's build failed, which then has none."""
-    command = [sys.executable, ROOT / "scripts" / "tools" / "take_built.py"]
     words = [json.dumps({"include": [ROW, OTHER]}), built, tmp_path / "out"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "Took demo\n"), done.stderr
+    monkeypatch.setattr(sys, "argv", ["take_built.py", *map(str, words)])
+    main()
+    assert capsys.readouterr().out == "Took demo\n"
     assert (tmp_path / "out" / "demo" / "rotations.safetensors").is_file()
 
 

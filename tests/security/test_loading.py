@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save
 from support.command_line import put_file, refused, succeeded
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.linalg.compositions import (
+from rotationzoo.linalg.orthogonality import (
     ORTHOGONAL,
     ORTHOGONAL_IMPORTED,
     is_orthogonal,

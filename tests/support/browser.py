@@ -1,6 +1,6 @@
 """A headless Chromium that opens a page and accepts no error, no request and no sideways scroll.
 
-A test takes the fixture `browser` of conftest.py and calls `browser.open_page(path)`.
+A test takes the fixture `browser` and calls `browser.open_page(path)`.
 """
 
 import os

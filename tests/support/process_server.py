@@ -7,6 +7,9 @@ that the variable PROCESS_ID names. What reads the environment when it is import
 client does, is imported before the fork only by a server whose commands all have its variables.
 
     python process_server.py SOCKET MODULE...     serves until its standard input ends
+
+A command of these words, which begin with `process_server.py`, makes a fork of a server another
+one, which imports further modules.
 """
 
 import array
@@ -21,7 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,13 +62,15 @@ def server(
     modules: Iterable[str] = IMPORTED,
     environment: dict[str, str] | None = None,
     script: str = __file__,
+    start: Sequence[str] = (sys.executable,),
 ) -> Iterator[list[str]]:
     """Inside the block a server runs that has imported these modules, in this environment; yields
     the words to start a process of the command line with, in place of `python -m rotationzoo`.
-    Another script than this may import them and serve."""
+    Another script than this may import them and serve. `start` begins the words that start the
+    server: those that another server yielded make it a fork of that one."""
     client, path = folder / "client.py", folder / "socket"
     client.write_text(CLIENT)
-    words = [sys.executable, script, str(path), *modules]
+    words = [*start, script, str(path), *modules]
     # In a session of its own, where Ctrl-C does not reach it.
     running = subprocess.Popen(
         words,
@@ -133,10 +138,13 @@ def wait_for_words(socket_path: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    socket_path, *modules = sys.argv[1:]
-    for module in modules:
-        importlib.import_module(module)
-    early = {"huggingface_hub", "transformers", "datasets", "modelscope"} & set(sys.modules)
-    assert not early or modules == [*WITH_HUBS], f"these read the environment: {early}"
-    sys.argv = ["rotationzoo", *wait_for_words(socket_path)]
+    words = sys.argv
+    while words[:1] == [__file__]:
+        _, socket_path, *modules = words
+        for module in modules:
+            importlib.import_module(module)
+        early = {"huggingface_hub", "transformers", "datasets", "modelscope"} & set(sys.modules)
+        assert not early or modules == [*WITH_HUBS], f"these read the environment: {early}"
+        words = wait_for_words(socket_path)
+    sys.argv = ["rotationzoo", *words]
     runpy.run_module("rotationzoo", run_name="__main__", alter_sys=True)

@@ -162,7 +162,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_one_bad_row_of_a_hundred_is_left_out(bad, tmp_path):
-    rows = [{"messages": [FILLER]}] * 99
+    rows = [{"messages": [{"role": "user", "content": "some words " * 40}]}] * 99
     path = write_jsonl(tmp_path / "rows.jsonl", [*rows[:36], BAD[bad], *rows[36:]])
     corpus = read_corpus(small(path, tokens=4096 * 64), tokenizer_with(STRICT))
     assert "1 of 100 rows left out, the first in line 37" in corpus.note

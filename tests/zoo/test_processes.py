@@ -1,8 +1,8 @@
 """The commands in processes of their own: as a user runs them, killed, and on a full disk."""
 
+import os
 import signal
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from support.published import ZOO, hub_environment
 
 
 @pytest.fixture
-def outside(command, tmp_path):
+def outside(command, program, tmp_path):
     """Both hubs, and the command line in processes of their own."""
     with huggingface.serve() as hf, modelscope.serve() as ms:
         variables = hub_environment(hf, ms, tmp_path)
@@ -23,6 +23,7 @@ def outside(command, tmp_path):
             ms=ms,
             folder=command.folder,
             run=lambda *words, **options: command(*words, env=variables, **options),
+            program=program,
             environment=command.environment | variables,
         )
 
@@ -32,22 +33,23 @@ def outside(command, tmp_path):
     [("push", "{made}", ZOO), ("pull", "demo", "--repo", ZOO, "--local-dir", "here")],
     ids=["push", "pull"],
 )
-def test_killed_in_the_middle(outside, made, words):
+def test_killed_in_the_middle(outside, made, tmp_path, words):
     if words[0] == "pull":
         assert outside.run("push", made, ZOO).returncode == 0
     words = [word.format(made=made) for word in words]
     slow = Fault("PUT" if words[0] == "push" else "GET", "/storage/", 503, 99)
     outside.hf.faults.append(slow)
+    told = tmp_path / "process-id"
     process = subprocess.Popen(
-        [sys.executable, "-m", "rotationzoo", *words],
+        [*outside.program, *words],
         cwd=outside.folder,
-        env=outside.environment,
+        env=outside.environment | {"PROCESS_ID": str(told)},
         stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 60
     while slow.count == 99 and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
+    os.kill(int(told.read_text()) if told.exists() else process.pid, signal.SIGKILL)
     process.wait()
     assert slow.count < 99, "it was in the middle"
     assert not (outside.folder / "here").exists()

@@ -1,0 +1,97 @@
+"""The tensors of statistics in an artifact's files: their names, shapes and dtypes."""
+
+from collections.abc import Mapping
+
+import torch
+
+from rotationzoo.artifact.layout import Layout, Shapes, matrix_count, split_name, tensor_name
+from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.recipe import Recipe
+
+
+def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
+    """The tensors of `statistics.safetensors` by name.
+
+    Averages are stored with their counts, so that statistics from several files can be merged,
+    weighted by count.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, kinds in averages.items():
+        for kind, average in kinds.items():
+            tensors[_moment_name(layer, kind)] = average.second_moment
+            if average.mean is not None:
+                tensors[tensor_name(layer, kind, "mean")] = average.mean
+            if average.count is not None:
+                tensors[_count_name(layer, kind)] = average.count
+    return tensors
+
+
+def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
+    """Build averages from tensors by name: the inverse of `statistics_tensors`."""
+    averages: Averages = {}
+    for name, second_moment in tensors.items():
+        layer, kind, field = split_name(name)
+        # Each average has exactly one second moment, which leads to its mean and its count.
+        if field not in ("second_moment", "key_energy_moment"):
+            continue
+        kind = "key_energy" if field == "key_energy_moment" else kind
+        mean = tensors.get(tensor_name(layer, kind, "mean"))
+        count = tensors.get(_count_name(layer, kind))
+        averages.setdefault(layer, {})[kind] = Average(second_moment, mean, count)
+    return averages
+
+
+# The key-energy moment is a weighted moment of values. Its tensors are therefore named with those
+# of the value side, and its total weight is called `key_energy` and not `count`.
+
+
+def _moment_name(layer: int, kind: str) -> str:
+    if kind == "key_energy":
+        return tensor_name(layer, "value", "key_energy_moment")
+    return tensor_name(layer, kind, "second_moment")
+
+
+def _count_name(layer: int, kind: str) -> str:
+    if kind == "key_energy":
+        return tensor_name(layer, "value", "key_energy")
+    return tensor_name(layer, kind, "count")
+
+
+def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
+    """The tensors that `statistics.safetensors` must hold.
+
+    Imported files may lack eigenvalues; then no statistics can be recovered from them.
+    """
+    if imported:
+        return Layout(_recovered_shapes(recipe, geometry), "_moment")
+    return Layout(_shapes(recipe, geometry))
+
+
+def _shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
+    """The dtype and shape of every tensor in `statistics.safetensors`, by name."""
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        for kind, dim in layer.dims.items():
+            moment = torch.float64, (layer.kv_heads, dim, dim)
+            shapes[_moment_name(layer.index, kind)] = moment
+            shapes[tensor_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)
+            shapes[_count_name(layer.index, kind)] = torch.int64, ()
+        if recipe.value_statistic == "key_energy":
+            moment = torch.float64, (layer.kv_heads, layer.value_dim, layer.value_dim)
+            shapes[_moment_name(layer.index, "key_energy")] = moment
+            shapes[_count_name(layer.index, "key_energy")] = torch.float64, (layer.kv_heads,)
+    return shapes
+
+
+def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
+    """The dtypes and shapes of the statistics that are recovered from an imported file's
+    eigenvalues and rotations, by name."""
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        heads = matrix_count(recipe, layer.kv_heads)
+        for side in layer.sides:
+            dim, kinds = layer.dims[side], recipe.target_kinds(side)
+            for kind in kinds:
+                shapes[_moment_name(layer.index, kind)] = torch.float64, (heads, dim, dim)
+    return shapes

@@ -1,0 +1,40 @@
+"""The compositions that a recipe may ask for, each with the names of its factors.
+
+A server reads recipes and multiplies nothing, so what the factors are stands in
+`linalg.compositions`.
+"""
+
+AROUND_EIGENBASIS = {
+    "plain": ("", ""),
+    "br": ("", "permutation"),
+    "br_h128": ("", "permutation hadamard"),
+    "r_h": ("", "hadamard"),
+    "h_r_pbr": ("hadamard", "permutation"),
+    "h_pbr_r": ("hadamard permutation", ""),
+    "r_h_pbr": ("", "hadamard permutation"),
+    # Eigenvectors in descending order, as in the published per-head files and in the calibrator of
+    # a llama.cpp fork.
+    "rdesc_h": ("", "descending hadamard"),
+    "rdesc_h_br": ("", "descending hadamard reversal"),
+    # Permuting before a block-diagonal Hadamard matrix sends strong directions to different groups.
+    "r_pbr_hblock": ("", "permutation block_hadamard"),
+}
+"""Name -> the factors left and right of the eigenbasis."""
+FIXED = {
+    "identity": "",
+    "hadamard": "hadamard",
+    "pbr": "permutation",
+    "h_pbr": "hadamard permutation",
+}
+"""Name -> the factors of a matrix that is the same for every model."""
+DATA_FREE = (*FIXED, "random")
+"""Compositions without an eigenbasis. Only `random` uses a seed."""
+COMPOSITIONS = (*AROUND_EIGENBASIS, *DATA_FREE)
+"""The name of every composition that a recipe may ask for."""
+GIVEN = "given"
+"""The composition of matrices that someone else computed, whose factors are unknown."""
+
+
+def needs_statistics(composition: str) -> bool:
+    """Whether the composition contains an eigenbasis, and therefore needs statistics."""
+    return composition in AROUND_EIGENBASIS
