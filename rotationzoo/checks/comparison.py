@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
+from rotationzoo.codec import cuda, cuda_rows, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average
@@ -147,18 +147,18 @@ class KernelComparison:
         # Models produce keys and values in bfloat16, so that is what the kernel rotates.
         narrow = rows.bfloat16()
         for format in int2.FORMATS.values():
-            packed = cuda_encoder.quantize(
+            packed = cuda_rows.quantize(
                 narrow.cuda(), clip, self.group_size, format, rotation.cuda(), rotated
             )
             # The definition quantizes the rows that the kernel rotated. If it rotated them itself,
             # sums in another order, which are allowed, would now and then round to another code.
             self._check_product("rotation", rotated.cpu(), narrow, rotation)
             expected = self._check_quantized(packed, rotated.cpu(), clip, format)
-            restored = cuda.dequantize(packed, torch.float32, rotation.cuda()).cpu()
+            restored = cuda_rows.dequantize(packed, torch.float32, rotation.cuda()).cpu()
             dequantized = int2.dequantize(expected, format)
             self._check_product("inverse rotation", restored, dequantized, rotation.mT)
             for typed in rows_of_each_type(rotated.cpu()):
-                packed = cuda_encoder.quantize(typed.cuda(), clip, self.group_size, format)
+                packed = cuda_rows.quantize(typed.cuda(), clip, self.group_size, format)
                 self._check_quantized(packed, typed, clip, format)
         return rotated.cpu()
 
@@ -174,7 +174,7 @@ class KernelComparison:
             for typed in rows_of_each_type(rotated):
                 # All of them, and so few that another kernel takes them.
                 for on_gpu in (typed.cuda(), typed[:, :_FEW_ROWS].cuda()):
-                    packed = cuda_encoder.quantize_with_feedback(
+                    packed = cuda_rows.quantize_with_feedback(
                         on_gpu, factor, self.group_size, format
                     )
                     expected = feedback.quantize(on_gpu, factor, self.group_size, format)
@@ -216,7 +216,7 @@ class KernelComparison:
         metadata = torch.stack([expected.scale, expected.offset], dim=-1)
         self._check_equal("scale or offset", packed.metadata.cpu(), metadata)
         for dtype in cuda.TYPES:
-            values = cuda.dequantize(packed, dtype).cpu()
+            values = cuda_rows.dequantize(packed, dtype).cpu()
             defined = int2.dequantize(expected, format).to(dtype)
             self._check_equal("dequantized value", values, defined)
         self.elements += codes.numel()

@@ -17,6 +17,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import KernelComparison, draw_rows
 from rotationzoo.codec import cuda
 from rotationzoo.codec.cuda_encoder import clip_encoder
+from rotationzoo.codec.cuda_rows import dequantize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model import loading
@@ -119,7 +120,7 @@ def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, f
     moved = rows.nbytes + packed.codes.nbytes + packed.metadata.nbytes
     return {
         "quantize_bytes_per_second": moved / _seconds(lambda: encoder.store(rows)),
-        "dequantize_bytes_per_second": moved / _seconds(lambda: cuda.dequantize(packed, dtype)),
+        "dequantize_bytes_per_second": moved / _seconds(lambda: dequantize(packed, dtype)),
         "copy_bytes_per_second": 2 * rows.nbytes / _seconds(lambda: copied.copy_(rows)),
     }
 

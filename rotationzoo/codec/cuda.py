@@ -219,22 +219,6 @@ def empty_packed(rows: torch.Tensor, group: int, format: Format) -> Packed:
     return Packed(codes, metadata, format)
 
 
-def dequantize(
-    packed: Packed, dtype: torch.dtype = torch.float32, rotation: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`. A given `rotation` is
-    undone by multiplying with its transpose."""
-    heads, count, bytes_of_a_row = packed.codes.shape
-    dim = 4 * (bytes_of_a_row - packed.format.fine_channels // 8)
-    groups, device = packed.metadata.shape[2], packed.codes.device
-    rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
-    matrix = None if rotation is None else rotation.float().mT.contiguous()
-    variant = Variant(dim, dim // groups, dtype, packed.format, rotates=matrix is not None)
-    kernel = compiled("dequantize", variant, device)
-    kernel(packed.codes, packed.metadata, count, matrix, rows)
-    return rows
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A compiled kernel on one GPU. It is launched on torch's current stream there, without waiting

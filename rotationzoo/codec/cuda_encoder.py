@@ -10,7 +10,6 @@ import torch
 
 from rotationzoo.codec import cuda, int2
 from rotationzoo.codec.clip import clip_position
-from rotationzoo.codec.formats import SGLANG, Format
 from rotationzoo.errors import RotationZooError
 
 _OLDEST_GPU = 8, 0  # the compute capability that the kernels need
@@ -96,51 +95,12 @@ def feedback_encoder(factor: torch.Tensor, variant: cuda.Variant, device: torch.
     Raises `RotationZooError` for shapes and types that the kernel does not support, and for a
     factor of another shape or that is not finite.
     """
-    _check_factor(factor, len(factor), variant.dim)
+    check_factor(factor, len(factor), variant.dim)
     variant = replace(variant, feedback=True)
     kernel = cuda.compiled("quantize_with_feedback", variant, device)
     weights = factor.to(device, torch.float32).contiguous()
     few = cuda.compiled(cuda.FEW, variant, device)
     return Encoder(variant, kernel, (weights,), _unset_flag(device), few)
-
-
-def quantize(
-    rows: torch.Tensor,
-    clip: float | torch.Tensor = 1.0,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-    rotation: torch.Tensor | None = None,
-    rotated: torch.Tensor | None = None,
-) -> cuda.Packed:
-    """Quantize and pack rows `[H, N, D]` on a GPU, as `int2.quantize` and `int2.pack` do;
-    `cuda.dequantize` reads the result.
-
-    `clip` is one ratio, or one per head `[H]`. `rotation` `[H, D, D]`, if given, multiplies the
-    rows first; `rotated` `[H, N, D]` float32 receives the products. Raises `RotationZooError` for
-    rows that are not finite or above 1e18, and for shapes and types that the kernel does not
-    support.
-    """
-    if format.bisected:
-        raise RotationZooError(
-            "the CUDA reference sorts: it has no bisected threshold", hint="use int2.quantize"
-        )
-    ratios = torch.as_tensor(clip).expand(len(rows))
-    encoder = clip_encoder(ratios, _variant(rows, group_size, format), rows.device, rotation)
-    packed = encoder.store(rows, rotated)
-    encoder.check()
-    return packed
-
-
-def quantize_with_feedback(
-    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
-) -> cuda.Packed:
-    """Quantize and pack rows `[H, N, D]` on a GPU, as `feedback.quantize` and `int2.pack` do. The
-    factor is as in `feedback_encoder`, and refused rows are as in `quantize`."""
-    _check_factor(factor, len(rows), rows.shape[-1])
-    encoder = feedback_encoder(factor, _variant(rows, group_size, format), rows.device)
-    packed = encoder.store(rows)
-    encoder.check()
-    return packed
 
 
 def supports(variant: cuda.Variant) -> bool:
@@ -163,16 +123,11 @@ def kernels_run_on(device: torch.device) -> bool:
     return has_package and torch.cuda.get_device_capability(device) >= _OLDEST_GPU
 
 
-def _variant(rows: torch.Tensor, group_size: int | None, format: Format) -> cuda.Variant:
-    dim = rows.shape[-1]
-    return cuda.Variant(dim, group_size or dim, rows.dtype, format)
-
-
 def _unset_flag(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int32, device=device)
 
 
-def _check_factor(factor: torch.Tensor, heads: int, dim: int) -> None:
+def check_factor(factor: torch.Tensor, heads: int, dim: int) -> None:
     """Raise `RotationZooError` unless the kernel can read this factor for rows of so many heads."""
     shape = heads, dim, dim
     if factor.shape != shape:

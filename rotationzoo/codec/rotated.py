@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 import torch
 
-from rotationzoo.codec import clip, cuda_encoder, feedback, int2
+from rotationzoo.codec import clip, cuda_encoder, int2
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
@@ -108,6 +108,9 @@ class RotatedCodec:
             packed = encode(rows)
             encode.check()
             return replace(packed, codes=int2.unpack(packed.codes, stored))
+        # Here, because a server with a kernel never needs it.
+        from rotationzoo.codec import feedback
+
         factor = rotation.feedback.to(rows.device)
         return feedback.quantize(rows, factor, self.group_size, stored)
 

@@ -1,5 +1,5 @@
-"""The attention backends of vLLM with keys and values in 2 bits, one for its GPU engine and one in
-the place of its own for CPUs, and the worker that sees to it that layers get them.
+"""The attention backend of vLLM with keys and values in 2 bits, and the worker that sees to it that
+layers get it.
 
 Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 """
@@ -7,7 +7,6 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -25,9 +24,8 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
@@ -273,50 +271,7 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        return _in_two_bits(spec, cls.layer)
-
-
-class _CpuBuilder(RotatedBuilder):
-    """Ours, or vLLM's for layers with a sliding window: a CPU has one backend for all layers."""
-
-    def __new__(cls, kv_cache_spec: Any, *others: Any) -> Any:
-        if kv_cache_spec.state_content_bytes is None:
-            return CPUAttentionBackend.get_builder_cls()(kv_cache_spec, *others)
-        return super().__new__(cls)
-
-
-class _CpuImpl(RotatedImpl):
-    """Ours, or vLLM's for layers with a sliding window."""
-
-    def __new__(cls, *arguments: Any, **others: Any) -> Any:
-        asked = signature(RotatedImpl.__init__).bind(None, *arguments, **others).arguments
-        if asked.get("sliding_window") is not None:
-            return CPUAttentionBackend.get_impl_cls()(*arguments, **others)
-        return super().__new__(cls)
-
-
-class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """Ours, in the place of vLLM's for CPUs."""
-
-    layer: int | None = None
-    """As in `RotatedBackend`."""
-
-    @classmethod
-    def get_impl_cls(cls) -> Any:
-        """The class of a layer's attention."""
-        return _CpuImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> Any:
-        """The class that plans steps."""
-        return _CpuBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        if isinstance(spec, SlidingWindowSpec):
-            return super().customize_spec(spec)
-        return _in_two_bits(spec, cls.layer)
+        return in_two_bits(spec, cls.layer)
 
 
 _current: Any = None
@@ -332,8 +287,9 @@ def _for_layer(backend: Any, layer: int) -> Any:
     return type(backend.__name__, (backend,), {"layer": layer, "__doc__": backend.__doc__})
 
 
-def _in_two_bits(spec: Any, layer: int | None) -> Any:
-    """Raises `UnsupportedModel` for a layer that is not of full attention."""
+def in_two_bits(spec: Any, layer: int | None) -> Any:
+    """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for a layer that is
+    not of full attention."""
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedModel(
             "rotations are served with full attention and sliding windows alone",
@@ -377,7 +333,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         config, place = self.vllm_config, AttentionBackendEnum.CPU_ATTN
         claim(config)
         # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
-        register_backend(place, f"{BACKENDS}.RotatedCpuBackend")
+        register_backend(place, f"{BACKENDS}_cpu.RotatedCpuBackend")
         try:
             super().load_model(**options)
         finally:

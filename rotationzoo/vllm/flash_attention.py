@@ -40,30 +40,20 @@ class FlashAttention:
     def __init__(self, version: int):
         self.version = version
 
-    def attend(  # noqa: PLR0913 (as in `Attention`)
-        self,
-        query: torch.Tensor,
-        of_queries: Packed,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        of_keys: Packed,
-        scores: Scores,
-        causal: bool,
-        output: torch.Tensor,
+    def attend(
+        self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
         """As in `Attention`."""
         # It is a kernel of vLLM for NVIDIA's GPUs, which others' builds lack.
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        sinks = None if scores.sinks is None else scores.sinks.to(query.dtype)
+        sinks = None if scores.sinks is None else scores.sinks.to(output.dtype)
         _, totals = flash_attn_varlen_func(
-            q=query,
-            k=key,
-            v=value,
-            cu_seqlens_q=of_queries.bounds,
-            cu_seqlens_k=of_keys.bounds,
-            max_seqlen_q=of_queries.longest,
-            max_seqlen_k=of_keys.longest,
+            *(*queries.rows, *read.rows),
+            cu_seqlens_q=queries.bounds,
+            cu_seqlens_k=read.bounds,
+            max_seqlen_q=queries.longest,
+            max_seqlen_k=read.longest,
             softmax_scale=scores.scale,
             causal=causal,
             softcap=scores.soft_cap or 0.0,

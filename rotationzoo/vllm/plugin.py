@@ -49,7 +49,8 @@ def claim(config: Any) -> list[str]:
     """Have a server run our worker, and say what people should know of it. Raises
     `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
     check_version()
-    from rotationzoo.vllm.settings import check_server, describe, read_settings
+    from rotationzoo.vllm.server import check_server, describe
+    from rotationzoo.vllm.settings import read_settings
 
     settings = read_settings(config)
     if settings is None:

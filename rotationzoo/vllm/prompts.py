@@ -6,18 +6,19 @@ the codes, and what they read is rotated back once.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from rotationzoo.codec.attention import Scores, attend_rows
-from rotationzoo.vllm.segments import FEW, Exact, Segment
+from rotationzoo.vllm.segments import FEW
 from rotationzoo.vllm.steps import Step
+
+if TYPE_CHECKING:
+    from rotationzoo.vllm.pages import LayerPages
 
 Scratch = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
-
-
 Rows = dict[str, torch.Tensor]
 
 
@@ -35,6 +36,8 @@ class Read:
 class Packed:
     """Rows of C prompts, one prompt after another."""
 
+    rows: Sequence[torch.Tensor]
+    """Queries `[T, H_q, D]`, or keys and values, `[L, H, D]` each. Further ones may follow."""
     bounds: torch.Tensor
     """int32 `[C + 1]`: where those of each begin."""
     longest: int
@@ -47,20 +50,12 @@ class Attention(Protocol):
     segment: int
     """So many tokens are read at a time."""
 
-    def attend(  # noqa: PLR0913 (two sides of rows, as vLLM's function has them)
-        self,
-        query: torch.Tensor,
-        of_queries: Packed,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        of_keys: Packed,
-        scores: Scores,
-        causal: bool,
-        output: torch.Tensor,
+    def attend(
+        self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
-        """Let the queries `[T, H_q, D]` of each prompt read its keys and values `[L, H, D]`, and
-        write to `output` `[T, H_q, D]`. A query that reads nothing gets zeros and minus infinity.
-        `causal`: the queries are those of the last keys, and each reads the keys up to its own."""
+        """Let the queries of each prompt read its keys and values, and write to `output`
+        `[T, H_q, D]`. A query that reads nothing gets zeros and minus infinity. `causal`: the
+        queries are those of the last keys, and each reads the keys up to its own."""
 
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
         """What queries read from both, in `output`."""
@@ -73,31 +68,23 @@ class TorchAttention:
     queries = 512
     """So many queries write down their weights at a time."""
 
-    def attend(  # noqa: PLR0913 (as in `Attention`)
-        self,
-        query: torch.Tensor,
-        of_queries: Packed,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        of_keys: Packed,
-        scores: Scores,
-        causal: bool,
-        output: torch.Tensor,
+    def attend(
+        self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
         """As in `Attention`."""
         totals = output.new_empty(output.shape[1::-1], dtype=torch.float32)
-        limits = zip(_ranges(of_queries.bounds), _ranges(of_keys.bounds), strict=True)
+        limits = zip(_ranges(queries.bounds), _ranges(read.bounds), strict=True)
         for (begin, end), (first, last) in limits:
-            keys, values = (rows[first:last].transpose(0, 1)[None] for rows in (key, value))
-            position = torch.arange(last - first, device=query.device)
+            keys, values = (rows[first:last].transpose(0, 1)[None] for rows in read.rows)
+            position = torch.arange(last - first, device=output.device)
             before = last - first - (end - begin) if causal else last - first
             for at in range(begin, end, self.queries):
                 part = slice(at, min(at + self.queries, end))
-                own = torch.arange(part.start - begin, part.stop - begin, device=query.device)
-                reads = position <= before + own[:, None]
-                rows = query[part].transpose(0, 1)[None]
-                read, total = attend_rows(rows, keys, values, reads[None], scores)
-                output[part], totals[:, part] = read[0].transpose(0, 1), total[0]
+                own = torch.arange(part.start - begin, part.stop - begin, device=output.device)
+                mask = position <= before + own[:, None]
+                query = queries.rows[0][part].transpose(0, 1)[None]
+                result, total = attend_rows(query, keys, values, mask[None], scores)
+                output[part], totals[:, part] = result[0].transpose(0, 1), total[0]
         return Read(output, totals)
 
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
@@ -110,24 +97,8 @@ class TorchAttention:
         return Read(output, totals)
 
 
-class Layer(Protocol):
-    """The pages of a layer, as far as prompts read them: see `pages.LayerPages`."""
-
-    def exact_keys(self, rows: torch.Tensor) -> torch.Tensor: ...
-
-    def gather(
-        self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
-    ) -> None: ...
-
-    def restore(self, step: Step, segment: Segment, into: Sequence[torch.Tensor]) -> None: ...
-
-    def to_codes(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor: ...
-
-    def from_codes(self, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor: ...
-
-
 def attend_prompts(  # noqa: PLR0913 (a step, its rows, and what computes with them)
-    layer: Layer,
+    layer: "LayerPages",
     step: Step,
     query: torch.Tensor,
     rows: Rows,
@@ -140,15 +111,15 @@ def attend_prompts(  # noqa: PLR0913 (a step, its rows, and what computes with t
     keys and values of their new tokens are `rows` `[T, H, D]`."""
     prompts = step.prompts
     assert prompts is not None
-    new = Packed(prompts.bounds, prompts.longest)
+    new = prompts.bounds, prompts.longest
     if not prompts.exact:
-        keys = layer.exact_keys(rows["key"])
-        attention.attend(query, new, keys, rows["value"], new, scores, True, output)
+        read = Packed((layer.exact_keys(rows["key"]), rows["value"]), *new)
+        attention.attend(Packed((query,), *new), read, scores, True, output)
         return
     room = max(attention.segment, *(group.read.room for group in prompts.exact))
-    *free, keys, values = scratch(
-        *scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
-    )
+    sizes = scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
+    *free, keys, values = scratch(*sizes)
+    both = keys, values
 
     def merge(first: Read, second: Read, output: torch.Tensor) -> Read:
         merged = attention.merge(first, second, output)
@@ -157,27 +128,23 @@ def attend_prompts(  # noqa: PLR0913 (a step, its rows, and what computes with t
 
     into, totals = free.pop(), []
     for group in prompts.exact:
-        layer.gather(step, group, rows, (keys, values))
-        own, read = Packed(group.bounds, group.longest), _packed(group.read)
-        part = query[group.tokens], own, keys, values, read, scores, True, into[group.tokens]
-        totals.append(attention.attend(*part).totals)
+        layer.gather(step, group, rows, both)
+        own = Packed((query[group.tokens],), group.bounds, group.longest)
+        read = Packed(both, group.read.bounds, group.read.longest)
+        totals.append(attention.attend(own, read, scores, True, into[group.tokens]).totals)
     exact = Read(into, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
 
     # Attention sinks take part once.
     scores = Scores(scores.scale, scores.soft_cap)
     codes, turned = None, layer.to_codes(query, free.pop())
     for segment in prompts.codes:
-        layer.restore(step, segment, (keys, values))
-        read = _packed(segment)
-        more = attention.attend(turned, new, keys, values, read, scores, False, free.pop())
+        layer.restore(step, segment, both)
+        read = Packed(both, segment.bounds, segment.longest)
+        more = attention.attend(Packed((turned,), *new), read, scores, False, free.pop())
         codes = more if codes is None else merge(codes, more, free.pop())
     assert codes is not None
     restored = Read(layer.from_codes(codes.output, free.pop()), codes.totals)
     merge(exact, restored, output)
-
-
-def _packed(segment: Segment) -> Packed:
-    return Packed(segment.bounds, segment.longest)
 
 
 def scratch_sizes(

@@ -13,7 +13,7 @@ from support.codec import assert_stored, on_gpu, spilled_registers
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import edge_rows
 from rotationzoo.checks.kernel import validate_kernel
-from rotationzoo.codec import cuda, cuda_encoder, int2
+from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 
@@ -91,13 +91,13 @@ def sample(dim: int, dtype: torch.dtype, count: int = 203) -> torch.Tensor:
 def test_codes_and_values_are_those_of_the_definition(device, dim, group, dtype, format):
     rows = sample(dim, dtype)
     for clip in (1.0, torch.tensor([0.96, 0.5])):
-        packed = cuda_encoder.quantize(rows.to(device), clip, group, FORMATS[format])
+        packed = cuda_rows.quantize(rows.to(device), clip, group, FORMATS[format])
         ratio = clip[:, None] if isinstance(clip, torch.Tensor) else clip
         expected = int2.quantize(rows, ratio, group, FORMATS[format])
         assert_stored(packed, expected, FORMATS[format])
         definition = int2.dequantize(expected, FORMATS[format])
         for dtype_back in cuda.TYPES:
-            values = cuda.dequantize(packed, dtype_back).cpu()
+            values = cuda_rows.dequantize(packed, dtype_back).cpu()
             wanted = definition.to(dtype_back)
             assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -110,7 +110,7 @@ def test_rotating_in_the_kernel(device, dim):
         torch.randn(2, dim, dim, generator=torch.Generator().manual_seed(1))
     )[0]
     rotated = torch.empty(rows.shape, device=device)
-    packed = cuda_encoder.quantize(
+    packed = cuda_rows.quantize(
         rows.to(device), 0.96, None, int2.SGLANG, rotation.to(device), rotated
     )
     exact = rows.double() @ rotation.double()
@@ -118,7 +118,7 @@ def test_rotating_in_the_kernel(device, dim):
     assert ((rotated.cpu() - exact).abs() <= bound).all()  # measured .09 of it
     expected = int2.quantize(rotated.cpu(), 0.96)
     assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, int2.SGLANG))
-    back = cuda.dequantize(packed, torch.float32, rotation.to(device)).cpu()
+    back = cuda_rows.dequantize(packed, torch.float32, rotation.to(device)).cpu()
     values = int2.dequantize(expected).double()
     bound = dim * 2.0**-24 * (values.abs() @ rotation.double().abs().mT)
     assert ((back - values @ rotation.double().mT).abs() <= bound).all()
@@ -131,7 +131,7 @@ def test_rows_outside_the_domain_are_refused(device, number):
     rows[0, 217, 100] = number
     for clip in (1.0, 0.9):
         with pytest.raises(RotationZooError, match="not finite or exceeds"):
-            cuda_encoder.quantize(rows.to(device), clip)
+            cuda_rows.quantize(rows.to(device), clip)
 
 
 @on_gpu

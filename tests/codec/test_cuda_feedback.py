@@ -11,7 +11,7 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.comparison import draw_rows, rows_of_each_type
 from rotationzoo.checks.kernel import validate_kernel
-from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
+from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, feedback, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
@@ -73,7 +73,7 @@ def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:
 def test_the_source_run_on_a_cpu_is_the_definition(dim, group, dtype, format, monkeypatch):
     monkeypatch.setattr(cuda_encoder, "_FEW", 0)
     rows, factor = sample(dim, dtype)[:, ::4], factorize(metrics(dim))
-    packed = cuda_encoder.quantize_with_feedback(rows, factor, group, FORMATS[format])
+    packed = cuda_rows.quantize_with_feedback(rows, factor, group, FORMATS[format])
     assert_stored(packed, feedback.quantize(rows, factor, group, FORMATS[format]), FORMATS[format])
 
 
@@ -85,7 +85,7 @@ def test_the_source_run_on_a_cpu_refuses_what_the_definition_does(number, monkey
     rows = torch.ones(1, 3, 16)
     rows[0, 1, 15] = number
     with pytest.raises(RotationZooError, match="is not finite or exceeds"):
-        cuda_encoder.quantize_with_feedback(rows, factorize(torch.zeros(1, 16, 16)))
+        cuda_rows.quantize_with_feedback(rows, factorize(torch.zeros(1, 16, 16)))
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_the_source_run_on_a_cpu_refuses_what_the_definition_does(number, monkey
 )
 def test_factors_that_do_not_belong_to_the_rows_are_refused(factor, problem):
     with pytest.raises(RotationZooError, match=problem):
-        cuda_encoder.quantize_with_feedback(torch.ones(2, 3, 64), factor)
+        cuda_rows.quantize_with_feedback(torch.ones(2, 3, 64), factor)
 
 
 def test_shapes_that_the_kernel_does_not_take_are_refused():
     with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of 72"):
-        cuda_encoder.quantize_with_feedback(torch.ones(1, 3, 72), torch.eye(72)[None])
+        cuda_rows.quantize_with_feedback(torch.ones(1, 3, 72), torch.eye(72)[None])
 
 
 @on_gpu
@@ -111,11 +111,11 @@ def test_shapes_that_the_kernel_does_not_take_are_refused():
 def test_codes_are_those_of_the_definition(device, dim, group, dtype, format, few, monkeypatch):
     monkeypatch.setattr(cuda_encoder, "_FEW", few)
     rows, factor = sample(dim, dtype), factorize(metrics(dim))
-    packed = cuda_encoder.quantize_with_feedback(rows.to(device), factor, group, FORMATS[format])
+    packed = cuda_rows.quantize_with_feedback(rows.to(device), factor, group, FORMATS[format])
     expected = feedback.quantize(rows, factor, group, FORMATS[format])
     assert_stored(packed, expected, FORMATS[format])
     definition = int2.dequantize(expected, FORMATS[format])
-    assert torch.equal(cuda.dequantize(packed).cpu(), definition)
+    assert torch.equal(cuda_rows.dequantize(packed).cpu(), definition)
     moved = feedback.quantize(rows.to(device), factor.to(device), group, FORMATS[format])
     assert_stored(packed, moved, FORMATS[format])
 
@@ -128,7 +128,7 @@ def test_rows_outside_the_domain_are_refused(device, number, few, monkeypatch):
     rows = torch.ones(1, 300, 64, device=device)
     rows[0, 217, 50] = number
     with pytest.raises(RotationZooError, match="not finite or exceeds"):
-        cuda_encoder.quantize_with_feedback(rows, factorize(metrics(64)[:1]))
+        cuda_rows.quantize_with_feedback(rows, factorize(metrics(64)[:1]))
 
 
 def with_factors(folder):

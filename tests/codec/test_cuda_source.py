@@ -9,7 +9,7 @@ from support.codec import assert_stored, gpu, on_cpu, on_gpu
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.checks.comparison import draw_rows, edge_rows
-from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
+from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, feedback, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
@@ -45,11 +45,11 @@ def sample(dim: int) -> torch.Tensor:
 def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, format):
     rows = sample(dim)
     for clip in (1.0, torch.tensor([0.96, 0.5])):
-        packed = cuda_encoder.quantize(rows, clip, group, format)
+        packed = cuda_rows.quantize(rows, clip, group, format)
         ratio = clip[:, None] if isinstance(clip, torch.Tensor) else clip
         expected = int2.quantize(rows, ratio, group, format)
         assert_stored(packed, expected, format)
-    assert torch.equal(cuda.dequantize(packed), int2.dequantize(expected, format))
+    assert torch.equal(cuda_rows.dequantize(packed), int2.dequantize(expected, format))
 
 
 @on_cpu
@@ -59,7 +59,7 @@ def test_few_rows_with_feedback_are_those_of_the_definition(dim, group, format):
     rows = sample(dim)
     normal = torch.randn(2, 2 * dim, dim, generator=torch.Generator().manual_seed(dim)).double()
     factor = factorize(normal.mT @ normal / dim)
-    packed = cuda_encoder.quantize_with_feedback(rows, factor, group, format)
+    packed = cuda_rows.quantize_with_feedback(rows, factor, group, format)
     assert_stored(packed, feedback.quantize(rows, factor, group, format), format)
 
 

@@ -49,9 +49,9 @@ def test_every_token_is_read_once():
 QUERIES, KEYS = [5, 1, 70, 30], [0, 300, 9, 64]
 
 
-def packed(counts, device) -> Packed:
-    bounds = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-    return Packed(bounds, max(counts))
+def packed(counts, *rows) -> Packed:
+    bounds = torch.tensor([0, *counts]).cumsum(0).int().to(rows[0].device)
+    return Packed(rows, bounds, max(counts))
 
 
 def draw(dim, device, seed=0) -> list[torch.Tensor]:
@@ -65,8 +65,8 @@ def draw(dim, device, seed=0) -> list[torch.Tensor]:
 def test_nothing_read_is_merged_with_something_read():
     query, key, value = (each.float() for each in draw(16, "cpu"))
     attention, scores = TorchAttention(), Scores(0.25)
-    own, keys = packed(QUERIES, "cpu"), packed(KEYS, "cpu")
-    read = attention.attend(query, own, key, value, keys, scores, False, torch.empty_like(query))
+    own, keys = packed(QUERIES, query), packed(KEYS, key, value)
+    read = attention.attend(own, keys, scores, False, torch.empty_like(query))
     assert read.totals[:, :5].eq(-torch.inf).all()
     assert not read.output[:5].any()
     nothing = Read(torch.zeros_like(query), torch.full_like(read.totals, -torch.inf))
@@ -85,19 +85,18 @@ def test_flash_attention_reads_what_torch_reads(dim, kind, device):
     scores = Scores(dim**-0.5, 20.0 if kind == "soft cap" else None, sinks)
     chosen = flash.choose_attention(dim, torch.bfloat16, sinks is not None, is_cuda=True)
     assert isinstance(chosen, flash.FlashAttention)
-    own, keys = packed(QUERIES, device), packed(KEYS, device)
     read = []
     for attention in (chosen, TorchAttention()):
         merged = None
         for seed, causal in enumerate([False, True, False]):
             query, key, value = draw(dim, device, seed)
-            of_keys, given = (
-                (own, scores) if causal else (keys, Scores(scores.scale, scores.soft_cap))
-            )
+            own, keys, given = packed(QUERIES, query), packed(KEYS, key, value), scores
             if causal:
-                key, value = (rows[: sum(QUERIES)] for rows in (key, value))
+                keys = packed(QUERIES, *(rows[: sum(QUERIES)] for rows in (key, value)))
+            else:  # sinks take part once
+                given = Scores(scores.scale, scores.soft_cap)
             output = torch.full_like(query, torch.nan)
-            part = attention.attend(query, own, key, value, of_keys, given, causal, output)
+            part = attention.attend(own, keys, given, causal, output)
             if merged is not None:
                 part = attention.merge(merged, part, torch.full_like(query, torch.nan))
             merged = part

@@ -1,0 +1,70 @@
+"""Whole rows quantized on an NVIDIA GPU, and back: the reference that `validate` compares with the
+definition, and times."""
+
+import torch
+
+from rotationzoo.codec import cuda
+from rotationzoo.codec.cuda import Packed, Variant
+from rotationzoo.codec.cuda_encoder import check_factor, clip_encoder, feedback_encoder
+from rotationzoo.codec.formats import SGLANG, Format
+from rotationzoo.errors import RotationZooError
+
+
+def quantize(
+    rows: torch.Tensor,
+    clip: float | torch.Tensor = 1.0,
+    group_size: int | None = None,
+    format: Format = SGLANG,
+    rotation: torch.Tensor | None = None,
+    rotated: torch.Tensor | None = None,
+) -> Packed:
+    """Quantize and pack rows `[H, N, D]` on a GPU, as `int2.quantize` and `int2.pack` do;
+    `dequantize` reads the result.
+
+    `clip` is one ratio, or one per head `[H]`. `rotation` `[H, D, D]`, if given, multiplies the
+    rows first; `rotated` `[H, N, D]` float32 receives the products. Raises `RotationZooError` for
+    rows that are not finite or above 1e18, and for shapes and types that the kernel does not
+    support.
+    """
+    if format.bisected:
+        raise RotationZooError(
+            "the CUDA reference sorts: it has no bisected threshold", hint="use int2.quantize"
+        )
+    ratios = torch.as_tensor(clip).expand(len(rows))
+    encoder = clip_encoder(ratios, _variant(rows, group_size, format), rows.device, rotation)
+    packed = encoder.store(rows, rotated)
+    encoder.check()
+    return packed
+
+
+def quantize_with_feedback(
+    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
+) -> Packed:
+    """Quantize and pack rows `[H, N, D]` on a GPU, as `feedback.quantize` and `int2.pack` do. The
+    factor is as in `feedback_encoder`, and refused rows are as in `quantize`."""
+    check_factor(factor, len(rows), rows.shape[-1])
+    encoder = feedback_encoder(factor, _variant(rows, group_size, format), rows.device)
+    packed = encoder.store(rows)
+    encoder.check()
+    return packed
+
+
+def dequantize(
+    packed: Packed, dtype: torch.dtype = torch.float32, rotation: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`. A given `rotation` is
+    undone by multiplying with its transpose."""
+    heads, count, bytes_of_a_row = packed.codes.shape
+    dim = 4 * (bytes_of_a_row - packed.format.fine_channels // 8)
+    groups, device = packed.metadata.shape[2], packed.codes.device
+    rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
+    matrix = None if rotation is None else rotation.float().mT.contiguous()
+    variant = Variant(dim, dim // groups, dtype, packed.format, rotates=matrix is not None)
+    kernel = cuda.compiled("dequantize", variant, device)
+    kernel(packed.codes, packed.metadata, count, matrix, rows)
+    return rows
+
+
+def _variant(rows: torch.Tensor, group_size: int | None, format: Format) -> Variant:
+    dim = rows.shape[-1]
+    return Variant(dim, group_size or dim, rows.dtype, format)
