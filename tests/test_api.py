@@ -93,8 +93,8 @@ def test_an_option_that_is_none_has_its_default():
 def test_generate_takes_every_option_of_the_cache():
     named = api.GenerationOptions.__annotations__
     assert CacheOptions.__annotations__.keys() <= named.keys()
-    job = api.generation_job("demo", "def", None, sink=4, rounding="nearest", seed=3)
-    assert (job.cache, job.sampling.seed) == ({"sink": 4, "rounding": "nearest"}, 3)
+    job = api.generation_job("demo", "def", None, sink=4, rounding="nearest", chat=True)
+    assert (job.cache, job.chat) == ({"sink": 4, "rounding": "nearest"}, True)
 
 
 def test_the_description_of_evaluate_names_the_baselines():

@@ -38,13 +38,6 @@ def generate_command(
     ] = None,
     chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False,
     max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None,
-    temperature: Annotated[
-        float | None, option("Sample at this temperature, and not the most probable token.", min=0)
-    ] = None,
-    top_p: Annotated[
-        float | None, option("Sample from the most probable tokens up to this share.")
-    ] = None,
-    seed: Annotated[int | None, option("Seed of the samples (0).")] = None,
     bits: options.Budget = None,
     format: Annotated[options.Format | None, option("The 2-bit format")] = None,
     rounding: options.Rounding = None,
@@ -91,9 +84,6 @@ def generate_command(
         engine=engine,
         chat=chat,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
         bits=bits,
         format=format,
         rounding=rounding,

@@ -1,11 +1,11 @@
 """The generation job: from the name of a model and a prompt to a text, written through a 2-bit
 cache, and what the cache took."""
 
-from dataclasses import dataclass
-from itertools import chain, repeat
+from functools import partial
+from itertools import chain, count, repeat
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL
@@ -16,13 +16,7 @@ from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import rope_notes
 from rotationzoo.generation.artifacts import open_artifact
-from rotationzoo.generation.continuation import (
-    INTERRUPTED,
-    Continuation,
-    compare_texts,
-    continue_prompt,
-    describe_text,
-)
+from rotationzoo.generation.continuation import compare_texts, continue_prompt, describe_text
 from rotationzoo.generation.prompt import (
     LEAD,
     Prompt,
@@ -31,7 +25,7 @@ from rotationzoo.generation.prompt import (
     write_example,
 )
 from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
-from rotationzoo.generation.text_stream import TextStream, Write
+from rotationzoo.generation.text_stream import INTERRUPTED, TextStream, Write
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import (
@@ -105,16 +99,19 @@ def generate(
         model = loading.load(source, config, device, dtype, placement)
         for text in loading.notes_of(model):
             note(text)
-        writer = _Writer(job, model, tokenizer, prompt, progress)
         # Other weights are a note of the report, and need not be logged by the public class.
         cache = RotatedCache(build_settings(artifact, model, job.cache), model)
-        shown = _after(prompt.question, write) if write else writer.counting("writing")
-        written = writer.write(shown, cache)
+        counting = partial(_counting, progress, total=prompt.max_new_tokens)
+        shown = _after(prompt.question, write) if write else counting("writing")
+        written = TextStream(tokenizer, prompt.ids, shown)
+        continue_prompt(model, prompt, job, written, progress, cache)
         sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
         del cache  # the exact model's own needs more room
         exact = None
         if job.compare and written.stop != INTERRUPTED:
-            exact = writer.write(writer.counting("writing with the exact model"))
+            shown = counting("writing with the exact model")
+            exact = TextStream(tokenizer, prompt.ids, shown)
+            continue_prompt(model, prompt, job, exact, progress)
     report = {
         "model": source.label,
         "revision": source.revision,
@@ -130,31 +127,10 @@ def generate(
     return report
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """A loaded model with a prompt, which it can continue with one cache or another."""
-
-    job: Generation
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    prompt: Prompt
-    progress: Progress
-
-    def write(self, write: Write, cache: RotatedCache | None = None) -> Continuation:
-        """Continue the prompt, in an exact cache if none is given."""
-        stream = TextStream(self.tokenizer, self.prompt.ids, write)
-        return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
-
-    def counting(self, stage: str) -> Write:
-        """A writer that reports each piece of text, usually a token, as progress."""
-        pieces, total = 0, Tokens(self.prompt.max_new_tokens)
-
-        def count(text: str) -> None:
-            nonlocal pieces
-            pieces += 1
-            self.progress(stage, Tokens(pieces), total)
-
-        return count
+def _counting(progress: Progress, stage: str, total: int) -> Write:
+    """A writer that reports each piece of text, usually a token, as progress."""
+    pieces = count(1)
+    return lambda text: progress(stage, Tokens(next(pieces)), Tokens(total))
 
 
 def _rotations(artifact: Artifact | None, source: Source) -> dict[str, Any]:

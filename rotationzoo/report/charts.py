@@ -19,7 +19,6 @@ from rotationzoo.report.tables import Table
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
 _INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
-_LINE = {"domain": 0.4, "tick": 0.4, "grid": 0.12}  # opacity
 # The size is fixed, because Vega measures text in one font and browsers show it in another. All are
 # pixels; a drawing is as wide as a phone.
 _PADDING = {"left": 38, "right": 174, "top": 10, "bottom": 36}
@@ -45,8 +44,12 @@ CONFIG: dict[str, Any] = {
         "titleFontSize": 11,
         "titleFontWeight": "normal",
         "titleAnchor": "start",
-        **{f"{line}Color": _INK for line in _LINE},
-        **{f"{line}Opacity": opacity for line, opacity in _LINE.items()},
+        "domainColor": _INK,
+        "domainOpacity": 0.4,
+        "tickColor": _INK,
+        "tickOpacity": 0.4,
+        "gridColor": _INK,
+        "gridOpacity": 0.12,
     },
     "text": {"fontSize": 11, "lineHeight": _LABEL_LINE, "lineBreak": "\n", "fill": _INK},
 }
