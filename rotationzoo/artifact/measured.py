@@ -52,6 +52,11 @@ class AboutArm(Figures):
     artifact: Sha256 | None = None
     pooled: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is an artifact as engines serve it: its own rotations, the nearest codes."""
+        return self.kind == "artifact" and self.rounding == "nearest" and not self.pooled
+
 
 class Measures(Figures):
     """The cost of one arm. The standard errors are over texts."""
@@ -162,11 +167,8 @@ def arms_of(arms: Mapping[str, Arm], artifact: str) -> list[Arm]:
 
 
 def plain_arm(arms: Mapping[str, Arm], artifact: str) -> Arm | None:
-    """The artifact's arm as engines serve it: its own rotations with the nearest codes."""
-    for arm in arms_of(arms, artifact):
-        if arm.rounding == "nearest" and not arm.pooled:
-            return arm
-    return None
+    """The artifact's arm as engines serve it."""
+    return next((arm for arm in arms_of(arms, artifact) if arm.is_plain), None)
 
 
 # ---- verdicts

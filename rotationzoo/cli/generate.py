@@ -192,12 +192,12 @@ def _summary(report: dict[str, Any]) -> str:
 def suggest_next(
     out: Output, report: dict[str, Any], model: str, engine: str | None = None
 ) -> None:
-    """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
+    """Suggest the demo's own prompt without rotations, the exact model beside it, a rotation, or
     what the rotations cost the model; model and engine are named as the user named them."""
     if "answer" in report and report["rotations"] is not None:
         out.suggest("generate", model, "--rotations", NO_ROTATION)
     elif "answer" in report:
-        out.suggest("generate", model, "--prompt", "def ", "--compare")
+        out.suggest("generate", model, "--compare")
     elif report["rotations"] is None:
         out.suggest("calibrate", model, *(["--for", engine] if engine else []))
     elif (Path(report["rotations"]) / "evaluation.json").exists():

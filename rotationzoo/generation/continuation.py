@@ -15,7 +15,7 @@ from rotationzoo.generation.text_stream import END, INTERRUPTED, TextStream
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import is_out_of_memory
-from rotationzoo.progress import Progress, Tokens
+from rotationzoo.progress import Progress
 from rotationzoo.recall.prompts import common_length
 
 # Generation settings that a model's makers cannot override: exactly one text per prompt, token by
@@ -67,9 +67,10 @@ def continue_prompt(
     has_cache = cache is not None or untyped._supports_default_dynamic_cache()
     if has_cache and length > job.prefill_chunk:
         options["prefill_chunk_size"] = job.prefill_chunk
+    progress("reading the prompt", 0, 0)
     stream.start()
     try:
-        with _errors(job), _prompt_progress(model, length, progress):
+        with _errors(job):
             untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
@@ -84,25 +85,6 @@ def continue_prompt(
         stream.end()
     if stream.ids and stream.ids[-1] in end_tokens:
         stream.stop = END
-
-
-@contextmanager
-def _prompt_progress(model: PreTrainedModel, length: int, progress: Progress) -> Iterator[None]:
-    """Tell of each chunk of a prompt of `length` tokens that the model has read."""
-    read, total = 0, Tokens(length)
-    progress("reading the prompt", Tokens(read), total)
-
-    def count(module: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
-        nonlocal read
-        if read < length and (ids := inputs.get("input_ids")) is not None:
-            read += ids.shape[1]
-            progress("reading the prompt", Tokens(read), total)
-
-    hook = model.register_forward_hook(count, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @contextmanager

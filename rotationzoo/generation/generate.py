@@ -5,25 +5,17 @@ from functools import partial
 from itertools import chain, count, repeat
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL
 from rotationzoo.cache.options import build_settings, served_budget
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.codec.settings import CacheOptions, as_engine
+from rotationzoo.codec.settings import as_engine
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import rope_notes
 from rotationzoo.generation.artifacts import open_artifact
 from rotationzoo.generation.continuation import compare_texts, continue_prompt, describe_text
-from rotationzoo.generation.prompt import (
-    LEAD,
-    Prompt,
-    encode_prompt,
-    put_text_before,
-    write_example,
-)
+from rotationzoo.generation.prompt import Prompt, encode_prompt, write_example
 from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
 from rotationzoo.generation.text_stream import INTERRUPTED, TextStream, Write
 from rotationzoo.geometry import check_group_size, head_dims
@@ -38,7 +30,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import position_count, scaling_of
-from rotationzoo.model.source import Source, fetch, fetch_weights, find
+from rotationzoo.model.source import fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.text.rows import start_note
@@ -81,17 +73,26 @@ def generate(
     budget = served_budget(job.cache, artifacts, config)
     has_budget = budget != EQUAL and any(each.rotations.has_budget for each in artifacts)
     options = as_engine(job.cache, has_budget)
-    windows = _windows(options, artifact)
-    prompt = _encode(job, tokenizer, windows, position_count(config), note)
+    recipe = artifact.recipe if artifact else Recipe()
+    sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
+    if job.prompt is None:
+        prompt = write_example(tokenizer, sink, recent, job.max_new_tokens)
+    else:
+        if not job.chat and (said := start_note(tokenizer)):
+            note(said)
+        positions = position_count(config)
+        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
+        prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
     prompt.check_positions(job.model, config)
     loading.check_ids([prompt.ids], config, job.model)
     fetch_weights(source, progress)
     check_weights(artifacts, source, job.anyway)
-    rotations = _rotations(artifact, source)
+    notes = []
     if "engine" in job.cache:
-        rotations["notes"].insert(0, describe_choice(options["engine"], artifacts, job.cache))
-    rotations["notes"] += rope_notes(artifacts, scaling)
-    for text in rotations["notes"]:
+        notes.append(describe_choice(options["engine"], artifacts, job.cache))
+    notes += filter(None, [other_weights_note(each, source) for each in artifacts])
+    notes += rope_notes(artifacts, scaling)
+    for text in notes:
         note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
@@ -115,10 +116,12 @@ def generate(
     report = {
         "model": source.label,
         "revision": source.revision,
-        **rotations,
+        "rotations": str(artifact.folder) if artifact else None,
+        "notes": notes,
         "rope_scaling": scaling_of(config),
         "format": options["format"],
-        **windows,
+        "sink": sink,
+        "recent": recent,
         **sizes,
         **describe_text(prompt, written),
     }
@@ -131,14 +134,6 @@ def _counting(progress: Progress, stage: str, total: int) -> Write:
     """A writer that reports each piece of text, usually a token, as progress."""
     pieces = count(1)
     return lambda text: progress(stage, Tokens(next(pieces)), Tokens(total))
-
-
-def _rotations(artifact: Artifact | None, source: Source) -> dict[str, Any]:
-    """The report's entries on the rotations."""
-    if artifact is None:
-        return {"rotations": None, "notes": []}
-    note = other_weights_note(artifact, source)
-    return {"rotations": str(artifact.folder), "notes": [note] if note else []}
 
 
 def _after(question: str, write: Write) -> Write:
@@ -161,30 +156,3 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
             hint="calibrate with --feedback, or leave out --rounding",
         )
     return artifact
-
-
-def _windows(options: CacheOptions, artifact: Artifact | None) -> CacheOptions:
-    """How many first and last tokens stay exact, from the options or the recipe."""
-    recipe = artifact.recipe if artifact else Recipe()
-    sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
-    return {"sink": sink, "recent": recent}
-
-
-def _encode(
-    job: Generation,
-    tokenizer: PreTrainedTokenizerBase,
-    windows: CacheOptions,
-    positions: int | None,
-    note: Write,
-) -> Prompt:
-    if job.prompt is not None:
-        if not job.chat and (said := start_note(tokenizer)):
-            note(said)
-        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
-        prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
-        exact = windows["sink"] + windows["recent"] - prompt.max_new_tokens
-        if job.compare and len(ids) <= exact:
-            note(f"the prompt stays exact, so {LEAD:,} tokens of code come before it")
-            return put_text_before(prompt, tokenizer)
-        return prompt
-    return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)

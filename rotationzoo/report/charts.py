@@ -120,7 +120,7 @@ class Point:
     percent: str
     """The share as people read it."""
     accent: bool = False
-    interval: tuple[float, float] | None = None
+    interval: list[float] | None = None
 
 
 def draw_answers(points: Sequence[Point], unit: str) -> Chart:

@@ -137,16 +137,6 @@ def test_mistakes_are_found_before_the_weights_are_read(options, words, monkeypa
     assert raised.value.hint
 
 
-def test_a_comparison_of_a_prompt_that_stays_exact_reads_codes_all_the_same(made):
-    shown = []
-    job = Generation("demo", "def ", str(made), max_new_tokens=4, compare=True)
-    report = run(job, note=shown.append)
-    assert "the prompt stays exact, so 1,024 tokens of code come before it" in shown
-    assert report["prompt_tokens"] > 1024 > report["sink"] + report["recent"]
-    short = run(replace(job, compare=False), note=shown.append)
-    assert short["prompt_tokens"] < 8
-
-
 def test_a_note_on_other_weights_comes_before_the_text(made, tmp_path):
     folder, shown = tmp_path / "other", []
     shutil.copytree(DEMO, folder)
