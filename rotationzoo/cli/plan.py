@@ -162,9 +162,12 @@ def _different_weights(
 
 def _fitting_cells(fitting: dict[str, Any], caches: list[str]) -> list[str]:
     """The longest requests in some caches, and then how many requests fit."""
-    longest = [fitting["max_context"][cache] for cache in caches]
-    cells = ["any" if tokens is None else f"{tokens:,}" for tokens in longest]
-    return cells + [f"{fitting['max_requests'][cache]:,}" for cache in caches]
+    cells = []
+    for key in ("max_context", "max_requests"):
+        for cache in caches:
+            count = fitting[key][cache]
+            cells.append("any" if count is None else f"{count:,}")
+    return cells
 
 
 def _show_steps(answer: "Answer", commands: list[str], model: str) -> None:

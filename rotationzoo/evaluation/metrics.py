@@ -275,7 +275,10 @@ def _squares(
 
 def _numbers(ratios: torch.Tensor) -> list[float | None]:
     """Ratios as numbers of JSON, which has none for 0 / 0, as of a head whose outputs are all 0."""
-    return [None if math.isnan(ratio) else ratio for ratio in ratios.tolist()]
+    numbers: list[float | None] = ratios.tolist()
+    for head in ratios.isnan().nonzero().flatten().tolist():
+        numbers[head] = None
+    return numbers
 
 
 def _perplexity(loss: torch.Tensor, count: torch.Tensor) -> float:

@@ -1,8 +1,6 @@
 """One continuation of a prompt, by the model with a given cache, and how it compares with the exact
 model's."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,7 +68,7 @@ def continue_prompt(
     progress("reading the prompt", 0, 0)
     stream.start()
     try:
-        with _errors(job):
+        with as_unavailable(f"{job.model} fails when it runs"):
             untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
@@ -83,16 +81,6 @@ def continue_prompt(
     except KeyboardInterrupt:
         stream.stop = INTERRUPTED
         stream.end()
-    if stream.ids and stream.ids[-1] in end_tokens:
-        stream.stop = END
-
-
-@contextmanager
-def _errors(job: Generation) -> Iterator[None]:
-    """Turn an error inside the model into one sentence, and no other."""
-    try:
-        with as_unavailable(f"{job.model} fails when it runs"):
-            yield
     except ModelUnavailable as error:
         cause = error.__cause__
         if isinstance(cause, OSError):  # such as a closed pipe of the text's reader
@@ -104,6 +92,8 @@ def _errors(job: Generation) -> Iterator[None]:
                 hint=f"add: --prefill-chunk {smaller}, or give a shorter prompt",
             ) from error
         raise
+    if stream.ids and stream.ids[-1] in end_tokens:
+        stream.stop = END
 
 
 def find_parting(one: TextStream, other: TextStream) -> dict[str, int] | None:

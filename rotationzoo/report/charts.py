@@ -19,6 +19,7 @@ from rotationzoo.report.tables import Table
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
 _INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
+_INKED = "labelColor", "titleColor", "domainColor", "tickColor", "gridColor"
 # The size is fixed, because Vega measures text in one font and browsers show it in another. All are
 # pixels; a drawing is as wide as a phone.
 _PADDING = {"left": 38, "right": 174, "top": 10, "bottom": 36}
@@ -36,19 +37,15 @@ CONFIG: dict[str, Any] = {
     # Axes are hidden from screen readers, because the label of every mark says it all. A limit of 0
     # is none: Vega would measure each text once more, and that takes most of its time.
     "axis": {
+        **dict.fromkeys(_INKED, _INK),
         "aria": False,
         "labelLimit": 0,
-        "labelColor": _INK,
         "labelFontSize": 11,
-        "titleColor": _INK,
         "titleFontSize": 11,
         "titleFontWeight": "normal",
         "titleAnchor": "start",
-        "domainColor": _INK,
         "domainOpacity": 0.4,
-        "tickColor": _INK,
         "tickOpacity": 0.4,
-        "gridColor": _INK,
         "gridOpacity": 0.12,
     },
     "text": {"fontSize": 11, "lineHeight": _LABEL_LINE, "lineBreak": "\n", "fill": _INK},
@@ -145,8 +142,9 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     # What is judged covers others that have the same share in the same bytes.
     rows.sort(key=itemgetter("accent"))
     height = max(_LEAST_HEIGHT, 2 * _LABEL_LINE * len(rows))
-    chart = altair.layer(*_draw_marks(rows, unit, full))
-    return chart.properties(width=_PLOT, height=height).to_dict()
+    layers = altair.layer(*_draw_marks(rows, unit, full))
+    chart: Chart = layers.properties(width=_PLOT, height=height).to_dict()
+    return chart
 
 
 def _draw_marks(rows: list[dict[str, Any]], unit: str, full: float) -> list[altair.Chart]:
