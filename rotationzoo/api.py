@@ -23,7 +23,7 @@ from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.generate import generate as run_generation
-from rotationzoo.generation.settings import Generation, Sampling
+from rotationzoo.generation.settings import Generation
 from rotationzoo.generation.text_stream import Write
 from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
@@ -158,10 +158,6 @@ class GenerationOptions(RunOptions, total=False):
     """Put the prompt into the tokenizer's chat template, as a user's message."""
     max_new_tokens: int | None
     """256 by default."""
-    temperature: float | None
-    """Sample at this temperature. By default, each token is the most probable one."""
-    top_p: float | None
-    seed: int | None
     prefill_chunk: int | None
     """Tokens of the prompt that are read at a time, 2,048 by default."""
     anyway: bool | None
@@ -332,8 +328,7 @@ def generation_job(
     """The settings of one text, as `generate` takes them."""
     settings = _given("generate", options, GenerationOptions)
     cache: Any = _take(settings, CacheOptions.__annotations__)
-    sampling = Sampling(**_take(settings, Sampling.__annotations__))
-    return Generation(model, prompt, rotations, sampling=sampling, cache=cache, **settings)
+    return Generation(model, prompt, rotations, cache=cache, **settings)
 
 
 def _given(function: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:

@@ -9,6 +9,9 @@ import tempfile
 
 import pytest
 
+# Threads that wait for each other do not keep a processor busy, which other tests need. It is read
+# when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Nothing in this process may look for a hub; subprocesses get one of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Nor may a test see what the user has made, or remember anything for the user.

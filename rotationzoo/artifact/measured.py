@@ -5,7 +5,7 @@ the index and `regenerate` read it.
 field that is annotated with a `Column` is a column of every table of arms.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isclose
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -25,7 +25,6 @@ from rotationzoo.artifact.scores import (
     RecallDetails,
     Score,
     TaskRecall,
-    trim,
 )
 from rotationzoo.storage.strict_json import Count, Sha256
 
@@ -52,6 +51,11 @@ class AboutArm(Figures):
     rounding: Literal["nearest", "feedback"] = "nearest"
     artifact: Sha256 | None = None
     pooled: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is an artifact as engines serve it: its own rotations, the nearest codes."""
+        return self.kind == "artifact" and self.rounding == "nearest" and not self.pooled
 
 
 class Measures(Figures):
@@ -163,11 +167,8 @@ def arms_of(arms: Mapping[str, Arm], artifact: str) -> list[Arm]:
 
 
 def plain_arm(arms: Mapping[str, Arm], artifact: str) -> Arm | None:
-    """The artifact's arm as engines serve it: its own rotations with the nearest codes."""
-    for arm in arms_of(arms, artifact):
-        if arm.rounding == "nearest" and not arm.pooled:
-            return arm
-    return None
+    """The artifact's arm as engines serve it."""
+    return next((arm for arm in arms_of(arms, artifact) if arm.is_plain), None)
 
 
 # ---- verdicts
@@ -351,16 +352,9 @@ class Measured(Conditions):
 
     def summary(self) -> Summary:
         """The figures that the manifest keeps."""
-        window = self.window
-        arms = {name: _summarize(ArmSummary, arm) for name, arm in window.arms.items()}
-        return Summary(
-            **dict(trim(Conditions, self)),
-            sink=window.sink,
-            recent=window.recent,
-            arms=arms,
-            verdict=trim(VerdictSummary, window.verdict),
-            exact=_summarize(ExactSummary, self.exact),
-        )
+        conditions = {name: getattr(self, name) for name in Conditions.model_fields}
+        # What a summary's fields do not name of these is left out of its JSON.
+        return Summary(**conditions, **dict(self.window), exact=self.exact)
 
     def differs_from(self, other: "Measured") -> str:
         """In what two evaluations differ whose figures may not stand in one picture; empty if they
@@ -387,14 +381,3 @@ class Measured(Conditions):
             "RoPE scaling": self.rope_scaling,
             "questions": (asked, counted),
         }
-
-
-Answering = TypeVar("Answering", ArmSummary, ExactSummary)
-
-
-def _summarize(kind: type[Answering], figures: Answering) -> Answering:
-    tasks = {name: trim(Score, score) for name, score in figures.tasks.items()}
-    all_tasks = figures.all_tasks and trim(Recall, figures.all_tasks)
-    shown: Iterable[str] = kind.model_fields.keys() - {"tasks", "all_tasks"}
-    kept = {name: getattr(figures, name) for name in shown}
-    return kind(**kept, tasks=tasks, all_tasks=all_tasks)

@@ -5,7 +5,7 @@ an evaluation have in common.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -36,14 +36,6 @@ class Figures(Strict):
         serialize_by_alias=True,
         allow_inf_nan=True,
     )
-
-
-Kind = TypeVar("Kind", bound=Figures)
-
-
-def trim(kind: type[Kind], figures: Figures) -> Kind:
-    """The figures that `kind` has too, and no others."""
-    return kind(**{name: getattr(figures, name) for name in kind.model_fields})
 
 
 # ---- answers to recall tasks

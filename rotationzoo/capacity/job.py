@@ -18,6 +18,7 @@ from rotationzoo.capacity.shape import (
     request_bytes,
 )
 from rotationzoo.capacity.weights import Weights, weigh
+from rotationzoo.geometry import has_latents
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find
 from rotationzoo.storage.files import read_json
@@ -62,8 +63,9 @@ class Capacity:
     @property
     def caches_latents(self) -> bool:
         """Whether the model caches latents, and not keys and values of heads."""
-        return any(layer.rope_dim is not None for layer in self.shape.layers)
+        return has_latents([each.layer for each in self.shape.layers])
 
+    @property
     def sizes_of_weights(self) -> dict[str, int]:
         """Bytes of the weights, by the name of their format."""
         return {"published": self.weights.published, "4bit": self.weights.four_bit}
@@ -72,16 +74,17 @@ class Capacity:
         """Bytes of the cache of one request of the wish."""
         return request_bytes(self.shape, cache, self.context, self.wish.storage)
 
-    def longest_context(self, cache: str, weights: str, card: Card) -> int | None:
-        """The most tokens that one request can have next to these weights on a card. None if there
-        is no limit."""
-        free = card.usable - self.sizes_of_weights()[weights]
+    def free(self, weights: str, card: Card) -> int:
+        """Bytes of a card next to these weights; negative where they do not fit."""
+        return card.usable - self.sizes_of_weights[weights]
+
+    def longest_context(self, cache: str, free: int) -> int | None:
+        """The most tokens that one request can have in `free` bytes. None if there is no limit."""
         return longest_context(self.shape, cache, free, self.wish.storage)
 
     def most_requests(self, cache: str, weights: str, card: Card) -> int:
         """How many requests of the wished context fit next to these weights on a card."""
-        free = card.usable - self.sizes_of_weights()[weights]
-        return max(0, free // self.request_bytes(cache))
+        return max(0, self.free(weights, card) // self.request_bytes(cache))
 
 
 def measure_capacity(wish: Wish) -> Capacity:
@@ -107,12 +110,6 @@ def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["model"].lower() == name]
 
 
-def wish_words(capacity: Capacity) -> str:
-    """The wish, such as `256 requests of 100,000 tokens`."""
-    requests, tokens = capacity.wish.requests, capacity.context
-    return f"{counted(requests, 'request')} of {counted(tokens, 'token')}"
-
-
 @dataclass(frozen=True)
 class Answer:
     """Whether a wish fits a card, in a sentence that says how, or what would fit instead.
@@ -129,16 +126,34 @@ class Answer:
 
 def judge_wish(capacity: Capacity, card: Card) -> Answer:
     """The answer to a wish."""
-    fitting, wish = _smallest_change(capacity, card), wish_words(capacity)
-    if fitting is None:
-        words = f"No: {_shortage(capacity, card)}{_what_fits(capacity, card)}"
-        return Answer(words, context=_fitting_context(capacity, card))
-    weights, cache = fitting
-    words = f"Yes: {card.name} holds {wish} with {WEIGHTS_WORDS[weights]} and a cache in {cache}"
-    words += f"; at most {capacity.most_requests(cache, weights, card):,} fit"
-    if (smallest := CACHES[-1]) != cache:
-        words += f", and {capacity.most_requests(smallest, weights, card):,} in {smallest}"
-    return Answer(words, weights, cache)
+    requests = capacity.wish.requests
+    wish = f"{counted(requests, 'request')} of {counted(capacity.context, 'token')}"
+    smallest = CACHES[-1]
+    if fitting := _smallest_change(capacity, card):
+        weights, cache = fitting
+        words = f"Yes: {card.name} holds {wish} with {_fitting_words(weights, cache)}"
+        words += f"; at most {capacity.most_requests(cache, weights, card):,} fit"
+        if smallest != cache:
+            words += f", and {capacity.most_requests(smallest, weights, card):,} in {smallest}"
+        return Answer(words, weights, cache)
+    need = size_words(requests * capacity.request_bytes(smallest))
+    four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
+    if capacity.free("4bit", card) < 0:
+        words = f"even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
+        words += "weights and cache"
+    else:
+        verb = "needs" if requests == 1 else "need"
+        words = f"{wish} {verb} {need} of cache even in {smallest}, on top of {four_bit} of "
+        words += f"weights in 4 bits, and {card.name} has {usable} for both"
+    tokens = capacity.longest_context(smallest, capacity.free("4bit", card) // requests) or None
+    if tokens:
+        words += f"; --context {tokens} fits with {_fitting_words('4bit', smallest)}"
+    for count in range(2, _MOST_CARDS + 1):
+        cards = several(card, count)
+        if fitting := _smallest_change(capacity, cards):
+            words += f"; {cards.name} hold it with {_fitting_words(*fitting)}"
+            break
+    return Answer(f"No: {words}", context=tokens)
 
 
 def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
@@ -150,42 +165,8 @@ def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
     return None
 
 
-def _shortage(capacity: Capacity, card: Card) -> str:
-    """Why a wish does not fit, even with the smallest weights and cache."""
-    cache, wish = CACHES[-1], capacity.wish
-    need = size_words(wish.requests * capacity.request_bytes(cache))
-    four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
-    if capacity.weights.four_bit > card.usable:
-        return (
-            f"even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
-            "weights and cache"
-        )
-    verb = "needs" if wish.requests == 1 else "need"
-    return (
-        f"{wish_words(capacity)} {verb} {need} of cache even in {cache}, on top of {four_bit} of "
-        f"weights in 4 bits, and {card.name} has {usable} for both"
-    )
-
-
-def _what_fits(capacity: Capacity, card: Card) -> str:
-    """The nearest wishes that fit: fewer tokens, or more cards of the kind."""
-    cache, words = CACHES[-1], ""
-    if tokens := _fitting_context(capacity, card):
-        words += f"; --context {tokens} fits with weights in 4 bits and a cache in {cache}"
-    for count in range(2, _MOST_CARDS + 1):
-        cards = several(card, count)
-        if fitting := _smallest_change(capacity, cards):
-            weights, cache = fitting
-            fit = f"{WEIGHTS_WORDS[weights]} and a cache in {cache}"
-            return f"{words}; {cards.name} hold it with {fit}"
-    return words
-
-
-def _fitting_context(capacity: Capacity, card: Card) -> int | None:
-    """The most tokens of each request, in the smallest weights and cache; None if none fit."""
-    free = (card.usable - capacity.weights.four_bit) // capacity.wish.requests
-    cache = CACHES[-1]
-    return longest_context(capacity.shape, cache, free, capacity.wish.storage) or None
+def _fitting_words(weights: str, cache: str) -> str:
+    return f"{WEIGHTS_WORDS[weights]} and a cache in {cache}"
 
 
 def remarks(capacity: Capacity) -> list[str]:
@@ -210,11 +191,10 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
     wish, shape = capacity.wish, capacity.shape
     sizes = {cache: capacity.request_bytes(cache) for cache in CACHES}
     per_token = {cache: size / capacity.context for cache, size in sizes.items()}
-    kept = sizes["int2"] - shape.state_bytes
-    bits = kept * 8 / elements(shape, capacity.context)
-    chosen = card_json(capacity, wish.card)
+    kept, windows = sizes["int2"] - shape.state_bytes, [each.window for each in shape.layers]
     states = None if shape.uncounted_states else shape.state_bytes
-    sliding = [layer for layer in shape.layers if layer.window is not None]
+    chosen = card_json(capacity, wish.card)
+    published = chosen["weights"]["published"]
     return {
         "model": wish.model,
         "revision": capacity.source.revision,
@@ -224,18 +204,18 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "sink": wish.storage.sink,
         "recent": wish.storage.recent,
         "layers": len(shape.layers),
-        "sliding_layers": len(sliding),
+        "sliding_layers": len(windows) - windows.count(None),
         "parameters": shape.parameters,
-        "weights_bytes": capacity.sizes_of_weights(),
+        "weights_bytes": capacity.sizes_of_weights,
         "weights_from": capacity.weights.origin,
-        "bits_per_element": bits,
+        "bits_per_element": 8 * kept / elements(shape, capacity.context),
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_request": sizes,
         "state_bytes_per_request": states,
         "refusal": None,  # whatever can be planned has every cache
         "gpu": chosen,
-        "max_context": chosen["weights"]["published"]["max_context"],
-        "max_requests": chosen["weights"]["published"]["max_requests"],
+        "max_context": published["max_context"],
+        "max_requests": published["max_requests"],
         "cards": [card_json(capacity, card) for card in CARDS.values()],
     }
 
@@ -244,14 +224,11 @@ def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
     """The largest contexts and batches on one card, for weights as published and in 4 bits, and
     every cache."""
     weights: dict[str, dict[str, Any]] = {}
-    for name, size in capacity.sizes_of_weights().items():
-        contexts = {cache: capacity.longest_context(cache, name, card) for cache in CACHES}
+    for name in capacity.sizes_of_weights:
+        free = capacity.free(name, card)
+        contexts = {cache: capacity.longest_context(cache, free) for cache in CACHES}
         requests = {cache: capacity.most_requests(cache, name, card) for cache in CACHES}
-        weights[name] = {
-            "fit": size <= card.usable,
-            "max_context": contexts,
-            "max_requests": requests,
-        }
+        weights[name] = {"fit": free >= 0, "max_context": contexts, "max_requests": requests}
     return {
         "name": card.name,
         "memory_bytes": card.memory,

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from rotationzoo.codec.formats import FORMATS, Format
 from rotationzoo.errors import UnsupportedModel
-from rotationzoo.geometry import cached_layers
+from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
@@ -24,32 +24,22 @@ _LONGEST = 1 << 31  # tokens; whatever holds so many holds any context
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """One layer that stores keys and values of its own, or latents, which have one KV head. Layers
-    that read another layer's cache, and layers without attention, have none."""
+    """One layer with a cache of its own. Layers that read another layer's cache, and layers without
+    attention, have none."""
 
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+    layer: Layer
     window: int | None = None
     """How many tokens a layer with sliding attention keeps; None keeps all."""
-    rope_dim: int | None = None
-    """Elements of the key beside a latent, which stays exact; None for keys and values of heads."""
-
-    @property
-    def elements(self) -> int:
-        """Cached elements per token."""
-        return self.rounded + (self.rope_dim or 0)
-
-    @property
-    def rounded(self) -> int:
-        """Those that a quantized cache rounds."""
-        dims = self.key_dim if self.rope_dim is not None else self.key_dim + self.value_dim
-        return self.kv_heads * dims
 
     @property
     def rows(self) -> int:
-        """The rows per token of these, each with its own scale and offset."""
-        return self.kv_heads * (2 if self.rope_dim is None else 1)
+        """The rows per token that a quantized cache rounds, each with its own scale and offset."""
+        return self.layer.kv_heads * len(self.layer.sides)
+
+    @property
+    def rounded(self) -> int:
+        """The elements of these: all but the key beside a latent."""
+        return self.layer.kv_heads * sum(self.layer.dims[side] for side in self.layer.sides)
 
     def tokens_held(self, context: int) -> int:
         """How many tokens of a request of `context` tokens the layer keeps."""
@@ -117,8 +107,7 @@ def _cached_layers(
     layers = []
     for layer in cached_layers(geometry):
         window = getattr(kept.get(layer.index), "sliding_window", None)
-        dims = layer.key_dim, layer.value_dim
-        layers.append(CachedLayer(layer.kv_heads, *dims, window, layer.rope_dim))
+        layers.append(CachedLayer(layer, window))
     return layers, config.get_text_config(decoder=True).num_hidden_layers - len(geometry)
 
 
@@ -164,7 +153,7 @@ def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> i
 def elements(shape: Shape, context: int) -> int:
     """Cached elements of one request of `context` tokens, without the states of linear
     attention."""
-    return sum(layer.elements * layer.tokens_held(context) for layer in shape.layers)
+    return sum(each.layer.elements * each.tokens_held(context) for each in shape.layers)
 
 
 def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> int | None:
@@ -178,13 +167,13 @@ def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> in
     return None if too_many > _LONGEST else max(0, too_many - 1)
 
 
-def _quantized_bits(layer: CachedLayer, cache: str, context: int, storage: Storage) -> int:
-    held = layer.tokens_held(context)
-    metadata = layer.rows * 2 * storage.format.metadata_bits
-    metadata += (layer.elements - layer.rounded) * _EXACT_BITS
+def _quantized_bits(cached: CachedLayer, cache: str, context: int, storage: Storage) -> int:
+    held, elements = cached.tokens_held(context), cached.layer.elements
+    beside = cached.rows * 2 * storage.format.metadata_bits
+    beside += (elements - cached.rounded) * _EXACT_BITS
     if cache == "int4":
-        return held * (4 * layer.rounded + metadata)
+        return held * (4 * cached.rounded + beside)
     # A layer that slides forgets the sink.
     forgotten = context - held
     exact = min(held, max(0, storage.sink - forgotten) + storage.recent)
-    return exact * layer.elements * _EXACT_BITS + (held - exact) * (2 * layer.rounded + metadata)
+    return exact * elements * _EXACT_BITS + (held - exact) * (2 * cached.rounded + beside)

@@ -37,44 +37,38 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
     have it."""
     bits, only_experts = _published_bits(config)
     published, origin = _published_bytes(source)
+    embeddings = shape.embedding * (1 if shape.tied else 2)
     if published is None:
-        published, origin = _packed(shape, bits, only_experts), "config"
-    four_bit = _packed(shape, FOUR_BITS, only_experts=False)
+        kept = shape.parameters - shape.expert_parameters if only_experts else embeddings
+        published, origin = _packed(shape, bits, kept), "config"
+    four_bit = _packed(shape, FOUR_BITS, embeddings)
     if bits < 5 or published < four_bit:
         four_bit = published  # which has 4 bits already
     return Weights(published, four_bit, origin)
 
 
-def _packed(shape: Shape, bits: float, only_experts: bool) -> int:
-    """Bytes where some parameters take `bits` and the others 16: embeddings, or all but the routed
-    experts. Weights of 16 and 32 bits are all alike."""
-    parameters = shape.parameters
-    kept = shape.embedding * (1 if shape.tied else 2)
-    if only_experts:
-        kept = parameters - shape.expert_parameters
+def _packed(shape: Shape, bits: float, kept: int) -> int:
+    """Bytes where the parameters take `bits`, but for those `kept` in 16. Weights of 16 and 32 bits
+    are all alike."""
     if bits >= 16:
-        return int(parameters * bits / 8)
-    kept = min(kept, parameters)
-    return int(kept * 2 + (parameters - kept) * bits / 8)
+        return int(shape.parameters * bits / 8)
+    kept = min(kept, shape.parameters)
+    return int(kept * 2 + (shape.parameters - kept) * bits / 8)
 
 
 def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:
     """Bits of a published weight, and whether only routed experts have so few."""
-    text = text_config(config)
-    for table in (config, text):
+    tables = config, text_config(config)
+    for table in tables:
         quantized = table.get("quantization_config")
         if isinstance(quantized, dict):
-            return _quantized_bits(quantized)
-    names = [table.get(key) for table in (config, text) for key in ("dtype", "torch_dtype")]
+            if quantized.get("quant_method") == "mxfp4":
+                return _MXFP4_BITS, True
+            bits = quantized.get("bits", 4 if quantized.get("load_in_4bit") else 8)
+            return (FOUR_BITS if bits == 4 else 8.0), False
+    names = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
     known = [_ITEM_BYTES[name] for name in names if isinstance(name, str) and name in _ITEM_BYTES]
     return (8.0 * known[0] if known else 16.0), False
-
-
-def _quantized_bits(quantized: dict[str, Any]) -> tuple[float, bool]:
-    if quantized.get("quant_method") == "mxfp4":
-        return _MXFP4_BITS, True
-    bits = quantized.get("bits", 4 if quantized.get("load_in_4bit") else 8)
-    return (FOUR_BITS if bits == 4 else 8.0), False
 
 
 def _published_bytes(source: Source) -> tuple[int | None, str]:

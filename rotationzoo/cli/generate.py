@@ -38,13 +38,6 @@ def generate_command(
     ] = None,
     chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False,
     max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None,
-    temperature: Annotated[
-        float | None, option("Sample at this temperature, and not the most probable token.", min=0)
-    ] = None,
-    top_p: Annotated[
-        float | None, option("Sample from the most probable tokens up to this share.")
-    ] = None,
-    seed: Annotated[int | None, option("Seed of the samples (0).")] = None,
     bits: options.Budget = None,
     format: Annotated[options.Format | None, option("The 2-bit format")] = None,
     rounding: options.Rounding = None,
@@ -91,9 +84,6 @@ def generate_command(
         engine=engine,
         chat=chat,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
         bits=bits,
         format=format,
         rounding=rounding,
@@ -202,12 +192,12 @@ def _summary(report: dict[str, Any]) -> str:
 def suggest_next(
     out: Output, report: dict[str, Any], model: str, engine: str | None = None
 ) -> None:
-    """Suggest the demo's own prompt without rotations, a text of the user's own, a rotation, or
+    """Suggest the demo's own prompt without rotations, the exact model beside it, a rotation, or
     what the rotations cost the model; model and engine are named as the user named them."""
     if "answer" in report and report["rotations"] is not None:
         out.suggest("generate", model, "--rotations", NO_ROTATION)
     elif "answer" in report:
-        out.suggest("generate", model, "--prompt", "def ", "--compare")
+        out.suggest("generate", model, "--compare")
     elif report["rotations"] is None:
         out.suggest("calibrate", model, *(["--for", engine] if engine else []))
     elif (Path(report["rotations"]) / "evaluation.json").exists():

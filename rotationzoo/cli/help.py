@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args, get_origin
 from typer.core import TyperCommand
 
 _GROUPS = {
-    "Text": "chat max_new_tokens temperature top_p data subset split column packing tokens length "
-    "lengths seed tasks questions",
+    "Text": "chat max_new_tokens data subset split column packing tokens length lengths seed tasks "
+    "questions",
     "Model and machine": "revision device dtype device_map max_memory batch rope_scaling",
     "Signatures": "signer issuer require_signature trust_config sign adopt_index",
     "For experts (--for picks most)": "feedback bits key_bits value_bits format rounding sink "

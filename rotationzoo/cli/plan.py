@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rotationzoo.capacity.job import Answer, Capacity
 
 _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
-_WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}
 
 
 def plan_command(
@@ -80,7 +79,6 @@ def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
     def show() -> None:
         say(answer.words, *(f"Note: {note}" for note in notes), "")
         _show_sizes(capacity, data, format)
-        _show_card(data)
         _show_cards(data)
         say("")
         for entry in entries:  # of the packaged index; `pull` cannot fetch all of them
@@ -128,50 +126,48 @@ def _show_sizes(capacity: "Capacity", data: dict[str, Any], format: str) -> None
     )
 
 
-def _show_card(data: dict[str, Any]) -> None:
-    card = data["gpu"]
-    columns = ["weights", "cache", "longest request", f"requests of {data['context']:,}"]
-    rows = []
-    for name, fitting in _different_weights(data, card):
-        for cache, longest in fitting["max_context"].items():
-            requests = f"{fitting['max_requests'][cache]:,}"
-            rows.append([_WEIGHTS_NAMES[name], cache, _context(longest), requests])
-    usable = size_words(card["usable_bytes"])
+def _show_cards(data: dict[str, Any]) -> None:
+    """What the chosen card holds, and the other cards with a row for each kind of weights."""
     from rotationzoo.capacity.cards import USABLE
 
-    title = f"{card['name']}: {usable} for weights and cache ({USABLE:.0%} of it)"
-    table(title, columns, rows, apart=True)
-
-
-def _show_cards(data: dict[str, Any]) -> None:
-    """One row a card and kind of weights that fit it; bf16 and the smallest cache side by side."""
-    columns = ["card", "weights", "longest bf16", "int2", "fit bf16", "int2"]
+    chosen, requests = data["gpu"], f"requests of {data['context']:,}"
+    rows = []
+    for name, fitting in _different_weights(data, chosen):
+        for cache in fitting["max_context"]:
+            rows.append([name, cache, *_fitting_cells(fitting, [cache])])
+    usable = size_words(chosen["usable_bytes"])
+    title = f"{chosen['name']}: {usable} for weights and cache ({USABLE:.0%} of it)"
+    table(title, ["weights", "cache", "longest request", requests], rows, apart=True)
     rows = []
     for card in data["cards"]:
         for name, fitting in _different_weights(data, card):
             if fitting["fit"]:
-                cells = [card["name"], _WEIGHTS_NAMES[name]]
-                cells += [_context(fitting["max_context"][cache]) for cache in ("bf16", "int2")]
-                cells += [f"{fitting['max_requests'][cache]:,}" for cache in ("bf16", "int2")]
-                rows.append(cells)
+                rows.append([card["name"], name, *_fitting_cells(fitting, ["bf16", "int2"])])
     if not rows:
         say("", "None of the cards known here holds the weights alone, not even in 4 bits")
         return
+    columns = ["card", "weights", "longest bf16", "int2", "fit bf16", "int2"]
     table("Cards that hold the weights", columns, rows, apart=True)
-    say(f"longest: tokens of one request; fit: requests of {data['context']:,} tokens")
+    say(f"longest: tokens of one request; fit: {requests} tokens")
 
 
 def _different_weights(
     data: dict[str, Any], card: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """A table of what fits a card, for each kind of weights; one if the published have 4 bits."""
-    fitting = list(card["weights"].items())
-    sizes = data["weights_bytes"]
-    return fitting[:1] if sizes["4bit"] == sizes["published"] else fitting
+    """What fits a card, for each kind of weights; only one if the published have 4 bits."""
+    sizes, fitting = data["weights_bytes"], card["weights"]
+    named = [("published", fitting["published"]), ("4 bits", fitting["4bit"])]
+    return named[:1] if sizes["4bit"] == sizes["published"] else named
 
 
-def _context(tokens: int | None) -> str:
-    return "any" if tokens is None else f"{tokens:,}"
+def _fitting_cells(fitting: dict[str, Any], caches: list[str]) -> list[str]:
+    """The longest requests in some caches, and then how many requests fit."""
+    cells = []
+    for key in ("max_context", "max_requests"):
+        for cache in caches:
+            count = fitting[key][cache]
+            cells.append("any" if count is None else f"{count:,}")
+    return cells
 
 
 def _show_steps(answer: "Answer", commands: list[str], model: str) -> None:

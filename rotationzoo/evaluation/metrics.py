@@ -30,9 +30,6 @@ from rotationzoo.simulation.simulated import Observers
 COMPARED_TOKENS = 8192
 """Tokens of outputs that are compared at a time: float32 copies of long rows take gigabytes."""
 
-Sums = defaultdict[str, list[torch.Tensor]]
-"""All sums by name, each with one part `[B, ...]` per batch of texts."""
-
 _KL, _ERROR = "head divergence", "head error"
 _RANGES = {"key": "key range", "value": "value range", LATENT: "key range"}
 """Those of latents stand where those of keys do: no layer has both."""
@@ -49,13 +46,10 @@ class Buckets:
     @classmethod
     def between(cls, start: int, length: int) -> "Buckets":
         """Buckets that cover `start` to `length`, with the powers of two in between as edges."""
-        edges = [start]
-        # The first power of two above the start.
-        power = 1 << start.bit_length()
-        while power < length:
-            edges.append(power)
-            power *= 2
-        return cls((*edges, length))
+        powers = [
+            1 << exponent for exponent in range(start.bit_length(), (length - 1).bit_length())
+        ]
+        return cls((start, *powers, length))
 
     @property
     def start(self) -> int:
@@ -74,74 +68,20 @@ class Buckets:
         return inside.double()
 
 
-class HeadSums:
-    """Sums of what one arm did on every text, by layer and KV head.
-
-    Every figure is the ratio of two sums, over all texts together: `[texts, H, 2]`. The sums of a
-    text do not depend on the others of its batch.
-    """
-
-    def __init__(self, parts: Sums):
-        self.parts = parts
-
-    def add_kl(self, layer: int, divergence: torch.Tensor) -> None:
-        """Add the attention KL `[B, H, Q]` of sampled queries."""
-        self._add_mean(_KL, layer, divergence)
-
-    def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
-        """Add attention outputs `[B, T, H, N]`: the arm's and the exact ones, where N channels
-        belong to a KV head."""
-        errors, norms = [], []
-        for error, norm in _squares(output, exact):
-            errors.append(error.sum(1))
-            norms.append(norm.sum(1))
-        self._add(_ERROR, layer, torch.stack(errors).sum(0), torch.stack(norms).sum(0))
-
-    def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
-        """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
-        self._add_mean(_RANGES[side], layer, ranges)
-
-    def measure(self, layer: int) -> HeadMeasures:
-        """The report on one layer."""
-        heads = max(len(self._ratios(name, layer)) for name in (_KL, _ERROR, *_RANGES.values()))
-        missing: list[float | None] = [None] * heads
-        errors = self._ratios(_ERROR, layer).sqrt()
-        return HeadMeasures(
-            attention_kl=_numbers(self._ratios(_KL, layer)) or missing,
-            output_error=_numbers(errors) or missing,
-            key_row_range=_numbers(self._ratios(_RANGES["key"], layer)) or missing,
-            value_row_range=_numbers(self._ratios(_RANGES["value"], layer)) or missing,
-        )
-
-    def _add_mean(self, name: str, layer: int, values: torch.Tensor) -> None:
-        """Add values `[B, H, N]` of which the mean is reported."""
-        sums = values.double().sum(2)
-        self._add(name, layer, sums, torch.full_like(sums, values.shape[2]))
-
-    def _add(self, name: str, layer: int, above: torch.Tensor, below: torch.Tensor) -> None:
-        self.parts[f"{name} {layer}"].append(torch.stack([above, below], dim=-1).cpu())
-
-    def _ratios(self, name: str, layer: int) -> torch.Tensor:
-        """The ratios `[H]` of both sums over all texts; none where nothing was added."""
-        parts = self.parts[f"{name} {layer}"]
-        if not parts:
-            return torch.zeros(0, dtype=torch.float64)
-        above, below = torch.cat(parts).sum(0).unbind(-1)
-        return above / below
-
-
 class Metrics:
     """Sums of what one arm, or the exact model, did on every text.
 
-    Sums have shape `[texts, buckets]`, once per layer for whatever is measured by layer. Each
-    text's mean loss is compared with the exact model's on the same text, so the standard error is
-    that of paired differences over texts. Texts are weighted by their numbers of tokens.
+    Sums have shape `[texts, buckets]`, once per layer for whatever is measured by layer; those of
+    single KV heads have `[texts, H, 2]`, of which a figure is the ratio. The sums of a text do not
+    depend on the others of its batch. Each text's mean loss is compared with the exact model's on
+    the same text, so the standard error is that of paired differences over texts. Texts are
+    weighted by their numbers of tokens.
     """
 
     def __init__(self, buckets: Buckets, layers: list[int]):
         self.buckets, self.layers = buckets, layers
-        self._parts: Sums = defaultdict(list)
-        self._heads = HeadSums(self._parts)
+        self._parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        """All sums by name, each with one part `[B, ...]` per batch of texts."""
 
     def keep(self) -> Undo:
         """Note what has been added so far, and return what drops anything added later."""
@@ -156,8 +96,7 @@ class Metrics:
     @property
     def observers(self) -> Observers:
         """The methods that add what a simulation reports."""
-        heads = self._heads
-        return Observers(self.add_output, self.add_heads, self.add_kl, heads.add_row_range)
+        return Observers(self.add_output, self.add_heads, self.add_kl, self.add_row_range)
 
     def add_losses(self, losses: torch.Tensor) -> None:
         """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""
@@ -178,11 +117,18 @@ class Metrics:
         """Add one layer's attention outputs `[B, T, H, N]` by KV head: the arm's and the exact
         ones."""
         start = self.buckets.start
-        self._heads.add_output(layer, output[:, start:], exact[:, start:])
+        sums = []
+        for error, norm in _squares(output[:, start:], exact[:, start:]):
+            sums.append(torch.stack([error.sum(1), norm.sum(1)], dim=-1))
+        self._parts[f"{_ERROR} {layer}"].append(torch.stack(sums).sum(0).cpu())
+
+    def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
+        """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
+        self._add_mean(_RANGES[side], layer, ranges)
 
     def add_kl(self, layer: int, divergence: torch.Tensor, positions: torch.Tensor) -> None:
         """Add the attention KL `[B, H, Q]` by KV head of the queries at `positions` `[Q]`."""
-        self._heads.add_kl(layer, divergence)
+        self._add_mean(_KL, layer, divergence)
         member = self.buckets.one_hot(positions)
         self._parts[f"divergence {layer}"].append(divergence.double().mean(1).cpu() @ member)
         # All layers sample the same queries, so counting them in the first layer is enough.
@@ -272,8 +218,33 @@ class Metrics:
             layer=layer,
             output_error=(error / norm) ** 0.5,
             attention_kl=kl,
-            heads=self._heads.measure(layer),
+            heads=self.measure_heads(layer),
         )
+
+    def measure_heads(self, layer: int) -> HeadMeasures:
+        """The report on the KV heads of one layer."""
+        ratios = {name: self._ratios(name, layer) for name in (_KL, _ERROR, *_RANGES.values())}
+        missing: list[float | None] = [None] * max(map(len, ratios.values()))
+        return HeadMeasures(
+            attention_kl=_numbers(ratios[_KL]) or missing,
+            output_error=_numbers(ratios[_ERROR].sqrt()) or missing,
+            key_row_range=_numbers(ratios[_RANGES["key"]]) or missing,
+            value_row_range=_numbers(ratios[_RANGES["value"]]) or missing,
+        )
+
+    def _add_mean(self, name: str, layer: int, values: torch.Tensor) -> None:
+        """Add values `[B, H, N]` of which the mean is reported."""
+        sums = values.double().sum(2)
+        counts = torch.full_like(sums, values.shape[2])
+        self._parts[f"{name} {layer}"].append(torch.stack([sums, counts], dim=-1).cpu())
+
+    def _ratios(self, name: str, layer: int) -> torch.Tensor:
+        """The ratios `[H]` of both sums over all texts; none where nothing was added."""
+        parts = self._parts[f"{name} {layer}"]
+        if not parts:
+            return torch.zeros(0, dtype=torch.float64)
+        above, below = torch.cat(parts).sum(0).unbind(-1)
+        return above / below
 
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""

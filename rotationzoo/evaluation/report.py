@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Window, plain_arm
+from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Window
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.layout import CacheLayout
@@ -87,12 +87,9 @@ def _judge(
     exact: Exact,
     decisions: Sequence[Decision],
 ) -> Window:
-    """A window with the verdict on its artifacts' arms: their own rotations with the nearest
-    codes. The `decisions` on arms that it has are kept."""
-    judged = []
-    for name, arm in arms.items():
-        if arm.kind == "artifact" and arm.rounding == "nearest" and not arm.pooled:
-            judged.append(name)
+    """A window with the verdict on its artifacts' plain arms. The `decisions` on arms that it has
+    are kept."""
+    judged = [name for name, arm in arms.items() if arm.is_plain]
     made = [decision for decision in decisions if decision.arm in arms]
     verdict = judge_window(arms, judged, exact, made)
     return Window(sink=sink, recent=recent, arms=arms, verdict=verdict)
@@ -123,5 +120,4 @@ def _arms_to_keep(arms: Mapping[str, MeasuredArm], identity: str) -> dict[str, M
             # An artifact that was given twice has each of its arms twice.
             kind = (arm.name,) if arm.artifact is None else (arm.rounding, arm.pooled)
             kept.setdefault(kind, arm)
-    assert plain_arm({arm.name: arm for arm in kept.values()}, identity) is not None
     return {arm.name: arm for arm in kept.values()}

@@ -80,12 +80,12 @@ def judge_perplexity(
     """
     pairs = _pair_up(losses, judged)
     differences = [paired_difference(losses[arm], losses[other], tokens) for arm, other in pairs]
-    single = [_p_value(difference, error, len(tokens)) for difference, error in differences]
+    values = holm([_p_value(*difference, len(tokens)) for difference in differences])
     comparisons = []
-    for pair, (difference, error), value in zip(pairs, differences, holm(single), strict=True):
+    for (arm, other), (difference, error), value in zip(pairs, differences, values, strict=True):
         comparison = Comparison(
-            arm=pair[0],
-            other=pair[1],
+            arm=arm,
+            other=other,
             log_perplexity_difference=difference,
             standard_error=error,
             p_value=value,
@@ -104,16 +104,12 @@ def judge_answers(
     """
     pairs = _pair_up(arms, judged)
     paired = [compare_answers(arms[arm], arms[other], prompts) for arm, other in pairs]
-    answers = [each.answers_p_value for each in paired]
-    logs = [each.log_probability_p_value for each in paired]
-    corrected = holm([*answers, *logs])
+    keys = "answers_p_value", "log_probability_p_value"
+    corrected = holm([getattr(each, key) for key in keys for each in paired])
+    values = zip(corrected[: len(pairs)], corrected[len(pairs) :], strict=True)
     comparisons = []
-    for i, ((arm, other), single) in enumerate(zip(pairs, paired, strict=True)):
-        p_values = {
-            "answers_p_value": corrected[i],
-            "log_probability_p_value": corrected[len(pairs) + i],
-        }
-        each = single.model_copy(update=p_values)
+    for (arm, other), single, both in zip(pairs, paired, values, strict=True):
+        each = single.model_copy(update=dict(zip(keys, both, strict=True)))
         outcome = _outcome_of(each)
         comparisons.append(AnswerComparison(arm=arm, other=other, outcome=outcome, **dict(each)))
     return AnswerVerdict(
@@ -184,11 +180,15 @@ def compare_feedback(
 
     `tokens` counts the tokens of each text.
     """
+    with_feedback: dict[str | None, MeasuredArm] = {}
+    for arm in arms.values():
+        if arm.rounding == "feedback":
+            with_feedback.setdefault(arm.artifact, arm)
     comparisons = []
     for other in arms.values():
-        arm = _with_feedback(arms, other)
-        if arm is None:
+        if not other.is_plain or other.artifact not in with_feedback:
             continue
+        arm = with_feedback[other.artifact]
         answers = compare_answers(arm.tasks, other.tasks, prompts) if prompts else None
         difference, error = paired_difference(arm.text_losses, other.text_losses, tokens)
         comparison = FeedbackComparison(
@@ -200,16 +200,6 @@ def compare_feedback(
         )
         comparisons.append(comparison)
     return comparisons
-
-
-def _with_feedback(arms: Mapping[str, MeasuredArm], plain: MeasuredArm) -> MeasuredArm | None:
-    """The arm of the same rotations with error feedback; None if there is none."""
-    if plain.kind == "baseline" or plain.pooled or plain.rounding == "feedback":
-        return None
-    for arm in arms.values():
-        if arm.artifact == plain.artifact and arm.rounding == "feedback":
-            return arm
-    return None
 
 
 # ---- statistics

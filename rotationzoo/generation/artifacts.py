@@ -21,7 +21,12 @@ def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
     repository may hold a folder of this name. Raises `UsageError`, with the next command, where
     none is left.
     """
-    fitting = _artifacts(folder, source)
+    fitting, expected = [], hash_config(source.folder)
+    for manifest in sorted(folder.glob("*/manifest.json")):
+        with suppress(RotationZooError):
+            artifact = Artifact.open(manifest.parent)
+            if artifact.manifest.model.config_sha256 == expected:
+                fitting.append(artifact)
     trusted = [each for each in fitting if is_remembered(each)]
     if trusted:
         # The rotations, and not the manifest, which `evaluate --save` writes again.
@@ -38,17 +43,6 @@ def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
     if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
         hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
     raise UsageError(f"there are no rotations of {source.name} in the folder {folder}", hint=hint)
-
-
-def _artifacts(folder: Path, source: Source) -> list[Artifact]:
-    """The artifacts of a model in a folder, except damaged ones."""
-    artifacts, expected = [], hash_config(source.folder)
-    for manifest in sorted(folder.glob("*/manifest.json")):
-        with suppress(RotationZooError):
-            artifact = Artifact.open(manifest.parent)
-            if artifact.manifest.model.config_sha256 == expected:
-                artifacts.append(artifact)
-    return artifacts
 
 
 def open_artifact(given: str | Path) -> Artifact:

@@ -1,9 +1,6 @@
 """One continuation of a prompt, by the model with a given cache, and how it compares with the exact
 model's."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,35 +9,17 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.generation.prompt import Prompt
 from rotationzoo.generation.settings import Generation
-from rotationzoo.generation.text_stream import TextStream
+from rotationzoo.generation.text_stream import END, INTERRUPTED, TextStream
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import is_out_of_memory
-from rotationzoo.progress import Progress, Tokens
+from rotationzoo.progress import Progress
 from rotationzoo.recall.prompts import common_length
 
-END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
-"""Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The text that a model wrote, and its speed."""
-
-    text: str
-    ids: list[int]
-    """The new tokens, with the end token."""
-    stop: str
-    """`END`, `LENGTH` or `INTERRUPTED`."""
-    prompt_seconds: float | None
-    """Seconds until the first token; None where none was written."""
-    tokens_per_second: float | None
-    """Speed after the first token; None where there is no other."""
-
-
 # Generation settings that a model's makers cannot override: exactly one text per prompt, token by
-# token to its end.
+# token to its end. What these leave open, such as a repetition penalty, is as they recommend.
 _PLAIN: dict[str, Any] = {
+    "do_sample": False,
     "num_beams": 1,
     "use_cache": True,
     "return_dict_in_generate": False,
@@ -68,20 +47,28 @@ def continue_prompt(
     stream: TextStream,
     progress: Progress,
     cache: DynamicCache | None = None,
-) -> Continuation:
-    """Continue a prompt with a cache, or with the model's own if there is none.
+) -> None:
+    """Continue a prompt with a cache, or with the model's own if there is none. Each token is the
+    most probable one.
 
     The text goes to `stream`, token by token. Ctrl-C ends it like a limit. Raises
     `RotationZooError` for a model that fails when it runs, and `OSError` where the reader of the
     text, or a disk with weights, fails.
     """
-    end_tokens = find_end_tokens(model, stream.tokenizer)
+    end_tokens, length = find_end_tokens(model, stream.tokenizer), len(prompt.ids)
     ids = prompt.ids[None].to(input_device(model))
     untyped: Any = model
-    stop = LENGTH
+    options = dict(_PLAIN)
+    if cache is not None:
+        options |= cache_argument(model, cache)
+    # A cache class of the model's own is made too late for the library to read in chunks.
+    has_cache = cache is not None or untyped._supports_default_dynamic_cache()
+    if has_cache and length > job.prefill_chunk:
+        options["prefill_chunk_size"] = job.prefill_chunk
+    progress("reading the prompt", 0, 0)
     stream.start()
     try:
-        with _errors(job), _prompt_progress(model, len(prompt.ids), progress), _seeded(job):
+        with as_unavailable(f"{job.model} fails when it runs"):
             untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
@@ -89,70 +76,11 @@ def continue_prompt(
                 max_new_tokens=prompt.max_new_tokens,
                 eos_token_id=end_tokens or None,
                 pad_token_id=0,  # nothing is padded, but without one the library warns
-                **_options(untyped, job, len(prompt.ids), cache),
+                **options,
             )
     except KeyboardInterrupt:
-        stop = INTERRUPTED
+        stream.stop = INTERRUPTED
         stream.end()
-    if stream.ids and stream.ids[-1] in end_tokens:
-        stop = END
-    return Continuation(
-        stream.text, stream.ids, stop, stream.prompt_seconds, stream.tokens_per_second
-    )
-
-
-def _options(
-    model: Any, job: Generation, length: int, cache: DynamicCache | None
-) -> dict[str, Any]:
-    """The options of `generate` that depend on the settings, for a prompt of `length` tokens. What
-    these leave open, such as a repetition penalty, is as the model's makers recommend."""
-    sampling = job.sampling
-    options: dict[str, Any] = {**_PLAIN, "do_sample": sampling.samples}
-    if sampling.samples:
-        # The library's own default would leave out all but 50 tokens.
-        options |= {"temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p or 1.0}
-    if cache is not None:
-        options |= cache_argument(model, cache)
-    # A cache class of the model's own is made too late for the library to read in chunks.
-    has_cache = cache is not None or model._supports_default_dynamic_cache()
-    if has_cache and length > job.prefill_chunk:
-        options["prefill_chunk_size"] = job.prefill_chunk
-    return options
-
-
-@contextmanager
-def _seeded(job: Generation) -> Iterator[None]:
-    """Draw the tokens that the seed says, and leave the caller's random state as it was."""
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(job.sampling.seed or 0)
-        yield
-
-
-@contextmanager
-def _prompt_progress(model: PreTrainedModel, length: int, progress: Progress) -> Iterator[None]:
-    """Tell of each chunk of a prompt of `length` tokens that the model has read."""
-    read, total = 0, Tokens(length)
-    progress("reading the prompt", Tokens(read), total)
-
-    def count(module: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
-        nonlocal read
-        if read < length and (ids := inputs.get("input_ids")) is not None:
-            read += ids.shape[1]
-            progress("reading the prompt", Tokens(read), total)
-
-    hook = model.register_forward_hook(count, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _errors(job: Generation) -> Iterator[None]:
-    """Turn an error inside the model into one sentence, and no other."""
-    try:
-        with as_unavailable(f"{job.model} fails when it runs"):
-            yield
     except ModelUnavailable as error:
         cause = error.__cause__
         if isinstance(cause, OSError):  # such as a closed pipe of the text's reader
@@ -164,9 +92,11 @@ def _errors(job: Generation) -> Iterator[None]:
                 hint=f"add: --prefill-chunk {smaller}, or give a shorter prompt",
             ) from error
         raise
+    if stream.ids and stream.ids[-1] in end_tokens:
+        stream.stop = END
 
 
-def find_parting(one: Continuation, other: Continuation) -> dict[str, int] | None:
+def find_parting(one: TextStream, other: TextStream) -> dict[str, int] | None:
     """How many characters and tokens of two continuations are the same before the first difference,
     or None if they are the same as far as both go: one that was interrupted is only compared up to
     there."""
@@ -177,7 +107,7 @@ def find_parting(one: Continuation, other: Continuation) -> dict[str, int] | Non
     return {"character": common_length(one.text, other.text), "token": token}
 
 
-def describe_text(prompt: Prompt, text: Continuation) -> dict[str, Any]:
+def describe_text(prompt: Prompt, text: TextStream) -> dict[str, Any]:
     """A text, why it ended, and how fast prompt and text went; for the demo's own prompt also the
     question and the right answer."""
     length, seconds = len(prompt.ids), text.prompt_seconds
@@ -195,7 +125,7 @@ def describe_text(prompt: Prompt, text: Continuation) -> dict[str, Any]:
     return report
 
 
-def compare_texts(text: Continuation, exact: Continuation) -> dict[str, Any]:
+def compare_texts(text: TextStream, exact: TextStream) -> dict[str, Any]:
     """The exact model's text, and how many characters and tokens are the same before the two
     part."""
     return {

@@ -1,37 +1,23 @@
 """The generation job: from the name of a model and a prompt to a text, written through a 2-bit
 cache, and what the cache took."""
 
-from dataclasses import dataclass
-from itertools import chain, repeat
+from functools import partial
+from itertools import chain, count, repeat
 from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL
 from rotationzoo.cache.options import build_settings, served_budget
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.codec.settings import CacheOptions, as_engine
+from rotationzoo.codec.settings import as_engine
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import rope_notes
 from rotationzoo.generation.artifacts import open_artifact
-from rotationzoo.generation.continuation import (
-    INTERRUPTED,
-    Continuation,
-    compare_texts,
-    continue_prompt,
-    describe_text,
-)
-from rotationzoo.generation.prompt import (
-    LEAD,
-    Prompt,
-    encode_prompt,
-    put_text_before,
-    write_example,
-)
+from rotationzoo.generation.continuation import compare_texts, continue_prompt, describe_text
+from rotationzoo.generation.prompt import Prompt, encode_prompt, write_example
 from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
-from rotationzoo.generation.text_stream import TextStream, Write
+from rotationzoo.generation.text_stream import INTERRUPTED, TextStream, Write
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import (
@@ -44,7 +30,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import position_count, scaling_of
-from rotationzoo.model.source import Source, fetch, fetch_weights, find
+from rotationzoo.model.source import fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.text.rows import start_note
@@ -87,17 +73,26 @@ def generate(
     budget = served_budget(job.cache, artifacts, config)
     has_budget = budget != EQUAL and any(each.rotations.has_budget for each in artifacts)
     options = as_engine(job.cache, has_budget)
-    windows = _windows(options, artifact)
-    prompt = _encode(job, tokenizer, windows, position_count(config), note)
+    recipe = artifact.recipe if artifact else Recipe()
+    sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
+    if job.prompt is None:
+        prompt = write_example(tokenizer, sink, recent, job.max_new_tokens)
+    else:
+        if not job.chat and (said := start_note(tokenizer)):
+            note(said)
+        positions = position_count(config)
+        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
+        prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
     prompt.check_positions(job.model, config)
     loading.check_ids([prompt.ids], config, job.model)
     fetch_weights(source, progress)
     check_weights(artifacts, source, job.anyway)
-    rotations = _rotations(artifact, source)
+    notes = []
     if "engine" in job.cache:
-        rotations["notes"].insert(0, describe_choice(options["engine"], artifacts, job.cache))
-    rotations["notes"] += rope_notes(artifacts, scaling)
-    for text in rotations["notes"]:
+        notes.append(describe_choice(options["engine"], artifacts, job.cache))
+    notes += filter(None, [other_weights_note(each, source) for each in artifacts])
+    notes += rope_notes(artifacts, scaling)
+    for text in notes:
         note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
@@ -105,23 +100,28 @@ def generate(
         model = loading.load(source, config, device, dtype, placement)
         for text in loading.notes_of(model):
             note(text)
-        writer = _Writer(job, model, tokenizer, prompt, progress)
         # Other weights are a note of the report, and need not be logged by the public class.
         cache = RotatedCache(build_settings(artifact, model, job.cache), model)
-        shown = _after(prompt.question, write) if write else writer.counting("writing")
-        written = writer.write(shown, cache)
+        counting = partial(_counting, progress, total=prompt.max_new_tokens)
+        shown = _after(prompt.question, write) if write else counting("writing")
+        written = TextStream(tokenizer, prompt.ids, shown)
+        continue_prompt(model, prompt, job, written, progress, cache)
         sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
         del cache  # the exact model's own needs more room
         exact = None
         if job.compare and written.stop != INTERRUPTED:
-            exact = writer.write(writer.counting("writing with the exact model"))
+            shown = counting("writing with the exact model")
+            exact = TextStream(tokenizer, prompt.ids, shown)
+            continue_prompt(model, prompt, job, exact, progress)
     report = {
         "model": source.label,
         "revision": source.revision,
-        **rotations,
+        "rotations": str(artifact.folder) if artifact else None,
+        "notes": notes,
         "rope_scaling": scaling_of(config),
         "format": options["format"],
-        **windows,
+        "sink": sink,
+        "recent": recent,
         **sizes,
         **describe_text(prompt, written),
     }
@@ -130,39 +130,10 @@ def generate(
     return report
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """A loaded model with a prompt, which it can continue with one cache or another."""
-
-    job: Generation
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    prompt: Prompt
-    progress: Progress
-
-    def write(self, write: Write, cache: RotatedCache | None = None) -> Continuation:
-        """Continue the prompt, in an exact cache if none is given."""
-        stream = TextStream(self.tokenizer, self.prompt.ids, write)
-        return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
-
-    def counting(self, stage: str) -> Write:
-        """A writer that reports each piece of text, usually a token, as progress."""
-        pieces, total = 0, Tokens(self.prompt.max_new_tokens)
-
-        def count(text: str) -> None:
-            nonlocal pieces
-            pieces += 1
-            self.progress(stage, Tokens(pieces), total)
-
-        return count
-
-
-def _rotations(artifact: Artifact | None, source: Source) -> dict[str, Any]:
-    """The report's entries on the rotations."""
-    if artifact is None:
-        return {"rotations": None, "notes": []}
-    note = other_weights_note(artifact, source)
-    return {"rotations": str(artifact.folder), "notes": [note] if note else []}
+def _counting(progress: Progress, stage: str, total: int) -> Write:
+    """A writer that reports each piece of text, usually a token, as progress."""
+    pieces = count(1)
+    return lambda text: progress(stage, Tokens(next(pieces)), Tokens(total))
 
 
 def _after(question: str, write: Write) -> Write:
@@ -185,30 +156,3 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
             hint="calibrate with --feedback, or leave out --rounding",
         )
     return artifact
-
-
-def _windows(options: CacheOptions, artifact: Artifact | None) -> CacheOptions:
-    """How many first and last tokens stay exact, from the options or the recipe."""
-    recipe = artifact.recipe if artifact else Recipe()
-    sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
-    return {"sink": sink, "recent": recent}
-
-
-def _encode(
-    job: Generation,
-    tokenizer: PreTrainedTokenizerBase,
-    windows: CacheOptions,
-    positions: int | None,
-    note: Write,
-) -> Prompt:
-    if job.prompt is not None:
-        if not job.chat and (said := start_note(tokenizer)):
-            note(said)
-        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
-        prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
-        exact = windows["sink"] + windows["recent"] - prompt.max_new_tokens
-        if job.compare and len(ids) <= exact:
-            note(f"the prompt stays exact, so {LEAD:,} tokens of code come before it")
-            return put_text_before(prompt, tokenizer)
-        return prompt
-    return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)

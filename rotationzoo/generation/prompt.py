@@ -1,7 +1,7 @@
 """The tokens that a model reads before it writes: a text as it is, a user's message in the chat
 template, or the demo's own prompt."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -15,8 +15,6 @@ from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.rows import read_corpus, start_tokens
 
 TOKENS = 2048
-LEAD = 1024
-"""Tokens put before a prompt that would stay exact."""
 _SEED = 209
 """Of the demo's own prompt. It was chosen because its answer needs the rotations: with none, with
 Hadamard's or with a stranger's, it is wrong (`tests/generation/test_example.py`)."""
@@ -107,13 +105,6 @@ def _apply_template(text: str, tokenizer: PreTrainedTokenizerBase, model: str) -
         f"the chat template of {model} refuses the prompt", hint="leave out --chat"
     ):
         return ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
-
-
-def put_text_before(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """A prompt after `LEAD` tokens of held-out code, so that its answer reads codes. A chat
-    template's own start tokens then stand in the middle, as in a long chat."""
-    text = read_corpus(judged_text(Data(tokens=LEAD, length=LEAD)), tokenizer)
-    return replace(prompt, ids=torch.cat([text.rows[0], prompt.ids]))
 
 
 def write_example(

@@ -13,42 +13,6 @@ MAX_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. Without a temperature, it is the most probable one."""
-
-    temperature: float | None = None
-    """0 and None both stand for the most probable token."""
-    top_p: float | None = None
-    """Sample among the most probable tokens whose probabilities add up to this."""
-    seed: int | None = None
-    """0 by default."""
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are drawn at random."""
-        return bool(self.temperature)
-
-    def check(self) -> None:
-        """Raise `UsageError` for settings out of range, or that the most probable token ignores."""
-        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise UsageError(
-                f"--temperature {self.temperature} is no temperature", hint="--temperature 0.7"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UsageError(
-                f"--top-p {self.top_p} is no share above 0 and at most 1", hint="--top-p 0.9"
-            )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"--seed {self.seed} is no number of 64 bits", hint="--seed 1")
-        for option, value in (("--top-p", self.top_p), ("--seed", self.seed)):
-            if value is not None and not self.samples:
-                raise UsageError(
-                    f"{option} is for sampling, and without a temperature nothing is sampled",
-                    hint="add: --temperature 0.7",
-                )
-
-
-@dataclass(frozen=True)
 class Generation(RunSettings):
     """The settings of one text, as the user gave them."""
 
@@ -61,7 +25,6 @@ class Generation(RunSettings):
     """Whether the prompt is a user's message, put into the tokenizer's chat template."""
     max_new_tokens: int | None = None
     """`MAX_NEW_TOKENS` by default; for the demo's question, as many as its answer has."""
-    sampling: Sampling = field(default_factory=Sampling)
     cache: CacheOptions = field(default_factory=CacheOptions)
     """The format, the windows and the rounding, where they differ from the recipe's."""
     prefill_chunk: int = 2048
@@ -88,6 +51,5 @@ class Generation(RunSettings):
             )
         if self.prompt is not None and not self.prompt.strip():
             raise UsageError("the prompt is empty", hint="give some text to continue")
-        self.sampling.check()
         check_options({**self.cache})
         self.check_memory_limits()

@@ -10,6 +10,8 @@ from transformers.generation.streamers import BaseStreamer
 _CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with
 _INCOMPLETE = "\ufffd"  # what the first bytes of a character are decoded to
 
+END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
+"""Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
 Write = Callable[[str], None]
 
 
@@ -30,6 +32,8 @@ class TextStream(BaseStreamer):
         self.text = ""
         self.times: list[float] = []
         """When the model was started, and when each token was known."""
+        self.stop = LENGTH
+        """`END`, `LENGTH` or `INTERRUPTED`."""
         self._context: list[int] = prompt[-_CONTEXT:].tolist()
         self._pending: list[int] = []
         self._started = False

@@ -159,18 +159,15 @@ def _front_matter(manifest: Manifest, title: str) -> str:
 def _results(evaluation: Summary, arms: list[ArmSummary]) -> list[dict[str, Any]]:
     """The results of the artifact's `arms` as hubs take them: one entry for the answers, one for
     perplexity."""
-    exact = evaluation.exact
-    perplexities = [_metric("perplexity", "exact cache", exact.perplexity)]
-    answers = []
-    if exact.all_tasks is not None and arms:
-        answers.append(_metric("accuracy", "exact cache", exact.all_tasks.share))
-    for arm in arms:
-        if arm.all_tasks is not None:
-            words = f"2-bit cache, {arm.name}"
+    exact, answers = evaluation.exact, list[dict[str, Any]]()
+    cached: list[tuple[str, Any]] = [("exact cache", exact)]
+    cached += [(f"2-bit cache, {arm.name}", arm) for arm in arms]
+    perplexities = [_metric("perplexity", name, each.perplexity) for name, each in cached]
+    for name, each in cached:
+        if exact.all_tasks is not None and each.all_tasks is not None and arms:
             # More answers than the exact model's are chance, and no merit of 2 bits.
-            share = min(arm.all_tasks.share, exact.all_tasks.share) if exact.all_tasks else 0.0
-            answers.append(_metric("accuracy", words, share))
-        perplexities.append(_metric("perplexity", f"2-bit cache, {arm.name}", arm.perplexity))
+            share = min(each.all_tasks.share, exact.all_tasks.share)
+            answers.append(_metric("accuracy", name, share))
     text = evaluation.text.source
     results = []
     for name, metrics in ((f"questions about a context of {text}", answers), (text, perplexities)):

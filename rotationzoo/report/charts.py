@@ -1,7 +1,8 @@
-"""The parts of a page, and its chart of answers over memory as Vega-Lite, drawn on this machine as
-SVG for pages and as PNG for model cards."""
+"""The parts of a page, and its chart of answers over memory, which Altair describes. It is drawn on
+this machine as SVG for pages and as PNG for model cards."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,62 +19,42 @@ from rotationzoo.report.tables import Table
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
 _INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
-_FONT = "Arial, Helvetica, sans-serif"
-_TEXT = {"labelColor": _INK, "titleColor": _INK, "labelFont": _FONT, "titleFont": _FONT}
-# The size is fixed, because Vega measures text in one font and browsers show it in another. The
-# room for text is what it takes in the widest font of an operating system. All are pixels.
-_WIDTH, _LEFT, _TOP, _BOTTOM = 332, 38, 10, 36  # as wide as a phone
-_LEAST_PLOT, _LEAST_HEIGHT = 112, 176
-_SIZE, _LINE, _TITLE, _TITLE_LINE = 11, 14, 13, 18  # of text and of its lines
-_ELBOW, _LABEL = 5, 18  # where leaders bend and end, right of the plot
-_WIDEST = (_WIDTH - _LEFT - _LEAST_PLOT - _LABEL) / _SIZE  # of a line of a label, in ems
-_LINES = 2  # of a label
-# A limit of 0 is none: Vega would measure each text once more, and that takes most of its time.
-# Axes are hidden from screen readers, because the label of every mark says it all.
+_INKED = "labelColor", "titleColor", "domainColor", "tickColor", "gridColor"
+# The size is fixed, because Vega measures text in one font and browsers show it in another. All are
+# pixels; a drawing is as wide as a phone.
+_PADDING = {"left": 38, "right": 174, "top": 10, "bottom": 36}
+_PLOT, _LEAST_HEIGHT = 120, 176
+_LABEL = _PLOT + 18  # where labels begin
+_LABEL_LINE = 14
+_WIDEST = 118  # of a line of a label: in the widest font of an operating system, a third more
+_TITLE = 50  # characters of a line
 CONFIG: dict[str, Any] = {
     "background": None,
     "autosize": "none",
-    "font": _FONT,
+    "padding": _PADDING,
+    "font": "Arial, Helvetica, sans-serif",
     "view": {"stroke": None},
+    # Axes are hidden from screen readers, because the label of every mark says it all. A limit of 0
+    # is none: Vega would measure each text once more, and that takes most of its time.
     "axis": {
-        **_TEXT,
+        **dict.fromkeys(_INKED, _INK),
         "aria": False,
         "labelLimit": 0,
-        "labelFontSize": _SIZE,
-        "titleFontSize": _SIZE,
+        "labelFontSize": 11,
+        "titleFontSize": 11,
         "titleFontWeight": "normal",
         "titleAnchor": "start",
-        "domainColor": _INK,
         "domainOpacity": 0.4,
-        "tickColor": _INK,
         "tickOpacity": 0.4,
-        "gridColor": _INK,
         "gridOpacity": 0.12,
     },
-    "text": {
-        "font": _FONT,
-        "fontSize": _SIZE,
-        "lineHeight": _LINE,
-        "lineBreak": "\n",
-        "fill": _INK,
-    },
-    "title": {
-        "color": _INK,
-        "font": _FONT,
-        "fontSize": _TITLE,
-        "lineHeight": _TITLE_LINE,
-        "anchor": "start",
-        "frame": "group",
-    },
+    "text": {"fontSize": 11, "lineHeight": _LABEL_LINE, "lineBreak": "\n", "fill": _INK},
 }
 # Vega describes a mark's kind to screen readers, which the words of its label make superfluous.
 _KIND = re.compile(r' aria-roledescription="[^"]*"')
 _PNG_SCALE = 2  # pixels per unit, for screens of today
 _FULL = (0.2, 0.5, 1)  # shares at the top of a chart: the first that holds all
 _ACCENT, _PLAIN = "#0072B2", "#7f868f"
-# Ems of a character in bold DejaVu Sans, the widest of the usual fonts: small ones, and others.
-_SMALL, _LARGE, _FOREIGN = 0.72, 1.1, 1.3
-_SMALL_ONES = frozenset("abcdefghijklnopqrstuvxyz0123456789 .,:;-_/|()[]'")
 
 
 @dataclass(frozen=True)
@@ -119,11 +100,9 @@ def draw_inline(chart: Chart, words: str) -> str:
 
 def draw_png(chart: Chart, title: str) -> bytes:
     """A PNG file with a title, black on white."""
-    lines = _break(title, (_WIDTH - 2 * _TOP) / _TITLE)
-    padding = {**chart["padding"], "top": 2 * _TOP + _TITLE_LINE * len(lines)}
-    text = {"text": lines, "offset": _TOP, "dx": _TOP - _LEFT}
-    config = {**CONFIG, "background": "white"}
-    titled = {**chart, "title": text, "padding": padding, "config": config}
+    lines = {"text": textwrap.wrap(title, _TITLE), "anchor": "start", "frame": "group"}
+    fitting = {"background": "white", "autosize": "pad", "padding": _PADDING["top"]}
+    titled = {**chart, "title": lines, "config": {**CONFIG, **fitting}}
     return vl_convert.vegalite_to_png(titled, scale=_PNG_SCALE)
 
 
@@ -138,43 +117,37 @@ class Point:
     percent: str
     """The share as people read it."""
     accent: bool = False
-    interval: tuple[float, float] | None = None
+    interval: list[float] | None = None
 
 
 def draw_answers(points: Sequence[Point], unit: str) -> Chart:
-    """A chart of the `points`, each with its label at the right, in the order of shares.
+    """A chart of the `points`, with their labels at the right, one below the other in the order of
+    shares.
 
     `unit`: what the memory of a point counts, which is the title of the axis.
     """
     ranked = sorted(points, key=lambda point: (-point.share, -point.memory, not point.accent))
-    labels = [_wrap(point.name, point.percent) for point in ranked]
-    heights = [_LINE * len(lines) for lines in labels]
-    height = max(_LEAST_HEIGHT, sum(heights))
     highest = max(max([point.share, *(point.interval or [])]) for point in ranked)
     full = next(end for end in _FULL if end >= highest)
-    tops = [height * (1 - point.share / full) - _LINE / 2 for point in ranked]
     rows = []
-    for point, lines, top in zip(ranked, labels, _spread(tops, heights, height), strict=True):
+    for rank, point in enumerate(ranked):
         drawn = {
             **asdict(point),
-            "label": "\n".join(lines),
-            "place": full * (1 - (top + _LINE / 2) / height),
+            "label": f"{' '.join(point.name.split())}\n{point.percent}",
+            "place": full * (1 - (rank + 0.5) / len(ranked)),
             "words": f"{point.name}: {point.percent} at {point.memory:.3g} {unit}",
             "color": _ACCENT if point.accent else _PLAIN,
         }
         rows.append(drawn)
     # What is judged covers others that have the same share in the same bytes.
     rows.sort(key=itemgetter("accent"))
-    widest = _SIZE * max(_measure(line) for lines in labels for line in lines)
-    width = round(_WIDTH - _LEFT - _LABEL - widest)
-    padding = {"left": _LEFT, "right": _WIDTH - _LEFT - width, "top": _TOP, "bottom": _BOTTOM}
-    chart = altair.layer(*_draw_marks(rows, unit, width, full))
-    return {**chart.properties(width=width, height=height).to_dict(), "padding": padding}
+    height = max(_LEAST_HEIGHT, 2 * _LABEL_LINE * len(rows))
+    layers = altair.layer(*_draw_marks(rows, unit, full))
+    chart: Chart = layers.properties(width=_PLOT, height=height).to_dict()
+    return chart
 
 
-def _draw_marks(
-    rows: list[dict[str, Any]], unit: str, width: int, full: float
-) -> list[altair.Chart]:
+def _draw_marks(rows: list[dict[str, Any]], unit: str, full: float) -> list[altair.Chart]:
     """Leaders, the interval, points and labels of the `rows`, one above the other. `full` is the
     share at the top."""
     base = altair.Chart(altair.Data(values=rows))
@@ -182,67 +155,25 @@ def _draw_marks(
     sizes = altair.Axis(tickCount=3, grid=False, title=unit)
     x = altair.X("memory:Q", scale=altair.Scale(zero=True, nice=False), axis=sizes)
     y = altair.Y("share:Q", scale=altair.Scale(domain=[0, full], nice=False), axis=shares)
-    elbow, end = width + _ELBOW, width + _LABEL
+    place, end = altair.Y("place:Q"), altair.X2Value(_LABEL - 3)
     leader = base.mark_rule(aria=False, color=_INK, opacity=0.3)
-    marks = [
-        leader.encode(x=x, x2=altair.X2Value(elbow), y=y),
-        leader.encode(
-            x=altair.XValue(elbow), x2=altair.X2Value(end - 3), y=y, y2=altair.Y2("place:Q")
-        ),
+    interval = (
         base.transform_filter("datum.interval !== null")
         .transform_calculate(low="datum.interval[0]", high="datum.interval[1]")
         .mark_rule(aria=False, color=_ACCENT, strokeWidth=5, opacity=0.45)
-        .encode(x=x, y=altair.Y("low:Q"), y2=altair.Y2("high:Q")),
-    ]
-    bold = altair.expr("datum.accent ? 'bold' : 'normal'")
+        .encode(x=x, y=altair.Y("low:Q"), y2=altair.Y2("high:Q"))
+    )
     color, words = altair.Color("color:N", scale=None), altair.Description("words:N")
     points = base.mark_circle(size=70, opacity=1).encode(x=x, y=y, color=color, description=words)
-    text = base.mark_text(aria=False, align="left", baseline="middle", fontWeight=bold).encode(
-        x=altair.XValue(end), y=altair.Y("place:Q"), text=altair.Text("label:N")
+    bold = altair.expr("datum.accent ? 'bold' : 'normal'")
+    # The two lines of a label stand around its place.
+    text = base.mark_text(
+        aria=False,
+        align="left",
+        baseline="middle",
+        fontWeight=bold,
+        limit=_WIDEST,
+        dy=-_LABEL_LINE / 2,
     )
-    return [*marks, points, text]
-
-
-def _spread(wanted: Sequence[float], heights: Sequence[float], room: float) -> list[float]:
-    """The tops of labels from top to bottom, near the `wanted` ones: none overlaps the next, and
-    all are in the `room`, which holds them."""
-    tops, end = [], 0.0
-    for top, height in zip(wanted, heights, strict=True):
-        tops.append(max(top, end))
-        end = tops[-1] + height
-    end = room
-    for index in reversed(range(len(tops))):
-        tops[index] = min(tops[index], end - heights[index])
-        end = tops[index]
-    return tops
-
-
-def _wrap(name: str, percent: str) -> list[str]:
-    """A label in lines that fit in any font; a name that is too long for them loses its middle."""
-    shown, kept = " ".join(name.split()), len(name)
-    while len(lines := _break(f"{shown} {percent}", _WIDEST)) > _LINES:
-        kept -= 1
-        cut = f"{name[: kept - kept // 2]}\u2026{name[len(name) - kept // 2 :]}"
-        shown = " ".join(cut.split())
-    return lines
-
-
-def _break(words: str, widest: float) -> list[str]:
-    """Words in lines of at most so many ems, which end at a mark between words if there is one."""
-    lines, line = [], ""
-    for character in words:
-        if _measure(line + character) > widest:
-            end = max(line.rfind(mark) for mark in " +-_/") + 1 or len(line)
-            lines.append(line[:end].rstrip())
-            line = line[end:]
-        line += character
-    return [*lines, line]
-
-
-def _measure(words: str) -> float:
-    """Ems that some words take in the widest font."""
-    width = 0.0
-    for character in words:
-        large = _LARGE if character.isascii() else _FOREIGN
-        width += _SMALL if character in _SMALL_ONES else large
-    return width
+    label = text.encode(x=altair.XValue(_LABEL), y=place, text=altair.Text("label:N"))
+    return [leader.encode(x=x, x2=end, y=y, y2=altair.Y2("place:Q")), interval, points, label]

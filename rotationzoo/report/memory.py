@@ -114,11 +114,9 @@ def describe_memory(artifact: Artifact, measured: Measured | None, context: int)
 
 
 def _count_elements(layers: Iterable[Layer], sides: Iterable[str] = SIDES) -> int:
-    """The elements that some layers cache of one token on some sides."""
-    counts = {"key": 0, "value": 0, LATENT: 0}
+    """The elements that some layers cache of one token on some sides; all of them of latents."""
+    count, read = 0, {*sides, LATENT}
     for layer in layers:
-        for side in layer.sides:
-            counts[side] += layer.kv_heads * layer.dims[side]
-        counts[LATENT] += layer.rope_dim or 0
-    read = set(sides) | {LATENT}
-    return sum(count for side, count in counts.items() if side in read)
+        dims = [layer.dims[side] for side in layer.sides if side in read]
+        count += layer.kv_heads * sum(dims) + (layer.rope_dim or 0)
+    return count

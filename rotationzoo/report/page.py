@@ -49,11 +49,6 @@ class Badge:
     kind: Literal["good", "warning", "plain"]
     words: str
 
-    @property
-    def sign(self) -> str:
-        """A sign before the words, which says the same as their colour."""
-        return "\u2713" if self.kind == "good" else "!"
-
 
 @dataclass(frozen=True)
 class Report:
@@ -174,23 +169,17 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
         return None
     scale, unit = request.scale
     points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
+    title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
     for label, arm in arms.shown.items():
         share = kept_share(measured.exact.tasks, arm.tasks)
         if share is None:
             continue
         is_chosen = arm is arms.chosen
         is_less = arm.all_tasks is not None and arm.all_tasks.questions < exact.questions
+        words = percent(share) + "*" * is_less
         interval = decision.interval if is_chosen and decision is not None else None
-        point = Point(
-            name=label,
-            memory=request.arm_bits(arm, measured) * scale,
-            share=share,
-            percent=percent(share) + "*" * is_less,
-            accent=is_chosen,
-            interval=None if interval is None else (interval[0], interval[1]),
-        )
-        points.append(point)
-    title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
+        memory = request.arm_bits(arm, measured) * scale
+        points.append(Point(label, memory, share, words, is_chosen, interval))
     if any(point.percent.endswith("*") for point in points):
         title += "; *: of fewer questions"
     return Figure(title, draw_answers(points, unit))

@@ -34,56 +34,40 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def columns_of_arms() -> dict[str, Column]:
-    """Field of an arm -> its column, in the order in which tables show them."""
-    fields = ArmSummary.model_fields.items()
-    marks = [(name, mark) for name, field in fields for mark in field.metadata]
-    return {name: mark for name, mark in marks if isinstance(mark, Column)}
-
-
 def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
     """The cost of every arm, by the name that the reader sees."""
-    columns = columns_of_arms()
-    rows = []
-    for label, arm in arms.items():
-        cells = []
+    fields = ArmSummary.model_fields.items()
+    marks = [(name, mark) for name, field in fields for mark in field.metadata]
+    columns = {name: mark for name, mark in marks if isinstance(mark, Column)}
+    rows = [[label] for label in arms]
+    for row, arm in zip(rows, arms.values(), strict=True):
         for name, column in columns.items():
-            value: float | None = getattr(arm, name)
-            cells.append(number(value, column.format, arm.standard_error.get(name)))
-        rows.append([label, *cells])
+            row.append(number(getattr(arm, name), column.format, arm.standard_error.get(name)))
     return Table("cost", ["arm", *(column.title for column in columns.values())], rows)
-
-
-def recall_table(models: Mapping[str, Recall]) -> Table:
-    """The answers of the exact model and of every arm to all tasks."""
-    rows, most = [], models[EXACT].share
-    for label, recall in models.items():
-        answered = share_words(recall, most, 1, recall.standard_error.get("answered"))
-        error = recall.standard_error.get("log_probability")
-        rows.append([label, answered, nats(recall.log_probability, error)])
-    return Table("recall: all tasks", ["arm", "answered", "log probability"], rows)
-
-
-def task_table(tasks: Sequence[str], models: Mapping[str, Mapping[str, Score]]) -> Table:
-    """The answers of the exact model and of every arm to some `tasks`, one by one."""
-    rows = []
-    for label, scores in models.items():
-        rows.append([label, *(_score(scores[task], models[EXACT][task]) for task in tasks)])
-    return Table("recall by task", ["arm", *tasks], rows)
 
 
 def recall_tables(
     exact_tasks: Mapping[str, Score], exact: Recall | None, arms: Mapping[str, ArmSummary]
 ) -> list[Table]:
-    """Both tables, with the exact model in the first row; none where no arm was asked."""
-    asked = {label: arm.all_tasks for label, arm in arms.items() if arm.all_tasks is not None}
+    """The answers of the exact model, in the first row, and of every arm: to all tasks together,
+    and to each by itself. No tables where no arm was asked."""
+    models = [(label, arm.all_tasks, arm.tasks) for label, arm in arms.items()]
+    asked = [(label, recall, scores) for label, recall, scores in models if recall is not None]
     if exact is None or not asked:
         return []
     # Arms are asked the tasks that the exact model can do, which are the same for all.
     of_arms = {task for arm in arms.values() for task in arm.tasks}
     tasks = [task for task in exact_tasks if task in of_arms]
-    scores = {EXACT: exact_tasks} | {label: arms[label].tasks for label in asked}
-    return [recall_table({EXACT: exact, **asked}), task_table(tasks, scores)]
+    together, by_task = list[list[str]](), list[list[str]]()
+    for label, recall, scores in [(EXACT, exact, exact_tasks), *asked]:
+        answered = share_words(recall, exact.share, 1, recall.standard_error.get("answered"))
+        error = recall.standard_error.get("log_probability")
+        together.append([label, answered, nats(recall.log_probability, error)])
+        by_task.append([label, *(_score(scores[task], exact_tasks[task]) for task in tasks)])
+    return [
+        Table("recall: all tasks", ["arm", "answered", "log probability"], together),
+        Table("recall by task", ["arm", *tasks], by_task),
+    ]
 
 
 def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
@@ -94,11 +78,8 @@ def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
     rows = []
     for name, recall in recalls.items():
         scores = {score.from_: score for score in recall.by_distance}
-        cells = [name]
-        for most in recalls[EXACT].by_distance:
-            score = scores.get(most.from_)
-            cells.append(UNKNOWN if score is None else _score(score, most))
-        rows.append(cells)
+        pairs = [(scores.get(most.from_), most) for most in recalls[EXACT].by_distance]
+        rows.append([name, *(_score(*pair) for pair in pairs)])
     return Table("recall by distance", ["arm", *starts], rows)
 
 
@@ -166,7 +147,9 @@ def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
     return Table("paired comparisons", columns, rows)
 
 
-def _score(score: Score, most: Score) -> str:
+def _score(score: Score | None, most: Score) -> str:
+    if score is None:
+        return UNKNOWN
     return f"{share_words(score, most.share)} {score.log_probability:.1f}"
 
 

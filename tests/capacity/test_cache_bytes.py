@@ -7,8 +7,14 @@ from support.popular import PARAMETERS, shape_of
 from rotationzoo.capacity.shape import CachedLayer, Shape, Storage, longest_context, request_bytes
 from rotationzoo.codec.formats import FORMATS, SGLANG
 from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.geometry import Layer
 
 CONTEXT = 131072
+
+
+def layer(heads: int, dim: int) -> Layer:
+    return Layer(0, 0, heads, heads, dim, dim)
+
 
 # Bytes of a token in bf16: layers x 2 sides x KV heads x head dimension x 2 bytes.
 BF16 = {
@@ -53,7 +59,7 @@ def test_layers_with_a_sliding_window():
 def test_a_window_forgets_the_sink():
     """Exact tokens, counted one by one as `codec.layout` defines them, where nothing is
     forgotten yet; and the last ones only where the first are."""
-    shape, storage = Shape((CachedLayer(1, 8, 8, window=100),), 1, True), Storage(SGLANG, 4, 10)
+    shape, storage = Shape((CachedLayer(layer(1, 8), 100),), 1, True), Storage(SGLANG, 4, 10)
     for context in (3, 14, 50, 100):
         last = torch.tensor([context - 1])
         exact = CacheLayout(SGLANG, 4, 10).exact_for(last, context).sum().item()
@@ -87,7 +93,7 @@ def test_the_longest_context_fits_and_one_more_token_does_not(name, cache, forma
 
 
 def test_a_model_of_sliding_layers_alone_has_no_longest_context():
-    shape = Shape((CachedLayer(8, 128, 128, window=4096),) * 32, 1, False)
+    shape = Shape((CachedLayer(layer(8, 128), 4096),) * 32, 1, False)
     assert longest_context(shape, "bf16", 1 << 30, Storage()) is None
     assert longest_context(shape, "bf16", (1 << 29) - 1, Storage()) == 4096 - 1
 

@@ -54,7 +54,7 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
 def test_after_the_demos_own_prompt_it_is_asked_without_rotations(inside, made, named):
     rotations = str(made) if named else "none"
     shown = inside("generate", "demo", "--rotations", rotations, *SMALL)
-    following = "--rotations none" if named else "--prompt 'def ' --compare"
+    following = "--rotations none" if named else "--compare"
     assert shown.stderr.splitlines()[-1] == f"Next: rotationzoo generate demo {following}"
 
 
@@ -96,7 +96,7 @@ def test_the_exact_model_is_shown_after_the_text(inside, made):
     assert shown.stderr.endswith("; no rotation\nNext: rotationzoo calibrate demo\n")
     assert "stays exact" not in shown.stderr
     shown = inside(*words, "--rotations", made, "--max-new-tokens", "2")
-    assert "Note: the prompt stays exact, so 1,024 tokens of code come before it" in shown.stderr
+    assert "; so short a context stays exact" in shown.stderr
     assert shown.stdout.endswith("\nThe exact model writes the same 2 tokens.\n")
 
 

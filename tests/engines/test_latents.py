@@ -13,6 +13,7 @@ from support.oscar_files import refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
+from rotationzoo.checks import membership
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.absorb import absorb
@@ -23,7 +24,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS
 
 FITTED = "c_kv_rcov_phblock_g16"
@@ -111,7 +112,8 @@ def test_statistics_are_recovered_from_eigenvalues(write, models, moments):
     assert verify(artifact).ok
 
 
-def test_a_run_tells_a_member_from_a_stranger(write, models):
+def test_a_run_tells_a_member_from_a_stranger(write, models, monkeypatch):
+    monkeypatch.setattr(membership, "TEXT", Data(tokens=2048, length=256))
     folder = write()
     mine = check_membership(read(folder, models), Candidate(model=str(models / "mine")))
     assert not mine.foreign

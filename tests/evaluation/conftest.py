@@ -3,21 +3,18 @@
 from pathlib import Path
 
 import pytest
+from support.reports import short_probes
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.evaluation import probe
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import PRESETS
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_short_prompt():
-    """What is recorded for servers: four long prompts take a CPU 15 seconds. It holds for the
-    fixtures of a module too."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, number in (("PROMPTS", 1), ("PROMPT", 384), ("ANSWER", 4)):
-            patch.setattr(probe, name, number)
+    """For the fixtures of a module too."""
+    with short_probes():
         yield
 
 

@@ -2,7 +2,6 @@
 heads, beside plain attention computed query by query."""
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +16,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.metrics import Buckets, HeadSums, Metrics
+from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
@@ -231,7 +230,7 @@ def test_what_is_not_measured_is_null():
 
 
 def test_a_head_of_zeros_has_no_error():
-    sums = HeadSums(defaultdict(list))
+    sums = Metrics(Buckets((0, 3)), [0])
     output = torch.stack([torch.zeros(1, 3, 4), torch.ones(1, 3, 4)], dim=2)
-    sums.add_output(0, output, output)
-    assert sums.measure(0).output_error == [None, 0]
+    sums.add_heads(0, output, output)
+    assert sums.measure_heads(0).output_error == [None, 0]

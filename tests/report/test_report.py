@@ -173,7 +173,7 @@ def test_the_chart_has_every_arm_at_its_bytes_and_its_share(folder):
     assert rows["made"]["memory"] == pytest.approx(8192 * 512 * bits / 16 / 1e6)
     assert [name for name, row in rows.items() if row["accent"]] == ["made"]
     assert rows["made"]["interval"] == [0.6, 0.8]
-    assert rows["made"]["label"] == "made 69%"
+    assert rows["made"]["label"] == "made\n69%"
     assert "At 8,192 tokens in every layer, the cache takes" in " ".join(report.verdict.words)
 
 

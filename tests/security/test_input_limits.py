@@ -195,7 +195,6 @@ def test_the_card_of_a_model_is_read_within_limits(tmp_path, front):
         ("calibrate", "demo", "--dry-run", "--seed", 10**30),
         ("evaluate", "demo", "--tokens", 10**12),
         ("evaluate", "demo", "--questions", 10**12),
-        ("generate", "demo", "--prompt", "x", "--temperature", 1, "--seed", 10**30),
     ],
     ids=lambda words: " ".join(map(str, words[-2:])),
 )

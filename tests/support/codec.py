@@ -112,6 +112,8 @@ def source_on_cpu(monkeypatch, tmp_path) -> None:
 
 RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])
 many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+some = settings(many, max_examples=40)
+"""For a test of a dozen formats, each of which draws its own."""
 
 
 def restore(

@@ -2,15 +2,19 @@
 without a model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import Exact, MeasuredArm
 from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.evaluation import probe
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.geometry import Layer, geometry_json
@@ -194,6 +198,16 @@ def make_task(recall: dict, is_exact: bool = False) -> dict:
 
 def evaluate(evaluation: Evaluation, progress: Progress = silent, **through: Any) -> dict[str, Any]:
     return run_evaluation(evaluation, progress, **through).report()
+
+
+@contextmanager
+def short_probes() -> Iterator[None]:
+    """One short prompt is recorded for servers inside the block: four long ones take a CPU 15
+    seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, number in (("PROMPTS", 1), ("PROMPT", 384), ("ANSWER", 4)):
+            patch.setattr(probe, name, number)
+        yield
 
 
 def recall(correct: str, log_probabilities: list[float]) -> TaskRecall:

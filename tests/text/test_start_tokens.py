@@ -107,7 +107,7 @@ def test_a_loss_beyond_chance_is_a_warning(tmp_path, inside):
         weights["model.norm.weight"] *= 20
     artifact = calibrate(job(model, tmp_path / "out", recipe))
     assert any(says in note for note in artifact.manifest.notes)
-    words = "--tokens", "1024", "--length", "512", "--tasks", "none", "--windows", "64/64"
+    words = "--tokens", "512", "--length", "256", "--tasks", "none", "--windows", "64/64"
     for name, warns in ((model, True), ("demo", False)):
         judged = inside("evaluate", name, *words, "--json")
         notes = json.loads(judged.stdout)["notes"]
