@@ -24,7 +24,14 @@ from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.list import list_command
 from rotationzoo.cli.next_steps import remember_words
-from rotationzoo.cli.output import print_traceback, say, show_error, show_lines, start_output
+from rotationzoo.cli.output import (
+    Output,
+    print_traceback,
+    say,
+    show_error,
+    show_lines,
+    start_output,
+)
 from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.pull import pull_command
 from rotationzoo.cli.push import push_command
@@ -60,7 +67,7 @@ def journey_lines() -> list[str]:
     return [*lines, "", "All commands: rotationzoo --help"]
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
+_FUNCTIONS: dict[str, Callable[..., None]] = {
     "demo": demo_command,
     "plan": plan_command,
     "calibrate": calibrate_command,
@@ -113,6 +120,42 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(group).parameters.values())
+
+
+def _spread(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with each group of options that it takes replaced by these options. A group is a
+    parameter whose type is a class that is made of options. They follow the command's own, and
+    those of `Output` come last.
+
+    Flags are named as their parameters. Typer would also give each a flag `--no-...`.
+    """
+    declared, groups = _options_of(command), {}
+    for parameter in sorted(declared, key=lambda each: each.annotation is Output):
+        if inspect.isclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+    spread = [parameter for parameter in declared if parameter.name not in groups]
+    for group in groups.values():
+        spread += _options_of(group)
+    for parameter in spread:
+        known = get_args(parameter.annotation)[1]
+        if parameter.default is False and not known.param_decls:
+            known.param_decls = (f"--{parameter.name.replace('_', '-')}",)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {each.name: values.pop(each.name) for each in _options_of(group)}
+            values[name] = group(**own)
+        command(**values)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    named = [parameter.replace(kind=keyword) for parameter in spread]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return run
+
+
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly.
 
@@ -146,18 +189,11 @@ def _check_alone() -> None:
         )
 
 
-def _name_flags(command: Callable[..., None]) -> None:
-    """Name flags as their parameters. Typer would also give each a flag `--no-...`."""
-    for name, parameter in inspect.signature(command).parameters.items():
-        known = get_args(parameter.annotation)[1]
-        if parameter.default is False and not known.param_decls:
-            known.param_decls = (f"--{name.replace('_', '-')}",)
-
-
+COMMANDS = {name: _spread(command) for name, command in _FUNCTIONS.items()}
+"""The commands as Typer gets them, with every option in their signatures."""
 # What `serve` does not know goes to vLLM.
 _HANDED_ON = {"serve": {"ignore_unknown_options": True}}
 for _name, _command in COMMANDS.items():
-    _name_flags(_command)
     _settings = _HANDED_ON.get(_name)
     app.command(_name, cls=Command, context_settings=_settings)(_interruptible(_command))
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def export_command(
     artifact: options.ArtifactFolder,
+    out: Output,
     to: Annotated[EngineName | None, option("Engine", "--for", "--to")] = None,
     output: Annotated[
         Path | None, option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o")
@@ -46,8 +47,6 @@ def export_command(
         Path | None,
         option("Serve this model, which --absorb wrote for the same rotations.", metavar="FOLDER"),
     ] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
@@ -57,7 +56,6 @@ def export_command(
 
     rotationzoo export rotations/Qwen3-8B-oscar --absorb Qwen/Qwen3-8B -o Qwen3-8B-absorbed
     """
-    out = Output(json, quiet)
     if (to is None) == (absorb is None):
         raise UsageError(
             "export writes for one engine, or one model that carries the value rotation",

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rotationzoo.cli.options import Json, Quiet
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
 from rotationzoo.words import sentence, shortened
@@ -51,7 +52,7 @@ class Mode(Enum):
 class Output:
     """Prints the result and the notes of one command, in one of three modes."""
 
-    def __init__(self, json: bool = False, quiet: bool = False):
+    def __init__(self, json: Json = False, quiet: Quiet = False):
         self.mode = Mode.QUIET if quiet else Mode.HUMAN
         if json:
             self.mode = Mode.JSON

@@ -1,6 +1,6 @@
 """`rotationzoo regenerate`: make and publish new rotations for models that have changed."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 
 def regenerate_command(
+    signing: options.Signing,
+    machine: options.Machine,
+    out: Output,
     model: Annotated[
         str | None, argument("The model to make rotations for; none with --plan.")
     ] = None,
@@ -35,16 +38,8 @@ def regenerate_command(
     questions: Annotated[int, option("Questions per task and length.", min=1)] = 64,
     batch: Annotated[int, option("Rows per forward pass.", min=1)] = 4,
     to: Annotated[options.HubOrBoth | None, option("Publish to this hub.")] = None,
-    sign: options.SignWith = None,
-    adopt_index: options.AdoptIndex = False,
-    trust_config: options.TrustConfig = None,
-    device: options.Device = "auto",
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Make and publish new rotations where a model, or its recipe, has changed.
 
@@ -52,10 +47,9 @@ def regenerate_command(
 
     rotationzoo regenerate Qwen/Qwen3-8B --to huggingface --repo my-org/rotationzoo
     """
-    out = Output(json, quiet)
     hush_libraries(models=not plan)
     # Hours before it is needed, so that a wrong key stops the command at once.
-    signer = choose_signer(sign if to else NONE, adopt_index, trust_config)
+    signer = choose_signer(signing if to else replace(signing, sign=NONE))
     from rotationzoo.zoo.lookup import ZOO, load_published_index
     from rotationzoo.zoo.regenerate import find_due, find_recipe_file
 
@@ -87,9 +81,7 @@ def regenerate_command(
         str(recipe_file),
         batch=batch,
         revision=revision,
-        device=device,
-        device_map=device_map,
-        max_memory=max_memory,
+        **vars(machine),
     )
     evaluation = evaluation_job(
         model,
@@ -111,7 +103,9 @@ def regenerate_command(
         upload = prepare_upload(artifact, zoo)
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
-        _, places = publish(out, artifact, upload, destination, signer, anew=sign is not None)
+        _, places = publish(
+            out, artifact, upload, destination, signer, anew=signing.sign is not None
+        )
     show_regenerated(out, job.output, verdict, places)
     if places:
         out.suggest("list", "--repo", zoo)

@@ -75,7 +75,7 @@ class Demand:
 class SignatureOptions(TypedDict, total=False):
     """Options on signatures. Without any of these, a signature is checked if there is one."""
 
-    signers: Sequence[str]
+    signers: Sequence[str] | None
     """Who may have signed: identities, or files of public keys (`.pem`)."""
     issuer: str | None
     """Who vouches for the identities; not needed for workflows of GitHub."""
@@ -88,7 +88,7 @@ class SignatureOptions(TypedDict, total=False):
 def make_demand(**options: Unpack[SignatureOptions]) -> Demand:
     """The demand of a command's or a function's options. Raises `UsageError` for options that
     contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
-    named, issuer = options.get("signers", ()), options.get("issuer")
+    named, issuer = options.get("signers") or (), options.get("issuer")
     if isinstance(named, str):  # one signer, and not its letters
         named = [named]
     required = options.get("require_signature", False)
