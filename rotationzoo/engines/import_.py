@@ -20,7 +20,6 @@ from rotationzoo.engines.formats.oscar_pt_reader import latent_files
 from rotationzoo.engines.gather import Files, gather_files
 from rotationzoo.engines.import_geometry import find_geometry
 from rotationzoo.engines.objectives import describe
-from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
 from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL, recover_basis
@@ -164,7 +163,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
 
 
 def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str]]:
-    """The composition of the matrices as far as files state it or it is recognised, and remarks."""
+    """The composition of the matrices as far as the files state it, and remarks."""
     if LATENT in files:
         described = describe(files[LATENT])
         if described.group_size and described.group_size == group_size:
@@ -173,11 +172,17 @@ def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str
             "nothing says how the matrices were made; of OSCAR's tool for latents, which names its "
             "folder c_kv_rcov_phblock_g128, in its groups, they would be checked against a model"
         ]
-    composition, notes = recognise_composition(files["key"], files["value"], group_size)
+    stated = {describe(file).composition for file in files.values()}
+    if len(stated) > 1:
+        return GIVEN, [
+            f"keys and values have different compositions: {' and '.join(sorted(stated))}"
+        ]
+    (composition,) = stated
     if composition == "r_pbr_hblock" and group_size is None:
         unknown = "the composition depends on the group size, which the files do not say"
-        return GIVEN, [*notes, f"{unknown}: --group-size names it"]
-    return composition, notes
+        return GIVEN, [f"{unknown}: --group-size names it"]
+    unnamed = "the files name no composition that is known"
+    return composition, [unnamed] if composition == GIVEN else []
 
 
 def _measure(path: Path) -> dict[str, Any]:
