@@ -50,7 +50,7 @@ def regenerate_command(
     hush_libraries(models=not plan)
     # Hours before it is needed, so that a wrong key stops the command at once.
     signer = choose_signer(signing if to else replace(signing, sign=NONE))
-    from rotationzoo.zoo.lookup import ZOO, load_published_index
+    from rotationzoo.zoo.lookup import ZOO, find_index, read_index
     from rotationzoo.zoo.regenerate import find_due, find_recipe_file
 
     if model is None and not plan:
@@ -59,7 +59,8 @@ def regenerate_command(
     zoo = repo or ZOO
     # Even if both hubs are published to, the published rotations come from one index.
     hub = DEFAULT_HUB if to in (None, "both") else str(to)
-    zoo_index = load_published_index(index, zoo, hub)
+    named = None if index is None else find_index(index, zoo)
+    zoo_index = named or read_index(zoo, hub, must_exist=False)
     out.note(f"Read {zoo_index.origin}")
     if plan or model is None:
         models, unknown = find_due(configs, zoo_index.content)

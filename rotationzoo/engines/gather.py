@@ -1,5 +1,5 @@
 """Finding the rotation files to import: files that the user names, the one pair in a folder, or a
-folder of latents; and the checks that they belong together and are what their names say."""
+folder of latents; and the checks that they belong together."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,6 @@ Files = dict[str, RotationFile]
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.(pt|safetensors)")
 # Entries of `calibration` that agree in both files of one run.
 _SHARED = ("generation_id", "config_sha256", "model")
-_CLOSE = 1e-4  # the tolerance for an entry of a permutation or a Hadamard matrix
 _FETCH_AGAIN = "fetch both again"
 
 
@@ -105,8 +104,8 @@ def _pair_in(folder: Path) -> list[Path]:
 
 
 def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:
-    """Each reason why two files are no pair of orthogonal matrices for the same layers, or are not
-    what their names say, and what to do about it."""
+    """Each reason why two files are no pair of orthogonal matrices for the same layers, and what to
+    do about it."""
     # SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
     _, pending, _ = markers(key.path, value.path)
     if pending.exists():
@@ -125,32 +124,7 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
     for name in _SHARED:
         if key.calibration.get(name) != value.calibration.get(name):
             yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
-    free = {file.side for file in (key, value) if describe(file).composition in DATA_FREE}
-    for file in (key, value):
-        # A file may hold a data-free matrix if neither its content nor its name claims otherwise.
-        calibrated_name = re.search(r"_(qqt|ktk|sst|vtv)_", file.path.stem)
-        if file.side in free and not calibrated_name:
-            continue
-        for layer, matrix in file.content.rotation.items():
-            if kind := _data_free_kind(matrix):
-                named = "under the name of a calibrated one"
-                yield (
-                    f"{file.path.name} holds {kind} in layer {layer} {named}",
-                    "if that is what you want: "
-                    "rotationzoo calibrate MODEL --recipe hadamard (or identity)",
-                )
     # Only data-free rotations may be the same for keys and values.
-    if "key" not in free and all(torch.equal(matrices[i], others[i]) for i in matrices):
+    free = describe(key).composition in DATA_FREE
+    if not free and all(torch.equal(matrices[i], others[i]) for i in matrices):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
-
-
-def _data_free_kind(matrix: torch.Tensor) -> str | None:
-    """The name of `[.., D, D]` if all of it is data-free: the identity, a permutation up to
-    signs, or a Hadamard matrix in any order and with any signs. None otherwise."""
-    size = matrix.abs()
-    if ((size < _CLOSE) | ((size - 1).abs() < _CLOSE)).all():
-        is_identity = (matrix.diagonal(dim1=-2, dim2=-1) == 1).all()
-        return "the identity matrix" if is_identity else "a permutation"
-    # All entries of an orthogonal Hadamard matrix have the magnitude D^-0.5.
-    is_hadamard = ((size - matrix.shape[-1] ** -0.5).abs() < _CLOSE).all()
-    return "a Hadamard matrix" if is_hadamard else None

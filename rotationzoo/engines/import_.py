@@ -7,7 +7,7 @@ fitter's recipe, `oscar-v1`.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def import_(job: Import) -> Artifact:
     check_writable(job.output)
     files = gather_files(job.files, job.transposed)
     source, geometry = find_geometry(files, job.model, job.revision)
-    group_size = job.group_size or describe(next(iter(files.values()))).group_size
+    first = next(iter(files.values()))
+    group_size = job.group_size or describe(first).group_size
     check_group_size(group_size, head_dims(geometry))
     recipe, notes = _recipe_of(files, job, group_size)
     measured = {side: _measure(file.path) for side, file in files.items()}
@@ -84,7 +85,7 @@ def import_(job: Import) -> Artifact:
         return finished
     rotations = _rotations_of(files, recipe, geometry)
     statistics, unrecovered = _recover_statistics(rotations, recipe)
-    first = next(iter(files.values()))
+    seconds = round(time.monotonic() - started, 3)
     content = {
         "model": _model_content(source),
         "geometry": geometry_json(geometry),
@@ -100,12 +101,7 @@ def import_(job: Import) -> Artifact:
         },
         "identity": identity,
         "versions": library_versions(),
-        "run": {
-            "device": "cpu",
-            "dtype": None,
-            "seconds": round(time.monotonic() - started, 3),
-            "peak_memory_bytes": None,
-        },
+        "run": {"device": "cpu", "dtype": None, "seconds": seconds, "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": rotations.orthogonality_error},
     }
     hint = "fetch the files again, or ask who made them"
@@ -224,16 +220,14 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
         for side, file in files.items():
             content, dim = file.content, file.content.rotation[index].shape[-1]
             heads = layer.kv_heads if recipe.pooling == "head" else 1
-            sides[side] = Rotation(
-                matrix=_copy(content.rotation[index], heads, dim, dim),
-                clip=torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64),
-            )
+            clip = torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64)
+            beside = {}
             if index in content.eigenvalues:
-                values = _copy(content.eigenvalues[index], heads, dim)
-                sides[side] = replace(sides[side], eigenvalues=values)
+                beside["eigenvalues"] = _copy(content.eigenvalues[index], heads, dim)
             if index in content.mean:
-                mean = _copy(content.mean[index].float(), layer.kv_heads, dim)
-                sides[side] = replace(sides[side], mean=mean)
+                beside["mean"] = _copy(content.mean[index].float(), layer.kv_heads, dim)
+            matrix = _copy(content.rotation[index], heads, dim, dim)
+            sides[side] = Rotation(matrix=matrix, clip=clip, **beside)
         layers[index] = LayerRotations.of_sides(sides)
     return Rotations(layers)
 
@@ -249,10 +243,8 @@ def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages,
     error = rotations.orthogonality_error
     # `not <=` instead of `>`, because NaN must not pass.
     if not error <= ORTHOGONAL:
-        return {}, [
-            f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered "
-            "from them"
-        ]
+        off = f"the matrices are off orthogonality by {error:.0e}"
+        return {}, [f"{off}, so no statistics are recovered from them"]
     for layer, side, rotation in rotations.each() if recipe.has_eigenbasis else ():
         if rotation.eigenvalues is None:
             continue
@@ -260,12 +252,10 @@ def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages,
         moment = basis @ torch.diag_embed(rotation.eigenvalues.double()) @ basis.mT
         (kind,) = recipe.target_kinds(side)
         averages.setdefault(layer, {})[kind] = Average((moment + moment.mT) / 2)
-    if not averages and recipe.composition not in DATA_FREE:
-        return {}, [
-            "no statistics can be recovered: the files have no eigenvalues, or an unknown "
-            "composition"
-        ]
-    return averages, []
+    if averages or recipe.composition in DATA_FREE:
+        return averages, []
+    lacking = "the files have no eigenvalues, or an unknown composition"
+    return {}, [f"no statistics can be recovered: {lacking}"]
 
 
 def _model_content(source: Source | None) -> dict[str, Any]:
@@ -279,8 +269,5 @@ def _model_content(source: Source | None) -> dict[str, Any]:
 
 def _publishable(calibration: Mapping[str, Any]) -> dict[str, Any]:
     """A file's statement about its calibration, without the paths of the machine that made it."""
-    stated = dict(calibration)
-    for key, value in calibration.items():
-        if isinstance(value, str):
-            stated[key] = name_of(value)
-    return stated
+    names = {key: name_of(value) for key, value in calibration.items() if isinstance(value, str)}
+    return {**calibration, **names}

@@ -5,7 +5,7 @@ zoo of the same signer nor an older state passes for it."""
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
-from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.files import digest, disk_errors
 from rotationzoo.storage.files import replace as replace_file
@@ -14,7 +14,7 @@ from rotationzoo.storage.locks import locked
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
-from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.lookup import LoadedIndex, read_index
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.verify import OWNERS_HINT, Demand, Finding, Signed, check_signature
 
@@ -25,34 +25,16 @@ _RENEWAL = LIFETIME / 2
 """A push that changes nothing signs anew if the signature ends within this time."""
 
 
-@dataclass(frozen=True)
-class OwnIndex:
-    """The index of a repository as a push reads it, to extend it."""
-
-    hub: str
-    repo: str
-    content: Index
-    data: bytes | None = None
-    """The file as it was read. None if there is none."""
-    signature: bytes | None = None
-    revision: str | None = None
-    """Where it was read. None if there is no such repository: publishing creates it."""
+def read_own_index(hub_name: str, repo: str) -> LoadedIndex:
+    """The newest index of a repository with its signature, to extend it; empty if there is none.
+    Raises `HubError` if the hub cannot be read."""
+    loaded = read_index(repo, hub_name, must_exist=False)
+    return loaded if loaded.data is None else _with_signature(loaded)
 
 
-def read_own_index(hub_name: str, repo: str) -> OwnIndex:
-    """The newest index of a repository. Raises `HubError` if the hub cannot be read."""
-    hub = open_hub(hub_name)
-    try:
-        revision = hub.resolve(repo)
-    except HubError as error:
-        if not error.missing:
-            raise
-        return OwnIndex(hub_name, repo, Index())
-    data = hub.read(repo, revision, index.NAME)
-    if data is None:
-        return OwnIndex(hub_name, repo, Index(), revision=revision)
-    content = index.parse(data, f"{index.NAME} of {repo}")
-    return OwnIndex(hub_name, repo, content, data, hub.read(repo, revision, NAME), revision)
+def _with_signature(loaded: LoadedIndex) -> LoadedIndex:
+    hub = open_hub(str(loaded.hub))
+    return replace(loaded, signature=hub.read(str(loaded.repo), loaded.revision, NAME))
 
 
 @dataclass(frozen=True)
@@ -63,7 +45,7 @@ class IndexSigner:
     adopt: bool = False
     """Whether to sign entries that have another signer or none."""
 
-    def sign(self, before: OwnIndex, content: Index) -> tuple[Index, bytes]:
+    def sign(self, before: LoadedIndex, content: Index) -> tuple[Index, bytes]:
         """The extended index, `content`, with a new statement, and its signature.
 
         If nothing has changed, and the signature that was there does not end soon, both are what
@@ -85,7 +67,7 @@ class IndexSigner:
         self.check(before)  # now the signer of a keyless signature is known, too
         return (signed, signature) if lasting is None else (content, lasting)
 
-    def check(self, before: OwnIndex) -> None:
+    def check(self, before: LoadedIndex) -> None:
         """Raise `RotationZooError` if the earlier index is not signed by the same signer, as far as
         that is known before a signature is made.
 
@@ -115,7 +97,7 @@ def root_names(signed: bool) -> list[str]:
     return [*ROOT_FILES, NAME] if signed else list(ROOT_FILES)
 
 
-def check_unsigned_push(before: OwnIndex) -> None:
+def check_unsigned_push(before: LoadedIndex) -> None:
     """Raise `RotationZooError` if the index is signed: a push that does not sign it would leave a
     signature that is wrong."""
     if before.signature is not None:
@@ -136,9 +118,8 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     """
     if loaded.hub is None or loaded.repo is None:
         return None
-    signature = open_hub(loaded.hub).read(loaded.repo, loaded.revision, NAME)
-    own = OwnIndex(loaded.hub, loaded.repo, loaded.content, loaded.data, signature)
-    if signature is None and not demand.required:
+    own = _with_signature(loaded)
+    if own.signature is None and not demand.required:
         note = f"the index of {loaded.repo} is not signed: only what it lists may be"
         finding = Finding("unsigned", note)
     else:
@@ -146,7 +127,7 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     return finding if demand.required or demand.signers else None
 
 
-def _check(own: OwnIndex, demand: Demand, may_end: bool) -> Finding:
+def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     """Check a signature, its place, its last day unless it `may_end`, and if a signer is named,
     that no newer one was seen on this machine."""
     what, statement = f"the index of {own.repo}", own.content.statement
@@ -160,7 +141,7 @@ def _check(own: OwnIndex, demand: Demand, may_end: bool) -> Finding:
     if (statement.hub, statement.repo) != (own.hub, own.repo):
         signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
         raise RotationZooError(
-            f"{what} on {HUBS[own.hub].title} was signed for {signed_for}", hint=OWNERS_HINT
+            f"{what} on {HUBS[str(own.hub)].title} was signed for {signed_for}", hint=OWNERS_HINT
         )
     if _today() > date.fromisoformat(statement.expires):
         ended = f"the signature of {what} ended on {statement.expires}"
@@ -179,14 +160,14 @@ def _today() -> date:
     return datetime.now(UTC).date()
 
 
-def _next_statement(before: OwnIndex, last: Statement | None) -> Statement:
+def _next_statement(before: LoadedIndex, last: Statement | None) -> Statement:
     """The statement after the `last` one. The counter is the time in milliseconds where that is
     higher: it rises even if the last statement was lost."""
     counter = int(datetime.now(UTC).timestamp() * 1000)
     if last is not None:
         counter = max(counter, last.counter + 1)
     expires = (_today() + LIFETIME).isoformat()
-    return Statement(hub=before.hub, repo=before.repo, counter=counter, expires=expires)
+    return Statement(hub=str(before.hub), repo=str(before.repo), counter=counter, expires=expires)
 
 
 def _check_newest(statement: Statement) -> None:

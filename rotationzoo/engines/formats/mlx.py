@@ -15,8 +15,7 @@ from rotationzoo.engines.base import Launch, Options, Payload, SideMatrices
 from rotationzoo.engines.formats.reading import (
     as_mapping,
     check_layer,
-    check_one_group_size,
-    check_power_of_two,
+    check_limits,
     check_regular,
     check_tensor,
     objective_name,
@@ -32,8 +31,7 @@ METADATA = "metadata.json"
 
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what MLX cannot run."""
-    check_power_of_two("MLX", payload)
-    check_one_group_size("MLX", payload)
+    check_limits("MLX", payload, powers=True, groups=True)
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
