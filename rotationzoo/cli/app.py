@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, get_args
 import typer
 
 from rotationzoo import __version__
+from rotationzoo.cli import output
 from rotationzoo.cli.calibrate import calibrate_command
 from rotationzoo.cli.demo import demo_command
 from rotationzoo.cli.evaluate import evaluate_command
@@ -24,14 +25,6 @@ from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.list import list_command
 from rotationzoo.cli.next_steps import remember_words
-from rotationzoo.cli.output import (
-    Output,
-    print_traceback,
-    say,
-    show_error,
-    show_lines,
-    start_output,
-)
 from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.pull import pull_command
 from rotationzoo.cli.push import push_command
@@ -107,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
-    start_output()
+    output.start_output()
     # Before torch is loaded: on a busy machine, its threads that spin while they wait take the
     # processor from those that work, and commands take several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -132,7 +125,7 @@ def _spread(command: Callable[..., None]) -> Callable[..., None]:
     Flags are named as their parameters. Typer would also give each a flag `--no-...`.
     """
     declared, groups = _options_of(command), {}
-    for parameter in sorted(declared, key=lambda each: each.annotation is Output):
+    for parameter in sorted(declared, key=lambda each: each.annotation is output.Output):
         if inspect.isclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
     spread = [parameter for parameter in declared if parameter.name not in groups]
@@ -200,7 +193,7 @@ for _name, _command in COMMANDS.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(__version__)
+        output.say(__version__)
         raise typer.Exit()
 
 
@@ -216,7 +209,7 @@ def _common_options(
 ) -> None:
     """Options that stand before the command. Without a command, show what there is to do."""
     if context.invoked_subcommand is None:
-        show_lines(*journey_lines())
+        output.show_lines(*journey_lines())
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:
@@ -225,13 +218,13 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
     With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are the command line's.
     """
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
-        print_traceback(error)
+        output.print_traceback(error)
     known = _known_error(error)
     if isinstance(known, Interrupted) and known.hint is None:
         known.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
     if str(known):
         # The words are searched because parsing the options may be what failed.
-        show_error(known, as_json="--json" in words)
+        output.show_error(known, as_json="--json" in words)
     return known.exit_code
 
 

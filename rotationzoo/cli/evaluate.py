@@ -214,18 +214,14 @@ def _say_evaluation(report: "Measured", details: bool) -> None:
 
 
 def _say_details(report: "Measured") -> None:
-    from rotationzoo.report.conditions import (
-        ABOUT_BITS,
-        describe_arms,
-        describe_prefill,
-        describe_recall,
-    )
+    from rotationzoo.report import conditions
     from rotationzoo.report.tables import evaluation_tables
 
     tokens = f"{counted(report.tokens, 'token')} from position {report.first_position} on"
     text = f"{tokens} in {counted(report.text.rows, 'text')}"
     exact = f"exact perplexity {report.exact.perplexity:.4f}"
-    say(f"{report.model}, {text}, format {report.format}{describe_prefill(report)}; {exact}")
+    format = f"format {report.format}{conditions.describe_prefill(report)}"
+    say(f"{report.model}, {text}, {format}; {exact}")
     for number, window in enumerate(report.windows):
         if number:
             say("")
@@ -233,10 +229,10 @@ def _say_details(report: "Measured") -> None:
         for table in evaluation_tables(report, window):
             show_table(table, apart=True)
     say("")
-    say(*describe_recall(report))
+    say(*conditions.describe_recall(report))
     say("±: standard error over texts, paired with the exact model")
-    say(f"{ABOUT_BITS}; bits here: at {report.text.length:,}")
-    say(*describe_arms(report.window.arms.values()))
+    say(f"{conditions.ABOUT_BITS}; bits here: at {report.text.length:,}")
+    say(*conditions.describe_arms(report.window.arms.values()))
     say("")
 
 

@@ -31,7 +31,7 @@ def import_command(
     transposed: Annotated[bool, option("They hold the matrices transposed.")] = False,
     restart: options.Restart = False,
 ) -> None:
-    """Make an artifact of files that others published: OSCAR's .pt, MLX's safetensors, GGUF.
+    """Make an artifact of files that others published: OSCAR's .pt files, GGUF.
 
     rotationzoo import k_rotation_qqt_r_h_pbr.pt v_rotation_sst_r_h_pbr.pt --model
     Qwen/Qwen3-4B-Thinking-2507

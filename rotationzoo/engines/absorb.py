@@ -9,13 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.weight_edits import (
-    Change,
-    Transform,
-    multiply_columns,
-    multiply_rows,
-    write_changed_copy,
-)
+from rotationzoo.engines import weight_edits as edits
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, cached_layers, has_latents, same_shapes
 from rotationzoo.linalg.compositions import invert
@@ -29,7 +23,7 @@ from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerp
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
 
-Changes = dict[str, Change]
+Changes = dict[str, edits.Change]
 """Parameter name -> its change."""
 
 
@@ -53,12 +47,12 @@ def rotation_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> C
         matrix = artifact.rotations[layer.index].value.matrix.double()
         matrix = matrix.expand(layer.kv_heads, -1, -1)
         for part, tensor in model.get_submodule(value).named_parameters():  # weight and bias
-            changes[f"{value}.{part}"] = Change(tensor.shape, multiply_rows(matrix))
+            changes[f"{value}.{part}"] = edits.Change(tensor.shape, edits.multiply_rows(matrix))
         shape = model.get_parameter(f"{output}.weight").shape
         # The output projection has a block of columns per query head. With GQA, the query heads of
         # a group all undo the matrix of the same KV head.
         inverse = invert(matrix).repeat_interleave(layer.group, 0)
-        changes[f"{output}.weight"] = Change(shape, multiply_columns(inverse))
+        changes[f"{output}.weight"] = edits.Change(shape, edits.multiply_columns(inverse))
     return changes
 
 
@@ -80,21 +74,23 @@ def _latent_changes(
         left, _, right = torch.linalg.svd(artifact.rotations[layer.index].key.matrix[0].double())
         matrix, path = left @ right, paths[layer.index]
         for part, tensor in model.get_submodule(f"{path}.{DOWN}").named_parameters():
-            changes[f"{path}.{DOWN}.{part}"] = Change(tensor.shape, _rotate_first_rows(matrix))
+            changes[f"{path}.{DOWN}.{part}"] = edits.Change(
+                tensor.shape, _rotate_first_rows(matrix)
+            )
         norm, up = f"{path}.{NORM}.weight", f"{path}.{UP}.weight"
-        changes[norm] = Change(model.get_parameter(norm).shape, torch.ones_like)
+        changes[norm] = edits.Change(model.get_parameter(norm).shape, torch.ones_like)
         shape = model.get_parameter(up).shape
-        changes[up] = Change(shape, _read_rotated(matrix), reads=norm)
+        changes[up] = edits.Change(shape, _read_rotated(matrix), reads=norm)
     return changes
 
 
-def _rotate_first_rows(matrix: torch.Tensor) -> Transform:
+def _rotate_first_rows(matrix: torch.Tensor) -> edits.Transform:
     """Rotate the latent that a projection computes, and leave the key with RoPE after it."""
     rank = len(matrix)
     return lambda tensor: torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
 
 
-def _read_rotated(matrix: torch.Tensor) -> Transform:
+def _read_rotated(matrix: torch.Tensor) -> edits.Transform:
     """Read rotated latents that lack the scales of their norm."""
     return lambda weight, scales: (weight * scales) @ matrix
 
@@ -137,7 +133,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
             f"{artifact.folder} was made for other weights than {model} has", hint=calibrate
         )
     record_of = partial(record_text, artifact, source)
-    write_changed_copy(source, changes, record_of, output, progress)
+    edits.write_changed_copy(source, changes, record_of, output, progress)
     return output
 
 

@@ -20,16 +20,8 @@ from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.absorbed import RECORD, model_words, read_record
-from rotationzoo.storage import strict_json
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of, write_new
-from rotationzoo.storage.folders import (
-    carry_over,
-    check_name,
-    check_writable,
-    install,
-    recover,
-    temporary_sibling,
-)
 from rotationzoo.words import change, percent
 
 
@@ -42,7 +34,7 @@ class _Record(strict_json.Strict):
 
 def check_target(target: Path) -> None:
     """Raise `RotationZooError` if the target exists and no export wrote it."""
-    check_name(target)
+    folders.check_name(target)
     if not target.exists():
         return
     is_empty = target.is_dir() and not any(target.iterdir())
@@ -61,8 +53,8 @@ def install_export(work: Path, target: Path) -> None:
     if target.is_dir():
         written = {path.name for path in work.iterdir()}
         replaced = {*written, *_earlier_files(target), *earlier_markers(target)}
-        carry_over(target, work, replaced)
-    install(work, target)
+        folders.carry_over(target, work, replaced)
+    folders.install(work, target)
 
 
 def _earlier_files(target: Path) -> list[str]:
@@ -135,9 +127,9 @@ def export(artifact: Artifact, request: Request) -> Exported:
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
     # A killed export may have left the previous folder set aside.
-    recover(target)
+    folders.recover(target)
     check_target(target)
-    check_writable(target)
+    folders.check_writable(target)
     if problems := verify(artifact).problems:
         raise RotationZooError(
             f"{artifact.folder} is not exported: {problems[0]}",
@@ -149,7 +141,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
         changed_model = check_absorbed(artifact, request.absorbed)
     payload = assemble_payload(artifact, settled, changed_model)
     engine.check_payload(payload)
-    with disk_errors(target), temporary_sibling(target) as work:
+    with disk_errors(target), folders.temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, request.options)
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
         if settled.pooled and artifact.rotations.per_head:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rotationzoo.engines.formats import mlx, oscar_pt_reader
+from rotationzoo.engines.formats import oscar_pt_reader
 from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.engines.objectives import describe
 from rotationzoo.engines.rotation_file import RotationFile, check_matrices, normalise
@@ -18,8 +18,8 @@ from rotationzoo.rotations import LATENT, SIDES
 Files = dict[str, RotationFile]
 """Side -> its file: `key` and `value`, or `latent`."""
 
-# The default names of `.pt` and MLX files. A GGUF file is found only if the user names it.
-_NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.(pt|safetensors)")
+# The default names of `.pt` files. A GGUF file is found only if the user names it.
+_NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
 # Entries of `calibration` that agree in both files of one run.
 _SHARED = ("generation_id", "config_sha256", "model")
 _FETCH_AGAIN = "fetch both again"
@@ -56,8 +56,6 @@ def _read_latents(folder: Path, transposed: bool) -> RotationFile:
 
 def _read_file(path: Path) -> list[RotationFile]:
     """The sides in one file. A GGUF file holds both, any other file one."""
-    if path.suffix == ".safetensors":
-        return [mlx.read_safetensors(path)]
     if path.suffix == ".gguf":
         from rotationzoo.engines.formats.gguf_file import read_gguf
 

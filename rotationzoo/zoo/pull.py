@@ -21,15 +21,8 @@ from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
+from rotationzoo.storage import files as storage
 from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import (
-    child,
-    disk_errors,
-    regular_file,
-    sha256,
-    size_of,
-    write_new,
-)
 from rotationzoo.storage.folders import check_name, install, recover, temporary_sibling
 from rotationzoo.storage.growth import size_of_all, tell_growth
 from rotationzoo.writer import remember
@@ -96,13 +89,13 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
     if lock is not None and recorded is not None and lock.revision == revision:
         return Pulled(target, entry, copy, revision, recorded, [note])
     _check_target(target, entry)
-    with disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
+    with storage.disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
         sizes = _find_sizes(entry, copy, revision)
         downloaded = _download_files(copy, revision, sizes, work, progress)
         files = {}
         for name, listed in entry.files.items():
             path = downloaded / name
-            files[name] = File(size=path.stat().st_size, sha256=sha256(path))
+            files[name] = File(size=path.stat().st_size, sha256=storage.sha256(path))
             earlier = lock.files.get(name, listed) if lock else listed
             if not {listed.sha256, earlier.sha256} <= {None, files[name].sha256}:
                 raise RotationZooError(
@@ -113,7 +106,7 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
                 )
             check_matrices(read_pt(path))
         made = Lock(repo=copy.repo, revision=revision, files=files)
-        write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
+        storage.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
         install(downloaded, target)
     hashes = {name: file.sha256 or "" for name, file in files.items()}
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
@@ -220,10 +213,10 @@ def pull(
         return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
     _check_target(target, entry)
     revision = revision or hub.resolve(copy.repo)
-    with disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
+    with storage.disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = _download_files(copy, revision, sizes, work, progress)
-        hashes = {name: sha256(downloaded / name) for name in entry.files}
+        hashes = {name: storage.sha256(downloaded / name) for name in entry.files}
         for name, file in entry.files.items():
             if hashes[name] != file.sha256:
                 raise RotationZooError(
@@ -261,7 +254,7 @@ def _cache_folder(copy: Copy, revision: str | None) -> Path:
     from huggingface_hub import cached_assets_path
 
     place = cached_assets_path("rotationzoo", namespace=copy.hub, subfolder=copy.repo)
-    return child(place, f"{revision or 'unpinned'}/{copy.path}")
+    return storage.child(place, f"{revision or 'unpinned'}/{copy.path}")
 
 
 def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
@@ -275,13 +268,13 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
     recover(folder)
     for name, file in listed.items():
         try:
-            path = regular_file(folder, name)
+            path = storage.regular_file(folder, name)
         except RotationZooError:
             return None
         # Compare sizes first: hashing a file of the wrong size would waste time.
-        if size_of(path) != file.size:
+        if storage.size_of(path) != file.size:
             return None
-        hashes[name] = sha256(path)
+        hashes[name] = storage.sha256(path)
         if hashes[name] != file.sha256:
             return None
     return hashes
@@ -322,5 +315,5 @@ def _download_files(
     # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
     clean.mkdir()
     for name in sizes:
-        regular_file(raw, copy.path_of(name)).rename(child(clean, name))
+        storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))
     return clean

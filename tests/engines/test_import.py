@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from scipy.linalg import hadamard as sylvester
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported
@@ -196,21 +195,7 @@ def test_tables_that_only_vllm_reads(pair, shape):
     assert torch.equal(stored_rotations(artifact)["layers.4.value.rotation"][0], expected)
 
 
-def test_mlx_files_are_transposed_back(tmp_path):
-    """As mlx-lm writes them: M with x @ M^T, and no word of the composition."""
-    folder = tmp_path / "mlx"
-    folder.mkdir()
-    for name, side in (("k_rotation", "key"), ("v_rotation", "value")):
-        matrices = [published(moment)[0].T.contiguous() for moment in MOMENTS[side].values()]
-        tensors = {f"layer_{i}": matrix for i, matrix in enumerate(matrices)}
-        save_file(tensors, folder / f"{name}.safetensors")
-    read = stored_rotations(import_(Import([folder], tmp_path / "imported")))
-    assert torch.equal(read["layers.2.key.rotation"][0], published(MOMENTS["key"][2])[0])
-    save_file({"rotation": torch.eye(DIM)}, folder / "k_rotation.safetensors")
-    assert "one matrix for all layers" in refused(import_, Import([folder], tmp_path / "other"))
-
-
-@pytest.mark.parametrize("engine", ["sglang", "vllm-oscar", "mlx", "llama.cpp"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm-oscar", "llama.cpp"])
 @pytest.mark.parametrize("centered", [False, True])
 def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
     recipe = OSCAR.model_copy(update={"center_keys": centered})
@@ -229,8 +214,6 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
                 assert torch.equal(matrix, two.content.rotation[i])
                 assert not one.content.mean or torch.equal(one.content.mean[i], two.content.mean[i])
             assert one.calibration == two.calibration, "what was known of the calibration is kept"
-        elif name.endswith(".safetensors"):
-            assert (done.path / name).read_bytes() == (again.path / name).read_bytes()
         elif name.endswith(".gguf"):
             rows = torch.randn(1, 4, 32).numpy()
             first, second = (

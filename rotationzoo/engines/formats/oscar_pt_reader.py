@@ -14,14 +14,7 @@ from typing import Any
 import torch
 
 from rotationzoo.engines.base import SideMatrices
-from rotationzoo.engines.formats.reading import (
-    as_mapping,
-    check_layer,
-    check_regular,
-    check_tensor,
-    objective_name,
-    primitives,
-)
+from rotationzoo.engines.formats import reading
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
@@ -50,15 +43,15 @@ def read_pt(path: Path) -> RotationFile:
     each other.
     """
     table, entries = _load(path)
-    objective = objective_name(table.get("objective"))
+    objective = reading.objective_name(table.get("objective"))
     content = SideMatrices(objective=objective, **_tensors(path, entries))
     version = "V2" if content.per_head else "V1"
     if content.mean or table.get("format_version") == 3:
         version = "V3"
     if "layers" not in table:
         version = "tensors"
-    side = _side(path, objective, as_mapping(table.get("transform")))
-    return RotationFile(path, version, side, content, primitives(table.get("calibration")))
+    side = _side(path, objective, reading.as_mapping(table.get("transform")))
+    return RotationFile(path, version, side, content, reading.primitives(table.get("calibration")))
 
 
 def latent_files(folder: Path) -> list[Path]:
@@ -77,7 +70,7 @@ def read_latents(folder: Path) -> RotationFile:
     entries: _Entries = {}
     folder = folder.resolve()
     for path in latent_files(folder):
-        layer = check_layer(path, path.stem.removeprefix("layer_"))
+        layer = reading.check_layer(path, path.stem.removeprefix("layer_"))
         if layer in entries:
             raise RotationZooError(f"{folder.name} has layer {layer} twice")
         entries |= _load(path, layer)[1]
@@ -92,13 +85,13 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
     Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
     bytes can ask for terabytes.
     """
-    check_regular(path)
+    reading.check_regular(path)
     try:
         _check_archive(path)
         on_meta = torch.load(path, map_location="meta", weights_only=True)
         _check_sizes(path, _entries(path, on_meta, layer))
         content = torch.load(path, map_location="cpu", weights_only=True)
-        table, entries = as_mapping(content), _entries(path, content, layer)
+        table, entries = reading.as_mapping(content), _entries(path, content, layer)
         of_latents = entries.get(layer, {}) if layer is not None else {}
         # The inverse transposed of an orthogonal matrix is itself.
         if _are_equal(of_latents.get("rotation"), of_latents.get("q_rotation")):
@@ -111,7 +104,7 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
             hint="do not use it; files that need to run code when they are opened are refused",
         ) from error
     # OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
-    declared = as_mapping(table.get("transform")).get("orthogonal") is not False
+    declared = reading.as_mapping(table.get("transform")).get("orthogonal") is not False
     if not declared or any(name in entry for entry in entries.values() for name in _COMPANIONS):
         raise RotationZooError(
             f"{path.name} holds rotations that are not orthogonal, with a second matrix for "
@@ -170,11 +163,11 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
     """
     if layer is not None:  # alone in its file, and its mean may have another name
         content = {layer: content}
-        if "mean" in as_mapping(content[layer]):
+        if "mean" in reading.as_mapping(content[layer]):
             content[layer] = {**content[layer], "k_mean": content[layer]["mean"]}
     if isinstance(content, torch.Tensor) and content.ndim == 3:
         content = dict(enumerate(content))
-    table = as_mapping(as_mapping(content).get("layers", content))
+    table = reading.as_mapping(reading.as_mapping(content).get("layers", content))
     entries: _Entries = {}
     for name, entry in table.items():
         number = _layer_number(name)
@@ -187,7 +180,7 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
         if number in entries:
             raise RotationZooError(f"{path.name} has layer {number} twice")
         stated = _layer_number(entry.get("layer_id", number))
-        if stated != check_layer(path, number):
+        if stated != reading.check_layer(path, number):
             says = "no layer" if stated is None else f"layer {stated}"
             raise RotationZooError(
                 f"{path.name}: the entry of layer {number} says that it is {says}"
@@ -219,7 +212,7 @@ def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]
                 f"{path.name} has no {name} for layer {without[0]}, and has for others"
             )
         for layer, tensor in tables[name].items():
-            check_tensor(path, f"{name} of layer {layer}", tensor)
+            reading.check_tensor(path, f"{name} of layer {layer}", tensor)
     if not tables["rotation"]:
         raise RotationZooError(f"{path.name} is no rotation file: it has no rotation")
     return tables

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
-from rotationzoo.network.huggingface_session import (
-    BrokenAnswer,
-    asking_huggingface,
-    describe_failure,
-    status_of,
-)
+from rotationzoo.network import huggingface_session as session
 from rotationzoo.network.limits import NETWORK_HINT, save_chunks
 from rotationzoo.network.tokens import huggingface_token, redact
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Publication, Published
@@ -45,7 +40,7 @@ def _as_hub_error(
 ) -> HubError:
     from huggingface_hub import errors as client_errors
 
-    status = status_of(error)
+    status = session.status_of(error)
     if isinstance(error, client_errors.RevisionNotFoundError):
         return HubError(f"{where} has no revision {revision}", hint=SPELLING_HINT, missing=True)
     if isinstance(error, client_errors.EntryNotFoundError):
@@ -61,7 +56,7 @@ def _as_hub_error(
         return HubError(f"{where} refused access", hint=_LOGIN_HINT)
     if status is not None:
         return HubError(f"{where} answered {status}", hint=NETWORK_HINT)
-    if isinstance(error, BrokenAnswer) or _is_of_transport(error):
+    if isinstance(error, session.BrokenAnswer) or _is_of_transport(error):
         kind = type(error.__cause__ or error).__name__
         return HubError(f"{where} broke off its answer ({kind})", hint=NETWORK_HINT)
     if isinstance(error, OSError):
@@ -93,10 +88,10 @@ class HuggingFace(Hub):
 
     @staticmethod
     def may_pass(error: Exception) -> bool:
-        status = status_of(error)
+        status = session.status_of(error)
         if status is not None:
             return status in (408, 429) or status >= 500
-        if isinstance(error, BrokenAnswer):
+        if isinstance(error, session.BrokenAnswer):
             return True
         # These failures have already used up the time limit of a call.
         has_waited = type(error).__name__.startswith(("Connect", "ReadTimeout"))
@@ -255,13 +250,14 @@ class HuggingFace(Hub):
 
         where = f"{repo} on Hugging Face"
         try:
-            with asking_huggingface(self.api.endpoint, repeats=True):
+            with session.asking_huggingface(self.api.endpoint, repeats=True):
                 yield
         except RotationZooError:
             raise
         except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
             hint = "check HF_HUB_OFFLINE and the network, then run the same command again"
-            raise HubError(f"{where}: {describe_failure(error, None)}", hint=hint) from error
+            failure = session.describe_failure(error, None)
+            raise HubError(f"{where}: {failure}", hint=hint) from error
         except Exception as error:  # the client, its transport and the disk raise their own types
             raise _as_hub_error(error, where, revision, self.token) from error
 
