@@ -23,6 +23,7 @@ from rotationzoo.cli.generate import generate_command
 from rotationzoo.cli.help import Command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
+from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.list import list_command
 from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.plan import plan_command
@@ -159,6 +160,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         try:
             _check_alone()
+            hush_libraries()
             command(**options)
             sys.stdout.flush()  # now, while the error of a full disk can still be reported
         except KeyboardInterrupt as error:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.budget import Budget
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, shell_line, show_artifact, suggest_step, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
@@ -95,7 +94,6 @@ def calibrate_command(
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate_view import show_plan
 
-    hush_libraries()
     job = calibration_job(model, options.follow_link(output), recipe, **vars(settings))
     engine = settings.engine
     if engine and recipe is None and job.recipe.name != "oscar":  # which nobody need know

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import Restart, follow_link, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
@@ -49,7 +48,6 @@ def demo_command(
     from rotationzoo.recipe import Data
     from rotationzoo.recipe.loading import load
 
-    hush_libraries()
     folder = follow_link(output) or Path("rotations") / MODEL
     job = Job(MODEL, load(RECIPE), folder, restart=restart, fit_length=True)
     with show_progress(out) as progress:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, retyped, shell_line, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, show_table
@@ -89,7 +88,6 @@ def evaluate_command(
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
-    hush_libraries()
     settings = vars(measures) | {
         "tasks": options.parse_tasks(measures.tasks),
         "lengths": options.parse_lengths(measures.lengths),

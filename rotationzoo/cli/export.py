@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.cli.progress_bar import show_progress
@@ -72,7 +71,6 @@ def export_command(
                 "--absorb goes with --output alone",
                 hint="give the other options with --for",
             )
-        hush_libraries()
         from rotationzoo.engines.absorb import absorb as write_absorbed
         from rotationzoo.storage.folders import check_writable
 

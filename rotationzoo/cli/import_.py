@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, show_artifact, suggest_step, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
@@ -36,7 +35,6 @@ def import_command(
     rotationzoo import k_rotation_qqt_r_h_pbr.pt v_rotation_sst_r_h_pbr.pt --model
     Qwen/Qwen3-4B-Thinking-2507
     """
-    hush_libraries(models=model is not None)
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.storage.folders import default_output
 

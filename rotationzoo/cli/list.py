@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import UNKNOWN, change, counted, percent
@@ -31,7 +30,6 @@ def list_command(
 
     rotationzoo list --repo my-org/rotationzoo --html zoo.html
     """
-    hush_libraries(models=False)
     from rotationzoo.zoo.lookup import find_index
 
     zoo_index = find_index(index, repo, from_)

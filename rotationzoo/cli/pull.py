@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
@@ -38,7 +37,6 @@ def pull_command(
 
     rotationzoo pull Qwen/Qwen3-8B --for sglang
     """
-    hush_libraries(models=to is not None)
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
@@ -105,7 +104,6 @@ def push_command(
 
     rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
     """
-    hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, prepare_upload
     from rotationzoo.zoo.signed_index import root_names

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.library_logs import SHELL
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, show_lines
 
@@ -37,8 +37,6 @@ def serve_command(
     rotationzoo serve Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --max-model-len 131072
     """
     handed_on = vllm_options or []
-    environment = {**os.environ}  # of the server, whose logs are not hushed
-    hush_libraries()
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers
     from rotationzoo.model.compatibility import check_weights
@@ -81,4 +79,4 @@ def serve_command(
     line = shlex.join(words)
     out.result({"command": words}, line, lambda: show_lines(line))
     if not dry_run:
-        os.execvpe(words[0], words, environment)
+        os.execvpe(words[0], words, SHELL)

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, Device, option
 from rotationzoo.cli.output import Output, say
@@ -26,7 +25,6 @@ def validate_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.kernel import check_device, validate_kernel
 
-    hush_libraries(models=False)
     opened = Artifact.open(artifact)
     check_device(artifact, device)
     with show_progress(out) as progress:

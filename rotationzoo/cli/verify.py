@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Mode, Output, say
@@ -47,7 +46,6 @@ def verify_command(
     demand = make_demand(**vars(signatures))
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
-    hush_libraries(models=run)
     verification = verify(opened, model, revision)
     finding, refusal = None, None
     if verification.ok or verification.only_misfits:  # damage says enough of a signature

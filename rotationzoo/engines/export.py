@@ -15,7 +15,6 @@ from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Launch, Payload, load_engine
-from rotationzoo.engines.formats.oscar_pt import earlier_markers
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
@@ -52,7 +51,9 @@ def install_export(work: Path, target: Path) -> None:
     """
     if target.is_dir():
         written = {path.name for path in work.iterdir()}
-        replaced = {*written, *_earlier_files(target), *earlier_markers(target)}
+        # SGLang's own calibration marks what it has written, or is writing, in such files.
+        marks = [path.name for path in target.glob(".oscar_*.json")]
+        replaced = {*written, *_earlier_files(target), *marks}
         folders.carry_over(target, work, replaced)
     folders.install(work, target)
 
@@ -155,8 +156,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
             # safetensors makes files private to their owner; a server may run as another user.
             path.chmod(0o644)
         check_target(target)  # again: writing took time, in which something may have appeared
-        with launch.while_replaced():
-            install_export(work, target)
+        install_export(work, target)
     return exported
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from rotationzoo.engines.formats import oscar_pt_reader
-from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.engines.objectives import describe
 from rotationzoo.engines.rotation_file import RotationFile, check_matrices, normalise
 from rotationzoo.errors import RotationZooError
@@ -104,14 +103,11 @@ def _pair_in(folder: Path) -> list[Path]:
 def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:
     """Each reason why two files are no pair of orthogonal matrices for the same layers, and what to
     do about it."""
-    # SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
-    _, pending, _ = markers(key.path, value.path)
-    if pending.exists():
-        yield (
-            f"{pending.parent} holds a pair that is being written, or was left half-written "
-            f"({pending.name})",
-            "let the server or export that wrote it finish, or run it again",
-        )
+    # SGLang's own calibration replaces a pair file by file, and marks the folder meanwhile.
+    for pending in key.path.parent.glob(".oscar_*.pending.json"):
+        written = "a pair that is being written, or was left half-written"
+        finish = "let the server that writes it finish, or remove that file"
+        yield f"{pending.parent} holds {written} ({pending.name})", finish
     for file in (key, value):
         check_matrices(file)
     matrices, others = key.content.rotation, value.content.rotation

@@ -44,9 +44,10 @@ def listed_name(model: Model) -> str:
     if name.lower() != DEMO_NAME:
         return name
     demo = Source(DEMO_NAME, DEMO, None)
-    actual = hash_config(demo.folder), weights_fingerprint(demo)
-    recorded = model.config_sha256, model.weights_fingerprint
-    if any(found not in (None, known) for found, known in zip(recorded, actual, strict=True)):
+    if model.config_sha256 not in (
+        None,
+        hash_config(demo.folder),
+    ) or model.weights_fingerprint not in (None, weights_fingerprint(demo)):
         raise RotationZooError(
             f"a folder called {name} is listed as the model that comes with rotationzoo, which it "
             "is not",

@@ -25,18 +25,18 @@ def check_limits(
     """Raise `RotationZooError` for what an engine cannot run: heads whose dimension is no power of
     two, keys and values that differ in dimension, or groups that no one size describes, which are
     whole heads of different dimensions."""
-    dims, problem = sorted(payload.head_dims), None
+    dims, problems = sorted(payload.head_dims), []
     if powers and (others := [dim for dim in dims if dim & (dim - 1)]):
-        problem = f"cannot run head dimension {others[0]}: only powers of two"
+        problems.append(f"cannot run head dimension {others[0]}: only powers of two")
     for layer in cached_layers(payload.geometry):
         if equal and layer.key_dim != layer.value_dim:
             values = f"values of dimension {layer.value_dim}"
-            problem = f"cannot run keys of dimension {layer.key_dim} with {values}"
+            problems.append(f"cannot run keys of dimension {layer.key_dim} with {values}")
     if groups and payload.group_size is None and len(dims) > 1:
         whole = f"this artifact's groups are whole heads of {dims} channels"
-        problem = f"takes one group size, and {whole}"
-    if problem:
-        raise RotationZooError(f"{engine} {problem}", hint=PAGE)
+        problems.append(f"takes one group size, and {whole}")
+    if problems:
+        raise RotationZooError(f"{engine} {problems[0]}", hint=PAGE)
 
 
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -5,11 +5,10 @@ files by two environment variables.
 """
 
 import shlex
-from functools import partial
 from pathlib import Path
 
 from rotationzoo.engines.base import Launch, Options, Payload, clip_text
-from rotationzoo.engines.formats.oscar_pt import locked_pair, write_pair
+from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.engines.formats.reading import check_limits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
@@ -45,9 +44,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "SGLANG_OSCAR_V_CLIP_RATIO": clip_text(value_clip, off=0),
         **windows_of(payload),
     }
-    return Launch(
-        [_command(payload)], environment, _notes(payload), partial(locked_pair, key, value)
-    )
+    return Launch([_command(payload)], environment, _notes(payload))
 
 
 def windows_of(payload: Payload) -> dict[str, str]:

@@ -34,8 +34,8 @@ class Signer(BaseModel):
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> "Signer":
-        given = [value is not None for value in (self.identity, self.issuer, self.public_key)]
-        if given not in ([True, True, False], [False, False, True]):
+        named = {self.identity is not None, self.issuer is not None, self.public_key is None}
+        if len(named) > 1:
             raise ValueError("a signer is an identity and its issuer, or a public key")
         return self
 

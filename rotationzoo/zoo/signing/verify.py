@@ -13,6 +13,7 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
@@ -60,23 +61,20 @@ class Demand:
         Empty if no signer is named. Raises `RotationZooError` if a signature is required anyway: a
         signature of just anybody proves nothing.
         """
-        if self.signers:
-            return self.signers
-        if listed is not None and vouched:
-            return (listed,)
-        if self.required:
+        named = self.signers or ((listed,) if listed is not None and vouched else ())
+        if self.required and not named:
             raise RotationZooError(
                 f"it is not known who should have signed {what}",
                 hint="name the signer with --signer: an identity, or the file of a public key",
             )
-        return ()
+        return named
 
 
 class SignatureOptions(TypedDict, total=False):
     """Options on signatures. Without any of these, a signature is checked if there is one."""
 
     signers: Sequence[str] | None
-    """Who may have signed: identities, or files of public keys (`.pem`)."""
+    """Identities, or files of public keys (`.pem`)."""
     issuer: str | None
     """Who vouches for the identities; not needed for workflows of GitHub."""
     require_signature: bool
@@ -153,28 +151,26 @@ def _decode(text: Any) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _at(first: str, *path: str | int) -> Any:
-    return Field(validation_alias=AliasPath(first, *path))
+def _at(path: str) -> Any:
+    keys = [int(key) if key.isdecimal() else key for key in path.split("/")]
+    return Field(validation_alias=AliasPath(*keys))
 
 
 _Base64 = Annotated[bytes, BeforeValidator(_decode)]
+_InToto = Literal["application/vnd.in-toto+json"]
 
 
 class Bundle(Strict):
     """A signature file and what it claims."""
 
-    payload: Annotated[_Base64, _at("dsseEnvelope", "payload")]
+    payload: Annotated[_Base64, _at("dsseEnvelope/payload")]
     """The signed statement."""
-    payload_type: Annotated[
-        Literal["application/vnd.in-toto+json"], _at("dsseEnvelope", "payloadType")
-    ]
-    signature: Annotated[_Base64, _at("dsseEnvelope", "signatures", 0, "sig")]
-    second: Annotated[None, _at("dsseEnvelope", "signatures", 1)] = None
-    certificate: Annotated[
-        _Base64 | None, _at("verificationMaterial", "certificate", "rawBytes")
-    ] = None
+    payload_type: Annotated[_InToto, _at("dsseEnvelope/payloadType")]
+    signature: Annotated[_Base64, _at("dsseEnvelope/signatures/0/sig")]
+    second: Annotated[None, _at("dsseEnvelope/signatures/1")] = None
+    certificate: Annotated[_Base64 | None, _at("verificationMaterial/certificate/rawBytes")] = None
     """The signer's certificate, in DER; None if it was made with a key of the signer's own."""
-    key_sha256: Annotated[Sha256 | None, _at("verificationMaterial", "publicKey", "hint")] = None
+    key_sha256: Annotated[Sha256 | None, _at("verificationMaterial/publicKey/hint")] = None
     """The sha256 of the signer's public key in PEM; None if there is a certificate."""
     files: dict[str, str] = Field(default_factory=dict)
     """Name -> sha256 of the files that it is for, read from the statement."""
@@ -191,7 +187,7 @@ class _Statement(Strict):
 
     type_: Annotated[Literal["https://in-toto.io/Statement/v1"], _at("_type")]
     predicate_type: Annotated[Literal["https://model_signing/signature/v1.0"], _at("predicateType")]
-    resources: Annotated[list[_Resource], _at("predicate", "resources")]
+    resources: Annotated[list[_Resource], _at("predicate/resources")]
 
 
 def parse_bundle(data: bytes, origin: str) -> Bundle:
@@ -310,15 +306,12 @@ def _load_trust(path: Path | None) -> "ClientTrustConfig":
 
     problem = "Sigstore's keys cannot be fetched"
     hint = "check the network, or name a file of keys with --trust-config"
-    if path is not None:
-        problem, hint = f"{path} cannot be read as a trust configuration", "check the file"
+    fetch = partial(ClientTrustConfig.production, constants.HF_HUB_OFFLINE)
     try:
-        if path is not None:
-            return ClientTrustConfig.from_json(path.read_text(encoding="utf-8"))
-        offline = constants.HF_HUB_OFFLINE
-        return limits.call_within(
-            _TRUST_SECONDS, lambda: ClientTrustConfig.production(offline), "Sigstore"
-        )
+        if path is None:
+            return limits.call_within(_TRUST_SECONDS, fetch, "Sigstore")
+        problem, hint = f"{path} cannot be read as a trust configuration", "check the file"
+        return ClientTrustConfig.from_json(path.read_text(encoding="utf-8"))
     except Exception as error:  # the libraries have no common type of error
         raise RotationZooError(f"{problem}: {first_sentence(error)}", hint=hint) from error
 
@@ -355,15 +348,14 @@ def _verify_key(bundle: Bundle, public_key: str, what: str) -> None:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    by_size: dict[int, type[hashes.SHA256 | hashes.SHA384 | hashes.SHA512]]
-    by_size = {256: hashes.SHA256, 384: hashes.SHA384, 521: hashes.SHA512}
+    by_size = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}
     kind = bundle.payload_type.encode()
     # The pre-authentication encoding of https://github.com/secure-systems-lab/dsse (protocol.md).
     message = b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(bundle.payload), bundle.payload)
     try:
         key = serialization.load_pem_public_key(public_key.encode())
         assert isinstance(key, ec.EllipticCurvePublicKey)
-        key.verify(bundle.signature, message, ec.ECDSA(by_size[key.curve.key_size]()))
+        key.verify(bundle.signature, message, ec.ECDSA(by_size[key.curve.key_size]))
     except InvalidSignature as error:
         raise _wrong(what, "it was not made with that key") from error
     except Exception as error:  # as above: an index may list any text as a key
