@@ -141,6 +141,5 @@ def _calibrate(out: Output, job: "Job") -> "Artifact":
         if not job.unfinished:
             hint = f"start again with: {shell_line(*typed_words())}"
             raise Interrupted("interrupted before anything was saved", hint) from None
-        kept = typed_words("--restart")  # it would drop what was saved
-        hint = f"go on with: {shell_line(*kept)}"
+        hint = f"go on with: {shell_line(*typed_words('--restart'))}"  # which would drop it
         raise Interrupted("interrupted; what was done so far is saved", hint) from None

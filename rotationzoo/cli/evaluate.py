@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.next_steps import named, retyped, shell_line, typed_words
+from rotationzoo.cli.next_steps import named, retyped, shell_line, suggest_text, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, show_table
 from rotationzoo.cli.progress_bar import show_progress
@@ -194,9 +194,7 @@ def suggest_next(
     elif saved:
         out.suggest("report", str(artifacts[0]))
     else:
-        named = ["--rotations", str(artifacts[0])]
-        prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
-        out.suggest("generate", *model, *named, *served, "--compare", *prompt)
+        suggest_text(out, artifacts[0], model, *served, "--compare")
 
 
 def _say_evaluation(report: "Measured", details: bool) -> None:

@@ -98,4 +98,4 @@ def show_pull(out: Output, pulled: "Pulled") -> None:
         out.note("Note: these are OSCAR's own files; import makes an artifact of them")
         out.suggest("import", str(pulled.path), "--model", entry.model)
     else:
-        suggest_text(out, pulled.artifact, [entry.model])
+        suggest_text(out, pulled.artifact.folder, [entry.model])

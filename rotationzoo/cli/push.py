@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from rotationzoo.zoo.signed_index import IndexSigner
 
 KEYLESS, NONE = "keyless", "none"
-_IN_CI = (
-    "a job of GitHub Actions with `id-token: write` signs what it publishes unless told otherwise, "
-    "and that"
-)
+_CI_JOB = "a job of GitHub Actions with `id-token: write`"
+_IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
 def choose_signer(signing: options.Signing) -> "IndexSigner | None":
@@ -155,11 +153,9 @@ def show_push_plan(
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"
         rows.append([file["path"], size])
-    out.result(
-        {"repo": repo, "files": files, "root_files": root_files},
-        "\n".join(name for name, _ in rows),
-        lambda: table(f"would go to {repo}", ["file", "bytes"], rows),
-    )
+    data, names = {"repo": repo, "files": files, "root_files": root_files}, [row[0] for row in rows]
+    title = f"would go to {repo}"
+    out.result(data, "\n".join(names), lambda: table(title, ["file", "bytes"], rows))
     out.note(f"Note: the commit also writes {', '.join(root_files)}")
 
 

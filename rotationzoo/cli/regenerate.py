@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
@@ -47,7 +46,6 @@ def regenerate_command(
 
     rotationzoo regenerate Qwen/Qwen3-8B --to huggingface --repo my-org/rotationzoo
     """
-    hush_libraries(models=not plan)
     # Hours before it is needed, so that a wrong key stops the command at once.
     signer = choose_signer(signing if to else replace(signing, sign=NONE))
     from rotationzoo.zoo.lookup import ZOO, find_index, read_index
@@ -76,14 +74,8 @@ def regenerate_command(
     from rotationzoo.cli.report import add_report
     from rotationzoo.zoo.regenerate import regenerate
 
-    job = calibration_job(
-        model,
-        options.follow_link(output),
-        str(recipe_file),
-        batch=batch,
-        revision=revision,
-        **vars(machine),
-    )
+    run = vars(machine) | {"batch": batch, "revision": revision}
+    job = calibration_job(model, options.follow_link(output), str(recipe_file), **run)
     evaluation = evaluation_job(
         model,
         data=data,
@@ -120,11 +112,8 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]
     data = {"models": [asdict(due) for due in models], "unknown": reasons}
     columns = ["model", "revision", "was", "reason"]
     rows = [[due.model, due.revision[:12], (due.was or "-")[:12], due.reason] for due in models]
-    out.result(
-        data,
-        "\n".join(due.model for due in models),
-        lambda: table(f"{len(models)} due", columns, rows, folded=["reason"]),
-    )
+    names, title = [due.model for due in models], f"{len(models)} due"
+    out.result(data, "\n".join(names), lambda: table(title, columns, rows, folded=["reason"]))
 
 
 def show_regenerated(

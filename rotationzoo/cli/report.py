@@ -52,11 +52,8 @@ def report_command(
     if save:
         add_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
-    data = {
-        "report": str(output),
-        "artifact": str(artifact) if save else None,
-        "evaluated": evaluated,
-    }
+    changed = str(artifact) if save else None
+    data = {"report": str(output), "artifact": changed, "evaluated": evaluated}
     added = [f"Added to: {artifact}"] if save else []
     out.result(data, str(output), lambda: say(f"Page: {output}", *added))
     if not evaluated:
@@ -90,9 +87,7 @@ def add_report(artifact: "Artifact", report: "Report | None" = None) -> "Artifac
 
 
 def _draw_report(
-    artifact: "Artifact",
-    others: Sequence["Artifact"] = (),
-    context: int | None = None,
+    artifact: "Artifact", others: Sequence["Artifact"] = (), context: int | None = None
 ) -> "Report":
     from rotationzoo.report.page import make_report
 

@@ -81,7 +81,7 @@ def verify_command(
     if model is None:
         out.suggest("verify", str(artifact), "--model", *model_words(opened))
     else:
-        suggest_text(out, opened, named(model, revision))
+        suggest_text(out, opened.folder, named(model, revision))
 
 
 def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooError:
@@ -92,9 +92,9 @@ def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooErr
 
     folder = str(artifact.folder)
     if artifact.manifest.imported is not None and (run_alone or not artifact.bound):
-        problem = (
-            f"was not made of what {model} computes" if artifact.bound else "bound to no model"
-        )
+        problem = "bound to no model"
+        if artifact.bound:
+            problem = f"was not made of what {model} computes"
         hint = "import its files again with the model that they are for: --model MODEL"
     else:
         made_for = artifact.manifest.model.id
@@ -105,10 +105,8 @@ def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooErr
 
 
 def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
-    hint = (
-        "fetch it again, or make it again with rotationzoo calibrate; its card says from what "
-        "model, recipe and text"
-    )
+    made = "its card says from what model, recipe and text"
+    hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
     if artifact.manifest.imported is not None:
         hint = "import its files again"
     count = counted(problems, "problem")

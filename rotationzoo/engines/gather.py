@@ -35,22 +35,15 @@ def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir():
         if oscar_pt_reader.latent_files(paths[0]):
-            return {LATENT: _read_latents(paths[0], transposed)}
+            latents = normalise(oscar_pt_reader.read_latents(paths[0]), transposed)
+            check_matrices(latents)
+            return {LATENT: latents}
         paths = _pair_in(paths[0])
     pair = _pair_of([file for path in paths for file in _read_file(path)])
     pair = {side: normalise(file, transposed) for side, file in pair.items()}
     for problem, hint in _problems(**pair):
         raise RotationZooError(problem, hint)
     return pair
-
-
-def _read_latents(folder: Path, transposed: bool) -> RotationFile:
-    file = normalise(oscar_pt_reader.read_latents(folder), transposed)
-    check_matrices(file)
-    for layer, matrix in file.content.rotation.items():
-        if matrix.ndim != 2:
-            raise RotationZooError(f"layer {layer} of {file.path.name} has a matrix for each head")
-    return file
 
 
 def _read_file(path: Path) -> list[RotationFile]:
@@ -66,20 +59,16 @@ def _pair_of(files: list[RotationFile]) -> Files:
     sides: Files = {}
     for file in files:
         if file.side is None:
-            raise RotationZooError(
-                f"nothing says whether {file.path.name} holds keys or values",
-                hint="rename it to start with k_ or v_",
-            )
+            unknown = f"nothing says whether {file.path.name} holds keys or values"
+            raise RotationZooError(unknown, hint="rename it to start with k_ or v_")
         if file.side in sides:
             first = sides[file.side].path.name
             raise RotationZooError(f"{first} and {file.path.name} both hold {file.side}s")
         sides[file.side] = file
     for side in SIDES:
         if side not in sides:
-            raise RotationZooError(
-                f"there is no file for the {side}s",
-                hint="give both: keys and values have rotations of their own",
-            )
+            hint = "give both: keys and values have rotations of their own"
+            raise RotationZooError(f"there is no file for the {side}s", hint)
     return {side: sides[side] for side in SIDES}
 
 
@@ -90,14 +79,11 @@ def _pair_in(folder: Path) -> list[Path]:
     if letters == ["k", "v"]:
         return [folder / name for name in names]
     if len(letters) > len(set(letters)):
-        raise RotationZooError(
-            f"{folder} holds several pairs: {', '.join(names)}", hint="name the two files"
-        )
+        several = f"{folder} holds several pairs: {', '.join(names)}"
+        raise RotationZooError(several, hint="name the two files")
     only = f", only {names[0]}" if names else ""
-    raise RotationZooError(
-        f"{folder} holds no pair of rotation files{only}",
-        hint="give the two files, such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt",
-    )
+    hint = "give the two files, such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt"
+    raise RotationZooError(f"{folder} holds no pair of rotation files{only}", hint)
 
 
 def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:

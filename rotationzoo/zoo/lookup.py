@@ -114,13 +114,9 @@ def choose_entry(
     copies. Raises `RotationZooError` if the model has no entry that can be pulled, and `UsageError`
     for a scaling that cannot be.
     """
-
-    def is_meant(entry: Entry) -> bool:
-        is_there = any(copy.hub in hubs for copy in entry.copies)
-        named = entry.model.lower() == model.lower() and recipe in (None, entry.recipe)
-        return named and is_there
-
-    matching = list(filter(is_meant, loaded.content.entries))
+    named = [entry for entry in loaded.content.entries if entry.model.lower() == model.lower()]
+    there = [entry for entry in named if {copy.hub for copy in entry.copies} & {*hubs}]
+    matching = [entry for entry in there if recipe in (None, entry.recipe)]
     if not matching:
         which = f" with the recipe {recipe}" if recipe else ""
         raise RotationZooError(
@@ -139,9 +135,8 @@ def choose_entry(
     chosen, others = _of_scaling(pullable, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
     entry = max(exact or chosen, key=lambda e: (e.format == "rotationzoo", e.created or ""))
-    calibrated_for = "a revision that was not recorded"
-    if entry.model_revision:
-        calibrated_for = f"revision {entry.model_revision}"
+    known = entry.model_revision
+    calibrated_for = f"revision {known}" if known else "a revision that was not recorded"
     reason = f"{entry.recipe} for {calibrated_for} of {entry.model}"
     if revision and not exact:
         reason += f": there is none for {revision}, this is the newest"
@@ -149,9 +144,7 @@ def choose_entry(
         reason += f", with RoPE scaled by {entry.rope_scaling}"
     if others:
         reason += f" (there are also some for --rope-scaling {' and '.join(others)})"
-    copies = sorted(
-        (copy for copy in entry.copies if copy.hub in hubs), key=lambda copy: hubs.index(copy.hub)
-    )
+    copies = [copy for hub in hubs for copy in entry.copies if copy.hub == hub]
     return entry, copies, reason
 
 

@@ -84,10 +84,8 @@ def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[s
 def table_values(rows: list[Row]) -> dict[str, Any]:
     """What `zoo_table.html.jinja` shows: the rows, the columns that are not empty, and whether the
     quality of some rows was not measured."""
-    columns = []
-    for column in COLUMNS:
-        if any(row.figures[column.title].value is not None for row in rows):
-            columns.append(column)
+    known = {title for row in rows for title, cell in row.figures.items() if cell.value is not None}
+    columns = [column for column in COLUMNS if column.title in known]
     unmeasured = any(row.figures["Answers"].value is None for row in rows)
     return {"rows": rows, "columns": columns, "unmeasured": unmeasured}
 
@@ -99,17 +97,15 @@ def order_of(row: Row) -> tuple[str, str]:
 
 def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     """The row of one entry in `zoo_table.html.jinja`; `place` as for `render_zoo_page`."""
-    copies = []
-    for copy in entry.copies:
-        name = f"{copy.repo} on {HUBS[copy.hub].title}"
-        copies.append((name, copy_links(loaded, entry, copy)))
+    copies = [
+        (f"{copy.repo} on {HUBS[copy.hub].title}", copy_links(loaded, entry, copy))
+        for copy in entry.copies
+    ]
     # Models are always fetched from Hugging Face; a name without an owner is on no hub.
-    address = None
-    if "/" in entry.model:
-        address = f"https://huggingface.co/{quote(entry.model)}"
+    address = f"https://huggingface.co/{quote(entry.model)}"
     return Row(
         model=entry.model,
-        model_url=address,
+        model_url=address if "/" in entry.model else None,
         recipe=", ".join(filter(None, (entry.recipe, entry.rope_scaling))),
         figures=_figures(entry),
         signed=f"signed by {entry.signer}" if entry.signer else "not signed",

@@ -162,13 +162,14 @@ def pull_first(
     Only a missing copy makes this try the next one. Any other error is raised, because a hub that
     fails must not be replaced by another.
     """
-    for copy in copies[:-1]:
+    *first, last = copies
+    for copy in first:
         try:
             return pull(loaded, entry, copy, local_dir, progress, demand)
         except HubError as error:
             if not error.missing:
                 raise
-    return pull(loaded, entry, copies[-1], local_dir, progress, demand)
+    return pull(loaded, entry, last, local_dir, progress, demand)
 
 
 def pull(
@@ -283,9 +284,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
 def _check_target(target: Path, entry: Entry) -> None:
     """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
     check_name(target)
-    names = set()
-    if target.is_dir():
-        names = {path.name for path in target.iterdir()}
+    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
     is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
         raise RotationZooError(

@@ -186,9 +186,8 @@ def _check_newest(statement: Statement) -> None:
         seen: dict[str, int] = {}
         if files.size_of(path) is not None:
             hint = f"look who changed it; to forget what was seen of indexes: rm {path}"
-            seen = strict_json.validate(
-                dict[str, int], strict_json.read(path, hint), str(path), hint
-            )
+            content = strict_json.read(path, hint)
+            seen = strict_json.validate(dict[str, int], content, str(path), hint)
         if statement.counter < seen.get(place, 0):
             raise RotationZooError(
                 f"the index of {statement.repo} is an older one: its counter is "

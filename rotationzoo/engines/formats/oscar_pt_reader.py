@@ -23,6 +23,7 @@ from rotationzoo.rotations import LATENT, SIDES
 # Objectives that say which side a file holds; the last ones of keys look like those of values.
 _OF_KEYS = re.compile(r"(qqt|ktk)(_|$)|identity-k$|optr_output_aware_(.*_)?k$")
 _OF_VALUES = re.compile(r"(sst|vtv)(_|$)|identity-v$|optr_output_aware_|oscar2_v_")
+_OF_A_LAYER = re.compile(r"layer_\d{1,9}\.pt")
 _COMPANIONS = ("q_rotation", "o_rotation")  # the second matrices of non-orthogonal rotations
 # Name in a file -> name here.
 _TENSORS = {"rotation": "rotation", "eigenvalues": "eigenvalues", "k_mean": "mean"}
@@ -57,9 +58,7 @@ def read_pt(path: Path) -> RotationFile:
 def latent_files(folder: Path) -> list[Path]:
     """The files of a folder's layers, each with a bare matrix of latents, or with a table of the
     matrix, its mean and its eigenvalues."""
-    return sorted(
-        path for path in folder.iterdir() if re.fullmatch(r"layer_\d{1,9}\.pt", path.name)
-    )
+    return sorted(each for each in folder.iterdir() if _OF_A_LAYER.fullmatch(each.name))
 
 
 def read_latents(folder: Path) -> RotationFile:
@@ -99,9 +98,9 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
     except RotationZooError:
         raise
     except Exception as error:  # pickle and zip files fail in many ways
-        raise RotationZooError(
-            f"{path.name} is no rotation file: it cannot be opened as plain tensors with layers",
-            hint="do not use it; files that need to run code when they are opened are refused",
+        hint = "do not use it; files that need to run code when they are opened are refused"
+        raise _no_rotations(
+            path, "it cannot be opened as plain tensors with layers", hint
         ) from error
     # OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
     declared = reading.as_mapping(table.get("transform")).get("orthogonal") is not False
@@ -128,14 +127,15 @@ def _check_archive(path: Path) -> None:
         entries = archive.infolist()
     unpacked, size = sum(entry.file_size for entry in entries), path.stat().st_size
     pickled = sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl"))
-    problem = None
-    if unpacked > size:
-        problem = f"it unpacks to {unpacked:,} bytes and has {size:,}"
     # Layers may share a stored tensor, and then only the pickle tells how many there are.
     if len(entries) > _MOST_ENTRIES or pickled > _LARGEST_PICKLE:
-        problem = "it holds more tensors than any model has layers for"
-    if problem:
-        raise RotationZooError(f"{path.name} is no rotation file: {problem}", hint="do not use it")
+        raise _no_rotations(path, "it holds more tensors than any model has layers for")
+    if unpacked > size:
+        raise _no_rotations(path, f"it unpacks to {unpacked:,} bytes and has {size:,}")
+
+
+def _no_rotations(path: Path, reason: str, hint: str = "do not use it") -> RotationZooError:
+    return RotationZooError(f"{path.name} is no rotation file: {reason}", hint)
 
 
 def _check_sizes(path: Path, entries: _Entries) -> None:
@@ -149,11 +149,7 @@ def _check_sizes(path: Path, entries: _Entries) -> None:
         # A view can be larger than its storage, by expanding, or smaller, as a slice.
         largest = max(expanded, tensor.untyped_storage().nbytes())
         if largest > size or total > size + _MOST_SHARED:
-            raise RotationZooError(
-                f"{path.name} is no rotation file: its tensors ask for {total:,} bytes and it has "
-                f"{size:,}",
-                hint="do not use it",
-            )
+            raise _no_rotations(path, f"its tensors ask for {total:,} bytes and it has {size:,}")
 
 
 def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
@@ -187,10 +183,8 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
             )
         entries[number] = dict(entry)
     if not entries:
-        raise RotationZooError(
-            f"{path.name} is no rotation file: it has no table of layers",
-            hint="give a file that OSCAR's tools or rotationzoo export wrote",
-        )
+        hint = "give a file that OSCAR's tools or rotationzoo export wrote"
+        raise _no_rotations(path, "it has no table of layers", hint)
     return dict(sorted(entries.items()))
 
 
@@ -214,7 +208,7 @@ def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]
         for layer, tensor in tables[name].items():
             reading.check_tensor(path, f"{name} of layer {layer}", tensor)
     if not tables["rotation"]:
-        raise RotationZooError(f"{path.name} is no rotation file: it has no rotation")
+        raise _no_rotations(path, "it has no rotation")
     return tables
 
 

@@ -24,14 +24,8 @@ if TYPE_CHECKING:
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
-_UNREADABLE = (
-    json.JSONDecodeError,
-    UnicodeDecodeError,
-    RecursionError,
-    KeyError,
-    TypeError,
-    AttributeError,
-)
+_NO_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
+_UNREADABLE = *_NO_JSON, KeyError, TypeError, AttributeError
 """The client raises these when it parses an answer that no real hub would send."""
 
 
@@ -41,13 +35,15 @@ def _as_hub_error(
     from huggingface_hub import errors as client_errors
 
     status = session.status_of(error)
-    if isinstance(error, client_errors.RevisionNotFoundError):
-        return HubError(f"{where} has no revision {revision}", hint=SPELLING_HINT, missing=True)
-    if isinstance(error, client_errors.EntryNotFoundError):
-        place = revision or "its head"
-        return HubError(f"{where} has no such file at {place}", hint=SPELLING_HINT, missing=True)
-    if isinstance(error, client_errors.RepositoryNotFoundError) and status == 404:
-        return HubError(f"there is no {where}", hint=SPELLING_HINT, missing=True)
+    missing = {
+        client_errors.RevisionNotFoundError: f"{where} has no revision {revision}",
+        client_errors.EntryNotFoundError: f"{where} has no such file at {revision or 'its head'}",
+    }
+    if status == 404:
+        missing[client_errors.RepositoryNotFoundError] = f"there is no {where}"
+    for known, words in missing.items():
+        if isinstance(error, known):
+            return HubError(words, hint=SPELLING_HINT, missing=True)
     # Without a token, Hugging Face gives one answer for missing and for private repositories.
     if isinstance(error, client_errors.RepositoryNotFoundError) and token is None:
         hint = f"{SPELLING_HINT}; or {_LOGIN_HINT}"
@@ -156,9 +152,8 @@ class HuggingFace(Hub):
         from huggingface_hub import CommitOperationAdd
 
         repo, parent = publication.repo, publication.parent
-        operations = [
-            CommitOperationAdd(path, content) for path, content in publication.files.items()
-        ]
+        files = publication.files.items()
+        operations = [CommitOperationAdd(path, content) for path, content in files]
         with self._errors(repo, parent):
             self.retry(self.api.create_repo, repo, exist_ok=True)
             base = parent or self.resolve(repo)
@@ -237,8 +232,7 @@ class HuggingFace(Hub):
             return False
         _, before = self.contents(repo, base)
         _, after = self.contents(repo, pull.git_reference)
-        changed = {path for path in before | after if before.get(path) != after.get(path)}
-        return changed <= paths
+        return {path for path, _ in before.items() ^ after.items()} <= paths
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:

@@ -152,8 +152,9 @@ def _decode(text: Any) -> bytes:
 
 
 def _at(path: str) -> Any:
-    keys = [int(key) if key.isdecimal() else key for key in path.split("/")]
-    return Field(validation_alias=AliasPath(*keys))
+    first, *rest = path.split("/")
+    keys = [int(key) if key.isdecimal() else key for key in rest]
+    return Field(validation_alias=AliasPath(first, *keys))
 
 
 _Base64 = Annotated[bytes, BeforeValidator(_decode)]
