@@ -3,37 +3,23 @@ page that `rotationzoo` prints without a command.
 """
 
 import functools
+import importlib
 import inspect
+import keyword
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
 from rotationzoo import __version__
 from rotationzoo.cli import output
-from rotationzoo.cli.calibrate import calibrate_command
-from rotationzoo.cli.demo import demo_command
-from rotationzoo.cli.evaluate import evaluate_command
-from rotationzoo.cli.export import export_command
-from rotationzoo.cli.generate import generate_command
 from rotationzoo.cli.help import Command
-from rotationzoo.cli.import_ import import_command
-from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.list import list_command
 from rotationzoo.cli.next_steps import remember_words
-from rotationzoo.cli.plan import plan_command
-from rotationzoo.cli.pull import pull_command
-from rotationzoo.cli.push import push_command
-from rotationzoo.cli.regenerate import regenerate_command
-from rotationzoo.cli.report import report_command
-from rotationzoo.cli.serve import serve_command
-from rotationzoo.cli.validate import validate_command
-from rotationzoo.cli.verify import verify_command
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
 from rotationzoo.words import nearest
 
@@ -61,25 +47,12 @@ def journey_lines() -> list[str]:
     return [*lines, "", "All commands: rotationzoo --help"]
 
 
-_FUNCTIONS: dict[str, Callable[..., None]] = {
-    "demo": demo_command,
-    "plan": plan_command,
-    "calibrate": calibrate_command,
-    "inspect": inspect_command,
-    "verify": verify_command,
-    "evaluate": evaluate_command,
-    "generate": generate_command,
-    "serve": serve_command,
-    "validate": validate_command,
-    "report": report_command,
-    "export": export_command,
-    "import": import_command,
-    "list": list_command,
-    "pull": pull_command,
-    "push": push_command,
-    "regenerate": regenerate_command,
-}
-"""The commands in the order of `--help`, which is the order in which a user meets them."""
+_NAMES = (
+    "demo plan calibrate inspect verify evaluate generate serve validate report export import list "
+    "pull push regenerate"
+)
+"""The commands in the order of `--help`, which is the order in which a user meets them. Each is the
+function of its name in the module of its name."""
 
 _TAKE_AN_ARTIFACT = ("inspect", "validate", "report", "export")
 _WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
@@ -114,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _find_command(name: str) -> Callable[..., None]:
+    module = importlib.import_module(f"rotationzoo.cli.{name}{'_' * keyword.iskeyword(name)}")
+    return cast(Callable[..., None], getattr(module, f"{name}_command"))
+
+
 def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(group).parameters.values())
 
@@ -144,8 +122,8 @@ def _spread(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**own)
         command(**values)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    named = [parameter.replace(kind=keyword) for parameter in spread]
+    only = inspect.Parameter.KEYWORD_ONLY
+    named = [parameter.replace(kind=only) for parameter in spread]
     run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return run
 
@@ -184,7 +162,7 @@ def _check_alone() -> None:
         )
 
 
-COMMANDS = {name: _spread(command) for name, command in _FUNCTIONS.items()}
+COMMANDS = {name: _spread(_find_command(name)) for name in _NAMES.split()}
 """The commands as Typer gets them, with every option in their signatures."""
 # What `serve` does not know goes to vLLM.
 _HANDED_ON = {"serve": {"ignore_unknown_options": True}}
