@@ -156,10 +156,8 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 def _check_alone() -> None:
     """Raise `UsageError` in one of several processes, each of which would do the whole command."""
     if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(
-            "rotationzoo runs in one process",
-            hint="start it without torchrun, and use --device-map auto for several GPUs",
-        )
+        hint = "start it without torchrun, and use --device-map auto for several GPUs"
+        raise UsageError("rotationzoo runs in one process", hint)
 
 
 COMMANDS = {name: _spread(_find_command(name)) for name in _NAMES.split()}

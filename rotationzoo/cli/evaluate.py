@@ -80,10 +80,8 @@ def evaluate_command(
     """
     artifacts = artifacts or []
     if save and not artifacts:
-        raise UsageError(
-            "--save adds the report to artifacts, and none is given",
-            hint="name a folder of rotations after the model, or print the report with --json",
-        )
+        hint = "name a folder of rotations after the model, or print the report with --json"
+        raise UsageError("--save adds the report to artifacts, and none is given", hint)
     _check_order(model, artifacts)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
@@ -110,10 +108,8 @@ def _check_order(model: str, artifacts: list[Path]) -> None:
     if (Path(model) / "manifest.json").is_file():
         folders = list(map(str, artifacts))
         rest = typed_words("evaluate", model, *folders)
-        raise UsageError(
-            f"{model} has rotations, and the model comes before them",
-            hint=f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}",
-        )
+        hint = f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}"
+        raise UsageError(f"{model} has rotations, and the model comes before them", hint)
 
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:

@@ -67,10 +67,8 @@ def export_command(
     if to is None:
         for_engines = pooled or uncentered or clip or windows or absorbed
         if for_engines or for_llama_cpp:
-            raise UsageError(
-                "--absorb goes with --output alone",
-                hint="give the other options with --for",
-            )
+            hint = "give the other options with --for"
+            raise UsageError("--absorb goes with --output alone", hint)
         from rotationzoo.engines.absorb import absorb as write_absorbed
         from rotationzoo.storage.folders import check_writable
 

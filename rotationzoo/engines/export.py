@@ -132,10 +132,8 @@ def export(artifact: Artifact, request: Request) -> Exported:
     check_target(target)
     folders.check_writable(target)
     if problems := verify(artifact).problems:
-        raise RotationZooError(
-            f"{artifact.folder} is not exported: {problems[0]}",
-            hint=f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}",
-        )
+        hint = f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}"
+        raise RotationZooError(f"{artifact.folder} is not exported: {problems[0]}", hint)
     reduced = list_reductions(artifact, settled)
     changed_model = None
     if request.absorbed is not None:

@@ -201,10 +201,8 @@ def _finished_artifact(job: Import, identity: Mapping[str, str]) -> Artifact | N
         return None
     artifact = Artifact.open(job.output)
     if differences(artifact.manifest.identity, identity):
-        raise RotationZooError(
-            f"{job.output} exists and holds other work",
-            hint="choose another place with --output, or replace it with --restart",
-        )
+        hint = "choose another place with --output, or replace it with --restart"
+        raise RotationZooError(f"{job.output} exists and holds other work", hint)
     return None if artifact.damaged_files() else artifact
 
 

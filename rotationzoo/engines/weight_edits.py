@@ -171,8 +171,6 @@ def _files_beside_weights(folder: Path) -> list[Path]:
     for path in paths:
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(place) for place in allowed):
-            raise RotationZooError(
-                f"{path} leads out of its folder by a symbolic link",
-                hint="remove it, or put the file itself there",
-            )
+            hint = "remove it, or put the file itself there"
+            raise RotationZooError(f"{path} leads out of its folder by a symbolic link", hint)
     return [path for path in paths if path.is_file()]

@@ -193,10 +193,8 @@ def pull(
     expected = demand.expected(entry.signer, loaded.hub is None, what)
     if entry.format == "oscar":
         if expected:
-            raise RotationZooError(
-                f"{what} has no signature, as its makers publish none",
-                hint="make rotations of your own with: rotationzoo calibrate " + entry.model,
-            )
+            hint = "make rotations of your own with: rotationzoo calibrate " + entry.model
+            raise RotationZooError(f"{what} has no signature, as its makers publish none", hint)
         # An update replaces the earlier files, so the cache folder does not depend on the revision.
         return pull_oscar(entry, copy, local_dir or _cache_folder(copy, None), progress)
     target = local_dir or _cache_folder(copy, revision)
@@ -204,10 +202,8 @@ def pull(
     if hashes is not None:
         artifact = Artifact.open(target, hashes)
         if unlisted := unlisted_files(artifact):
-            raise RotationZooError(
-                f"{target} is not only what was pulled: {unlisted[0]}",
-                hint="move it elsewhere and run the same command again",
-            )
+            hint = "move it elsewhere and run the same command again"
+            raise RotationZooError(f"{target} is not only what was pulled: {unlisted[0]}", hint)
         finding = _check(loaded, entry, artifact, what, demand)
         remember(artifact.identity)
         notes = ["it was here already"]

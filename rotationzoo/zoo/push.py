@@ -112,10 +112,8 @@ def prepare_upload(
     if not re.fullmatch(index.REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     if not artifact.bound:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: its model is not known",
-            hint="import its files again with --model MODEL",
-        )
+        hint = "import its files again with --model MODEL"
+        raise RotationZooError(f"{artifact.folder} is not published: its model is not known", hint)
     verification = verify(artifact)
     if not verification.ok:
         raise RotationZooError(

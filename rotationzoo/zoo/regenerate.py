@@ -76,10 +76,8 @@ def find_recipe_file(configs: Path, model: str | None) -> Path:
     """
     paths = _recipe_files(configs)
     if not paths:
-        raise RotationZooError(
-            f"there are no recipe files in {configs}",
-            hint="name the folder of yours with --configs",
-        )
+        hint = "name the folder of yours with --configs"
+        raise RotationZooError(f"there are no recipe files in {configs}", hint)
     for path in paths:
         if model is None or recipes.load(str(path)).model == model:
             return path

@@ -146,10 +146,8 @@ def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     if _today() > date.fromisoformat(statement.expires):
         ended = f"the signature of {what} ended on {statement.expires}"
         if not may_end:
-            raise RotationZooError(
-                f"{ended}: what it lists may not be the newest",
-                hint="ask its owners to push with --sign and --adopt-index, which renews it",
-            )
+            hint = "ask its owners to push with --sign and --adopt-index, which renews it"
+            raise RotationZooError(f"{ended}: what it lists may not be the newest", hint)
         finding = replace(finding, note=f"{finding.note}; {ended}")
     if demand.signers:
         _check_newest(statement)

@@ -191,8 +191,6 @@ def _with_engine_hadamard(side: str, matrix: torch.Tensor) -> torch.Tensor:
     dim = matrix.shape[-1]
     block = _VALUE_BLOCK if side == "value" else max(_VALUE_BLOCK, dim & -dim)
     if dim % block:
-        raise RotationZooError(
-            f"llama.cpp rotates no heads of dimension {dim} itself",
-            hint="leave --engine-hadamard out",
-        )
+        hint = "leave --engine-hadamard out"
+        raise RotationZooError(f"llama.cpp rotates no heads of dimension {dim} itself", hint)
     return (matrix.double() @ block_hadamard(dim, block)).float()

@@ -19,10 +19,8 @@ _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for weights that carry the rotation already."""
     if payload.value is None:
-        raise RotationZooError(
-            "a copy whose weights rotate its latents needs no files",
-            hint="serve the copy as it is, or export without --absorbed",
-        )
+        hint = "serve the copy as it is, or export without --absorbed"
+        raise RotationZooError("a copy whose weights rotate its latents needs no files", hint)
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:

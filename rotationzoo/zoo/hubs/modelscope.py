@@ -289,10 +289,8 @@ def _read_token() -> str | None:
     except RotationZooError:
         raise
     except Exception as error:  # the client unpickles the file, which may raise anything
-        raise HubError(
-            "what modelscope login wrote cannot be read",
-            hint=f"log in again, or set {MODELSCOPE_VARIABLE}",
-        ) from error
+        hint = f"log in again, or set {MODELSCOPE_VARIABLE}"
+        raise HubError("what modelscope login wrote cannot be read", hint) from error
 
 
 def _is_debugging() -> bool:

@@ -30,10 +30,8 @@ def _refusals() -> Iterator[None]:
     except RotationZooError:
         raise
     except Exception as error:  # the libraries have no common type of error
-        raise RotationZooError(
-            f"it cannot be signed: {first_sentence(error)}",
-            hint="check the network and the identity, or sign with: --sign key.pem",
-        ) from error
+        hint = "check the network and the identity, or sign with: --sign key.pem"
+        raise RotationZooError(f"it cannot be signed: {first_sentence(error)}", hint) from error
 
 
 class SigningTool:

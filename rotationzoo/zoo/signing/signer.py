@@ -66,10 +66,8 @@ def parse_signer(text: str, issuer: str | None) -> Signer:
     if issuer is None and text.startswith(_WORKFLOW):
         issuer = GITHUB_ACTIONS
     if issuer is None:
-        raise UsageError(
-            f"{text} is an identity without an issuer who vouches for it",
-            hint="add the issuer of that identity, such as: --issuer https://accounts.google.com",
-        )
+        hint = "add the issuer of that identity, such as: --issuer https://accounts.google.com"
+        raise UsageError(f"{text} is an identity without an issuer who vouches for it", hint)
     return Signer(identity=text, issuer=issuer)
 
 

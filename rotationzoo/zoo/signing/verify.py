@@ -63,10 +63,8 @@ class Demand:
         """
         named = self.signers or ((listed,) if listed is not None and vouched else ())
         if self.required and not named:
-            raise RotationZooError(
-                f"it is not known who should have signed {what}",
-                hint="name the signer with --signer: an identity, or the file of a public key",
-            )
+            hint = "name the signer with --signer: an identity, or the file of a public key"
+            raise RotationZooError(f"it is not known who should have signed {what}", hint)
         return named
 
 
@@ -290,10 +288,8 @@ def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) ->
             return candidate
     actual = claimed or describe_key(bundle.key_sha256 or "")
     wanted = " or ".join(map(str, candidates))
-    raise RotationZooError(
-        f"{what} is signed by {actual}, not by {wanted}",
-        hint="do not use it; or if you trust that signer too, name it with --signer",
-    )
+    hint = "do not use it; or if you trust that signer too, name it with --signer"
+    raise RotationZooError(f"{what} is signed by {actual}, not by {wanted}", hint)
 
 
 def _load_trust(path: Path | None) -> "ClientTrustConfig":
