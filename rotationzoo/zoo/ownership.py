@@ -4,6 +4,8 @@ The manifest must name that model, and the model must have the config that the m
 """
 
 import re
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,16 @@ from rotationzoo.model.source import DEMO, Source, find, weights_fingerprint
 from rotationzoo.zoo.index import REPOSITORY, Entry, Index
 
 DEMO_NAME = "demo"
-_DESCRIPTIONS = {
-    "model_revision": "revision",
-    "config_sha256": "config hash",
-    "weights_fingerprint": "weights",
-    "recipe": "recipe",
-    "recipe_sha256": "recipe's hash",
-    "rope_scaling": "rope scaling",
-    "geometry": "geometry",
+_FIELDS: dict[str, tuple[str, Callable[[Artifact], Any]]] = {
+    "model_revision": ("revision", attrgetter("manifest.model.revision")),
+    "config_sha256": ("config hash", attrgetter("manifest.model.config_sha256")),
+    "weights_fingerprint": ("weights", attrgetter("manifest.model.weights_fingerprint")),
+    "recipe": ("recipe", attrgetter("recipe.name")),
+    "recipe_sha256": ("recipe's hash", attrgetter("manifest.recipe_sha256")),
+    "rope_scaling": ("rope scaling", attrgetter("recipe.rope_scaling")),
+    "geometry": ("geometry", lambda artifact: artifact.content["geometry"]),
 }
-"""Field of an entry -> its name in an error message."""
+"""Field of an entry -> its name in an error message, and what it is in an artifact."""
 _OWNERS_HINT = "tell the owners of the repository; to look at what else there is: rotationzoo list"
 _OTHER_NAME_HINT = "give the model's folder a name of its own, and calibrate it again"
 
@@ -58,16 +60,7 @@ def listed_name(model: Model) -> str:
 
 def describe(artifact: Artifact) -> dict[str, Any]:
     """What an entry says of an artifact's model and recipe, by field."""
-    manifest, recipe = artifact.manifest, artifact.recipe
-    return {
-        "model_revision": manifest.model.revision,
-        "config_sha256": manifest.model.config_sha256,
-        "weights_fingerprint": manifest.model.weights_fingerprint,
-        "recipe": recipe.name,
-        "recipe_sha256": manifest.recipe_sha256,
-        "rope_scaling": recipe.rope_scaling,
-        "geometry": artifact.content["geometry"],
-    }
+    return {name: get(artifact) for name, (_, get) in _FIELDS.items()}
 
 
 def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
@@ -83,10 +76,9 @@ def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
             f"{name}",
             hint=_OWNERS_HINT,
         )
-    described = describe(artifact)
-    for key, description in _DESCRIPTIONS.items():
-        listed = getattr(entry, key)
-        if listed is not None and listed != described[key]:
+    for field, (description, get) in _FIELDS.items():
+        listed = getattr(entry, field)
+        if listed is not None and listed != get(artifact):
             raise RotationZooError(
                 f"{what} is listed for {entry.model} with another {description} than its manifest "
                 "has",

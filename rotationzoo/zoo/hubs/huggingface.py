@@ -200,12 +200,12 @@ class HuggingFace(Hub):
     def _find_pull_request(self, publication: Publication, base: str) -> Any:
         """An open pull request that this publication may continue, or None.
 
-        It must belong to the token's own user, have the same title, stand on this base and touch
-        only these files.
+        It must belong to the token's own user, who alone has added to it, have the same title,
+        stand on this base and touch only these files.
         """
         from huggingface_hub.errors import HfHubHTTPError
 
-        repo, title = publication.repo, publication.message
+        repo = publication.repo
         try:
             user = self.api.whoami()["name"]
         except (HfHubHTTPError, KeyError, TypeError):  # a token of a repository has no user
@@ -215,24 +215,18 @@ class HuggingFace(Hub):
         )
         for pull in itertools.islice(pulls, _MAX_PULL_REQUESTS):
             # Some hubs ignore `author`, so check it again.
-            if (pull.author, pull.title) != (user, title):
+            if (pull.author, pull.title) != (user, publication.message):
                 continue
-            if self._changes_only(repo, pull, base, set(publication.files)):
+            commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
+            above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
+            authors = {author for commit in above for author in commit.authors}
+            _, before = self.contents(repo, base)
+            _, after = self.contents(repo, pull.git_reference)
+            changed = {path for path, _ in before.items() ^ after.items()}
+            stands_on_base = len(above) < len(commits)
+            if stands_on_base and authors <= {user} and changed <= publication.files.keys():
                 return pull
         return None
-
-    def _changes_only(self, repo: str, pull: Any, base: str, paths: set[str]) -> bool:
-        """Whether a pull request stands on this base, has no commits but its author's, and changes
-        only these files."""
-        commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
-        above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
-        if len(above) == len(commits):  # the base is not among them
-            return False
-        if any({*commit.authors} - {pull.author} for commit in above):
-            return False
-        _, before = self.contents(repo, base)
-        _, after = self.contents(repo, pull.git_reference)
-        return {path for path, _ in before.items() ^ after.items()} <= paths
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
