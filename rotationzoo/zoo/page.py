@@ -55,21 +55,8 @@ class Row:
     """Where its files are: a repository on a hub, and the addresses to read there."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of figures: its title, and whether the best are the largest."""
-
-    title: str
-    largest_first: bool = False
-
-
-COLUMNS = (
-    Column("Answers", largest_first=True),
-    Column("Cost"),
-    Column("Bits"),
-    Column("Size"),
-    Column("Date", largest_first=True),
-)
+COLUMNS = {"Answers": True, "Cost": False, "Bits": False, "Size": False, "Date": True}
+"""The title of each column of figures, and whether the best are the largest."""
 
 
 def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[str]) -> str:
@@ -85,7 +72,11 @@ def table_values(rows: list[Row]) -> dict[str, Any]:
     """What `zoo_table.html.jinja` shows: the rows, the columns that are not empty, and whether the
     quality of some rows was not measured."""
     known = {title for row in rows for title, cell in row.figures.items() if cell.value is not None}
-    columns = [column for column in COLUMNS if column.title in known]
+    columns = [
+        {"title": title, "largest_first": largest}
+        for title, largest in COLUMNS.items()
+        if title in known
+    ]
     unmeasured = any(row.figures["Answers"].value is None for row in rows)
     return {"rows": rows, "columns": columns, "unmeasured": unmeasured}
 

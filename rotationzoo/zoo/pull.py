@@ -22,9 +22,7 @@ from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.folders import check_name, install, recover, temporary_sibling
-from rotationzoo.storage.growth import size_of_all, tell_growth
+from rotationzoo.storage import folders, growth, strict_json
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
@@ -89,7 +87,7 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
     if lock is not None and recorded is not None and lock.revision == revision:
         return Pulled(target, entry, copy, revision, recorded, [note])
     _check_target(target, entry)
-    with storage.disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
+    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = _find_sizes(entry, copy, revision)
         downloaded = _download_files(copy, revision, sizes, work, progress)
         files = {}
@@ -107,7 +105,7 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
             check_matrices(read_pt(path))
         made = Lock(repo=copy.repo, revision=revision, files=files)
         storage.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
-        install(downloaded, target)
+        folders.install(downloaded, target)
     hashes = {name: file.sha256 or "" for name, file in files.items()}
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
 
@@ -139,7 +137,7 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
 
 def _read_lock(target: Path) -> Lock | None:
     """The lock of a folder. None if it has none; a damaged lock counts as none."""
-    recover(target)
+    folders.recover(target)
     try:
         return Lock.model_validate(strict_json.read(target / LOCK))
     except (RotationZooError, ValidationError):
@@ -210,7 +208,7 @@ def pull(
         return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
     _check_target(target, entry)
     revision = revision or hub.resolve(copy.repo)
-    with storage.disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
+    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = _download_files(copy, revision, sizes, work, progress)
         hashes = {name: storage.sha256(downloaded / name) for name in entry.files}
@@ -228,7 +226,7 @@ def pull(
         if not checked.ok:
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
         finding = _check(loaded, entry, artifact, what, demand)
-        install(downloaded, target)
+        folders.install(downloaded, target)
     remember(artifact.identity)
     moved = artifact.moved_to(target)
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
@@ -262,7 +260,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
     """
     hashes: dict[str, str] = {}
     # A killed process may have left the folder set aside under another name.
-    recover(folder)
+    folders.recover(folder)
     for name, file in listed.items():
         try:
             path = storage.regular_file(folder, name)
@@ -279,7 +277,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
 
 def _check_target(target: Path, entry: Entry) -> None:
     """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
-    check_name(target)
+    folders.check_name(target)
     names = {path.name for path in target.iterdir()} if target.is_dir() else set()
     is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
@@ -305,7 +303,7 @@ def _download_files(
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-    with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
+    with growth.tell_growth(lambda: growth.size_of_all(raw.rglob("*")), stage, needed, progress):
         open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
     # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
     clean.mkdir()

@@ -19,9 +19,7 @@ from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StalePare
 from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import digest, regular_file, sha256
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage import locks, strict_json
 from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.hubs.protocol import Publication, Published
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
@@ -145,7 +143,9 @@ def prepare_upload(
 def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str, Path | bytes]:
     """The files that the manifest lists, with a new manifest and card that list exactly these."""
     names = [name for name in artifact.manifest.files if statistics or name != STATISTICS]
-    files: dict[str, Path | bytes] = {name: regular_file(artifact.folder, name) for name in names}
+    files: dict[str, Path | bytes] = {
+        name: storage.regular_file(artifact.folder, name) for name in names
+    }
     listed = {name: artifact.content["files"][name] for name in names}
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
@@ -172,8 +172,8 @@ def _list_figures(artifact: Artifact) -> index.Listed:
 
 def _describe_file(content: Path | bytes) -> index.File:
     if isinstance(content, bytes):
-        return index.File(size=len(content), sha256=digest(content))
-    return index.File(size=content.stat().st_size, sha256=sha256(content))
+        return index.File(size=len(content), sha256=storage.digest(content))
+    return index.File(size=content.stat().st_size, sha256=storage.sha256(content))
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def extend_index_file(path: Path, entry: index.Entry) -> None:
     """Add an entry to an index file. Creates the file if necessary, and replaces it whole."""
     path = path.resolve()
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
-    with locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
+    with locks.locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else index.Index()
         storage.replace(path, before.extended(entry).text().encode())
 

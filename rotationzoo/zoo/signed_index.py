@@ -6,11 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, strict_json
-from rotationzoo.storage.files import digest, disk_errors
-from rotationzoo.storage.files import replace as replace_file
-from rotationzoo.storage.folders import state_folder
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage import files, folders, locks, strict_json
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
@@ -131,7 +127,7 @@ def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     """Check a signature, its place, its last day unless it `may_end`, and if a signer is named,
     that no newer one was seen on this machine."""
     what, statement = f"the index of {own.repo}", own.content.statement
-    hashes = {index.NAME: digest(own.data or b"")}
+    hashes = {index.NAME: files.digest(own.data or b"")}
     finding = check_signature(Signed(what, hashes, own.signature), demand)
     if statement is None:
         raise RotationZooError(
@@ -172,7 +168,7 @@ def _check_newest(statement: Statement) -> None:
     """Raise `RotationZooError` if a higher counter of this repository was seen on this machine.
     Otherwise remember this one."""
     try:
-        path = state_folder() / "indexes.json"
+        path = folders.state_folder() / "indexes.json"
     except RuntimeError as error:
         raise RotationZooError(
             "this user has no home, where the state of the index would be remembered",
@@ -180,7 +176,7 @@ def _check_newest(statement: Statement) -> None:
         ) from error
     lock = path.with_name(f".{path.name}.lock")
     place = f"{statement.hub}/{statement.repo}"
-    with disk_errors(path, "set XDG_STATE_HOME"), locked(lock, f"writing {path}"):
+    with files.disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}
         if files.size_of(path) is not None:
             hint = f"look who changed it; to forget what was seen of indexes: rm {path}"
@@ -193,4 +189,4 @@ def _check_newest(statement: Statement) -> None:
                 hint=f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}",
             )
         if statement.counter != seen.get(place):
-            replace_file(path, strict_json.text({**seen, place: statement.counter}))
+            files.replace(path, strict_json.text({**seen, place: statement.counter}))

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
 from rotationzoo.network import huggingface_session as session
-from rotationzoo.network.limits import NETWORK_HINT, save_chunks
-from rotationzoo.network.tokens import huggingface_token, redact
+from rotationzoo.network import limits, tokens
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Publication, Published
 
 if TYPE_CHECKING:
@@ -51,19 +50,19 @@ def _as_hub_error(
     if status in (401, 403):
         return HubError(f"{where} refused access", hint=_LOGIN_HINT)
     if status is not None:
-        return HubError(f"{where} answered {status}", hint=NETWORK_HINT)
+        return HubError(f"{where} answered {status}", hint=limits.NETWORK_HINT)
     if isinstance(error, session.BrokenAnswer) or _is_of_transport(error):
         kind = type(error.__cause__ or error).__name__
-        return HubError(f"{where} broke off its answer ({kind})", hint=NETWORK_HINT)
+        return HubError(f"{where} broke off its answer ({kind})", hint=limits.NETWORK_HINT)
     if isinstance(error, OSError):
         reason = error.strerror or first_sentence(error)
-        return HubError(f"{where} cannot be used: {reason}", hint=NETWORK_HINT)
+        return HubError(f"{where} cannot be used: {reason}", hint=limits.NETWORK_HINT)
     if isinstance(error, _UNREADABLE):
         return HubError(
             f"{where} sent an answer that no hub would send",
             hint="check HF_ENDPOINT, and the network's proxy",
         )
-    return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT)
+    return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=limits.NETWORK_HINT)
 
 
 def _is_of_transport(error: Exception) -> bool:
@@ -79,7 +78,7 @@ class HuggingFace(Hub):
     def __init__(self) -> None:
         from huggingface_hub import HfApi
 
-        self.token = huggingface_token()
+        self.token = tokens.huggingface_token()
         self.api = HfApi(token=self.token, library_name="rotationzoo", library_version=__version__)
 
     @staticmethod
@@ -146,7 +145,7 @@ class HuggingFace(Hub):
         with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
             hf_raise_for_status(response)
             what = f"{path} of {repo} on Hugging Face"
-            save_chunks(response.iter_bytes(), folder / path, size, what)
+            limits.save_chunks(response.iter_bytes(), folder / path, size, what)
 
     def publish(self, publication: Publication) -> Published:
         from huggingface_hub import CommitOperationAdd
@@ -164,7 +163,7 @@ class HuggingFace(Hub):
         url = getattr(commit, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
         if pull:
             url = pull.url
-        return Published(revision, redact(str(url)), changed=revision != base)
+        return Published(revision, tokens.redact(str(url)), changed=revision != base)
 
     def _commit(
         self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
