@@ -103,9 +103,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     quantized or changed already, or (`UnsupportedModel`) a layer cannot absorb a rotation.
     """
     if output.exists():
-        raise RotationZooError(
-            f"{output} is there already", hint="choose another place with --output"
-        )
+        raise RotationZooError(f"{output} is there already", "choose another place with --output")
     progress("looking at the model", 0, 0)
     made_for, calibrate = artifact.manifest.model, f"make one with: rotationzoo calibrate {model}"
     # The artifact's revision applies only to the hub id that it was made for.
@@ -113,18 +111,13 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     source = find(model, made_for.revision if is_hub_id else None)
     fetch(source, weights=False)
     if read_record(source.folder):
-        raise RotationZooError(
-            f"the weights of {model} carry the value rotation of an artifact already, says its "
-            f"{RECORD}",
-            hint="give the model before that",
-        )
+        carried = f"the weights of {model} carry the value rotation of an artifact already"
+        raise RotationZooError(f"{carried}, says its {RECORD}", hint="give the model before that")
     config = loading.load_config(source)
     _check_not_quantized(config, model)
     _check_scaling(artifact, config, model)
     if problems := verify(artifact, model, source.revision).problems:
-        raise RotationZooError(
-            f"{artifact.folder} does not fit {model}: {problems[0]}", hint=calibrate
-        )
+        raise RotationZooError(f"{artifact.folder} does not fit {model}: {problems[0]}", calibrate)
     changes = rotation_changes(artifact, loading.on_meta(config, model), model)
     fetch_weights(source, progress)
     # For a model from the hub, `verify` had no weights yet to compare fingerprints with.
