@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.measured import MeasuredArm, Window, arms_of, plain_arm
+from rotationzoo.artifact.measured import arms_of, plain_arm
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import find_engine
@@ -180,19 +180,15 @@ def as_json(exported: Exported) -> dict[str, Any]:
         "engine": exported.engine,
         "path": str(exported.path),
         "files": exported.files,
-        "command": exported.launch.command,
-        "environment": exported.launch.environment,
-        "notes": exported.launch.notes,
+        **vars(exported.launch),
         "reduced": exported.reduced,
     }
 
 
 def launch_line(launch: Launch) -> str:
     """The command and its environment variables, ready to paste into a shell."""
-    variables = "".join(
-        f"{name}={shlex.quote(value)} \\\n" for name, value in launch.environment.items()
-    )
-    return variables + "\n".join(launch.command)
+    variables = [f"{name}={shlex.quote(value)} \\" for name, value in launch.environment.items()]
+    return "\n".join([*variables, *launch.command])
 
 
 def _describe_pooling(artifact: Artifact, request: Settled) -> str:
@@ -200,21 +196,22 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
     these windows; or the command that measures it."""
     served = request.windows
     if evaluation := artifact.measured:
-        pairs: list[tuple[Window, MeasuredArm, MeasuredArm]] = []
-        for window in evaluation.windows:
-            per_head = plain_arm(window.arms, artifact.identity)
-            for arm in arms_of(window.arms, artifact.identity):
-                if arm.pooled and per_head is not None:
-                    pairs.append((window, per_head, arm))
+        pairs = [
+            (window, per_head, arm)
+            for window in evaluation.windows
+            if (per_head := plain_arm(window.arms, artifact.identity)) is not None
+            for arm in arms_of(window.arms, artifact.identity)
+            if arm.pooled
+        ]
         pairs.sort(key=lambda pair: (pair[0].sink, pair[0].recent) != served)
         if pairs:
             window, per_head, pooled = pairs[0]
             costs = f"perplexity {change(pooled.perplexity_increase)} instead of "
             costs += change(per_head.perplexity_increase)
-            asked = pooled.all_tasks and per_head.all_tasks and per_head.all_tasks.questions
-            if pooled.all_tasks and per_head.all_tasks and asked == pooled.all_tasks.questions:
-                costs += f", {pooled.all_tasks.answered} of {pooled.all_tasks.questions} questions "
-                costs += f"answered instead of {per_head.all_tasks.answered}"
+            ours, other = pooled.all_tasks, per_head.all_tasks
+            if ours and other and ours.questions == other.questions:
+                costs += f", {ours.answered} of {ours.questions} questions answered instead of "
+                costs += f"{other.answered}"
             drifts = evaluation.drift.arms if evaluation.drift else {}
             if window is evaluation.window and {pooled.name, per_head.name} <= drifts.keys():
                 ends = [drifts[arm.name].by_step[-1] for arm in (pooled, per_head)]
@@ -250,10 +247,7 @@ def _notes_of_artifact(artifact: Artifact, payload: Payload, launch: Launch) -> 
             "scale too, by rope_scaling in config.json, SGLang's --json-model-override-args, "
             "vLLM's --hf-overrides or llama.cpp's --rope-scaling"
         )
-    words = [word for line in launch.command for word in line.split()]
-    if PLACEHOLDER in words:
-        model = artifact.manifest.model.id
-        notes.append(
-            f"{PLACEHOLDER} in the command stands for {model}: put its folder or hub id there"
-        )
+    if any(PLACEHOLDER in line.split() for line in launch.command):
+        stands = f"{PLACEHOLDER} in the command stands for {artifact.manifest.model.id}"
+        notes.append(f"{stands}: put its folder or hub id there")
     return notes

@@ -69,21 +69,20 @@ def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
     Compares the model, its revision, hashes and geometry, and the recipe. `what` names the artifact
     in the message.
     """
-    name = listed_name(artifact.manifest.model)
+    name, stands = listed_name(artifact.manifest.model), f"{what} is listed for {entry.model}"
     if name != entry.model:
-        raise RotationZooError(
-            f"{what} is listed for {entry.model}, and its manifest says that it was made for "
-            f"{name}",
-            hint=_OWNERS_HINT,
-        )
+        made_for = f"and its manifest says that it was made for {name}"
+        raise RotationZooError(f"{stands}, {made_for}", hint=_OWNERS_HINT)
     for field, (description, get) in _FIELDS.items():
         listed = getattr(entry, field)
         if listed is not None and listed != get(artifact):
-            raise RotationZooError(
-                f"{what} is listed for {entry.model} with another {description} than its manifest "
-                "has",
-                hint=_OWNERS_HINT,
-            )
+            other = f"with another {description} than its manifest has"
+            raise RotationZooError(f"{stands} {other}", hint=_OWNERS_HINT)
+
+
+def not_published(artifact: Artifact, reason: str, hint: str | None) -> RotationZooError:
+    """The error for an artifact that is not to be published."""
+    return RotationZooError(f"{artifact.folder} is not published: {reason}", hint)
 
 
 def check_model(artifact: Artifact) -> None:
@@ -98,17 +97,12 @@ def check_model(artifact: Artifact) -> None:
     try:
         source = find(model.id, model.revision)
     except ModelUnavailable as error:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: whether it was made for {model.id} cannot be "
-            f"seen, as {error}",
-            hint=error.hint,
-        ) from error
+        reason = f"whether it was made for {model.id} cannot be seen, as {error}"
+        raise not_published(artifact, reason, error.hint) from error
     if hash_config(source.folder) != model.config_sha256:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: {model.id} has another config at revision "
-            f"{model.revision} than the model that it was made for",
-            hint=f"make one with: rotationzoo calibrate {model.id}",
-        )
+        other = f"{model.id} has another config at revision {model.revision}"
+        hint = f"make one with: rotationzoo calibrate {model.id}"
+        raise not_published(artifact, f"{other} than the model that it was made for", hint)
 
 
 def check_unclaimed(content: Index, entry: Entry, repo: str) -> None:

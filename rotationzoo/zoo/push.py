@@ -23,7 +23,7 @@ from rotationzoo.storage import locks, strict_json
 from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.hubs.protocol import Publication, Published
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
-from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name
+from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.signing import verify as signatures
 from rotationzoo.zoo.signing.make import SigningTool
@@ -111,13 +111,10 @@ def prepare_upload(
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     if not artifact.bound:
         hint = "import its files again with --model MODEL"
-        raise RotationZooError(f"{artifact.folder} is not published: its model is not known", hint)
-    verification = verify(artifact)
-    if not verification.ok:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: {verification.problems[0]}",
-            hint=f"see: rotationzoo verify {artifact.folder}",
-        )
+        raise not_published(artifact, "its model is not known", hint)
+    if problems := verify(artifact).problems:
+        hint = f"see: rotationzoo verify {artifact.folder}"
+        raise not_published(artifact, problems[0], hint)
     files = _collect_files(artifact, statistics, repo)
     model = listed_name(artifact.manifest.model)
     folder = model.replace("/", "__")

@@ -205,24 +205,20 @@ def compare_rotations(
     new, published = (plain_arm(report.window.arms, identity) for identity in identities)
     assert new is not None, "the new rotations were evaluated"
     assert published is not None, "so were the published ones"
-    hint = f"look at {folder} before you publish it with: rotationzoo push"
-    answers = _compare_answers(report, new, published)
-    if answers is not None and (reason := _fault_of_answers(answers)):
-        raise RotationZooError(
-            f"the new rotations of {model} answer worse than the published ones: {reason}",
-            hint=hint,
-        )
+    answers, fault = _compare_answers(report, new, published), None
     difference, error = paired_difference(
         new.text_losses, published.text_losses, report.exact.text_tokens
     )
     better = answers is not None and answers["outcome"] in ("more", "likelier")
-    if not better and is_worse(difference, error):
+    if answers is not None and (reason := _fault_of_answers(answers)):
+        fault = f"answer worse than the published ones: {reason}"
+    elif not better and is_worse(difference, error):
+        increase = f"perplexity {change(math.expm1(difference))} on the new revision"
         precision = "" if error is None else f", standard error {percent(error, 2)}"
-        raise RotationZooError(
-            f"the new rotations of {model} are worse than the published ones: "
-            f"perplexity {change(math.expm1(difference))} on the new revision{precision}",
-            hint=hint,
-        )
+        fault = f"are worse than the published ones: {increase}{precision}"
+    if fault:
+        hint = f"look at {folder} before you publish it with: rotationzoo push"
+        raise RotationZooError(f"the new rotations of {model} {fault}", hint)
     return {"answers": answers, "log_perplexity_difference": difference, "standard_error": error}
 
 
