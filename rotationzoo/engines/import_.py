@@ -35,8 +35,9 @@ from rotationzoo.writer import check_replaceable, library_versions
 
 _SERVED = ("key_clip", "value_clip", "sink", "recent")
 _PUBLISHED = "oscar-v1"
-# What the index calls imported rotations of latents.
-_OF_LATENTS = "oscar-latent"
+# Rotations of latents, by the name that the index has for them. Their server clips none.
+_OF_LATENTS = {"name": "oscar-latent", "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
+_OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
     composition, notes = _composition_of(files, group_size)
     converted = [note for file in files.values() for note in file.notes]
     notes = [*converted, *notes] if of_latents else [*notes, *converted]
-    per_head = of_latents or any(file.content.per_head for file in files.values())
+    per_head = any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
         "composition": composition,
@@ -127,9 +128,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         "center_keys": bool(first.content.mean),
         "group_size": group_size,
     }
-    if of_latents:  # whose server clips none
-        stated |= {"name": _OF_LATENTS, "key_statistic": "key", "value_statistic": "value"}
-        stated |= {"key_clip": 1.0, "value_clip": 1.0}
+    stated |= _OF_LATENTS if of_latents else {}
     for side, file in files.items():
         if statistic := describe(file).statistic:
             stated[f"{side}_statistic"] = statistic
@@ -146,10 +145,9 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
             f"{first.path.name} says what no recipe can: {first_sentence(error)}"
         ) from error
     if not stated.keys() >= set(_SERVED):
-        what, assumed = "windows", f"{recipe.sink}/{recipe.recent}"
-        if not of_latents:
-            what = f"clip ratios or {what}"
-            assumed = f"{recipe.key_clip:g}/{recipe.value_clip:g} and {assumed}"
+        clips = f"{recipe.key_clip:g}/{recipe.value_clip:g} and "
+        what, clips = ("windows", "") if of_latents else ("clip ratios or windows", clips)
+        assumed = f"{clips}{recipe.sink}/{recipe.recent}"
         notes.append(f"the files do not say {what}; assumed are {assumed}")
     # How the matrices are served does not matter for the name.
     served = {"name", "group_size", *_SERVED}

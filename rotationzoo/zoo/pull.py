@@ -8,6 +8,7 @@ in `zoo.lock.json` next to the files. Later downloads must agree with them.
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from rotationzoo.zoo.ownership import check_entry
 from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_signature, read_signature
 
 _WAY_OUT = "choose another place with --local-dir"  # on a full disk
+_OWNERS = "tell the owners of the repository"
 LOCK = "zoo.lock.json"
 """For files without published hashes: records their hashes at the first download."""
 MAX_BYTES = 4 << 30
@@ -184,7 +186,6 @@ def pull(
     leaves nothing behind if a hash differs, if the artifact is not sound, if it belongs to another
     model than the entry's, or if its signature is wrong or not the one that `demand` asks for.
     """
-    hub = open_hub(copy.hub)
     revision = loaded.revision_of(copy)
     what = f"{copy.path} of {copy.repo}"
     # Before anything is downloaded.
@@ -207,18 +208,17 @@ def pull(
         notes = ["it was here already"]
         return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
     _check_target(target, entry)
-    revision = revision or hub.resolve(copy.repo)
+    revision = revision or open_hub(copy.hub).resolve(copy.repo)
     with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = _download_files(copy, revision, sizes, work, progress)
         hashes = {name: storage.sha256(downloaded / name) for name in entry.files}
         for name, file in entry.files.items():
             if hashes[name] != file.sha256:
+                listed = "the file that the index lists: its sha256 differs"
                 raise RotationZooError(
-                    f"{name} of {copy.repo} is not the file that the index lists: its sha256 "
-                    "differs",
-                    hint="run the same command again; if it stays so, tell the owners of the "
-                    "repository",
+                    f"{name} of {copy.repo} is not {listed}",
+                    hint=f"run the same command again; if it stays so, {_OWNERS}",
                 )
         progress("checking", 0, 0)
         artifact = Artifact.open(downloaded, hashes)
@@ -262,15 +262,12 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
     # A killed process may have left the folder set aside under another name.
     folders.recover(folder)
     for name, file in listed.items():
-        try:
+        with suppress(RotationZooError):
             path = storage.regular_file(folder, name)
-        except RotationZooError:
-            return None
-        # Compare sizes first: hashing a file of the wrong size would waste time.
-        if storage.size_of(path) != file.size:
-            return None
-        hashes[name] = storage.sha256(path)
-        if hashes[name] != file.sha256:
+            # Compare sizes first: hashing a file of the wrong size would waste time.
+            if storage.size_of(path) == file.size:
+                hashes[name] = storage.sha256(path)
+        if name not in hashes or hashes[name] != file.sha256:
             return None
     return hashes
 

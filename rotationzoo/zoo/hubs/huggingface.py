@@ -33,36 +33,32 @@ def _as_hub_error(
 ) -> HubError:
     from huggingface_hub import errors as client_errors
 
-    status = session.status_of(error)
-    missing = {
-        client_errors.RevisionNotFoundError: f"{where} has no revision {revision}",
-        client_errors.EntryNotFoundError: f"{where} has no such file at {revision or 'its head'}",
-    }
-    if status == 404:
-        missing[client_errors.RepositoryNotFoundError] = f"there is no {where}"
-    for known, words in missing.items():
-        if isinstance(error, known):
-            return HubError(words, hint=SPELLING_HINT, missing=True)
-    # Without a token, Hugging Face gives one answer for missing and for private repositories.
-    if isinstance(error, client_errors.RepositoryNotFoundError) and token is None:
+    status, hint = session.status_of(error), limits.NETWORK_HINT
+    is_repository = isinstance(error, client_errors.RepositoryNotFoundError)
+    if isinstance(error, client_errors.RevisionNotFoundError):
+        says, hint = f"{where} has no revision {revision}", SPELLING_HINT
+    elif isinstance(error, client_errors.EntryNotFoundError):
+        says, hint = f"{where} has no such file at {revision or 'its head'}", SPELLING_HINT
+    elif is_repository and status == 404:
+        says, hint = f"there is no {where}", SPELLING_HINT
+    elif is_repository and token is None:
+        # Without a token, Hugging Face gives one answer for missing and for private repositories.
         hint = f"{SPELLING_HINT}; or {_LOGIN_HINT}"
         return HubError(f"{where} does not exist, or is private", hint=hint, hidden=True)
-    if status in (401, 403):
-        return HubError(f"{where} refused access", hint=_LOGIN_HINT)
-    if status is not None:
-        return HubError(f"{where} answered {status}", hint=limits.NETWORK_HINT)
-    if isinstance(error, session.BrokenAnswer) or _is_of_transport(error):
-        kind = type(error.__cause__ or error).__name__
-        return HubError(f"{where} broke off its answer ({kind})", hint=limits.NETWORK_HINT)
-    if isinstance(error, OSError):
-        reason = error.strerror or first_sentence(error)
-        return HubError(f"{where} cannot be used: {reason}", hint=limits.NETWORK_HINT)
-    if isinstance(error, _UNREADABLE):
-        return HubError(
-            f"{where} sent an answer that no hub would send",
-            hint="check HF_ENDPOINT, and the network's proxy",
-        )
-    return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=limits.NETWORK_HINT)
+    elif status in (401, 403):
+        says, hint = f"{where} refused access", _LOGIN_HINT
+    elif status is not None:
+        says = f"{where} answered {status}"
+    elif isinstance(error, session.BrokenAnswer) or _is_of_transport(error):
+        says = f"{where} broke off its answer ({type(error.__cause__ or error).__name__})"
+    elif isinstance(error, OSError):
+        says = f"{where} cannot be used: {error.strerror or first_sentence(error)}"
+    elif isinstance(error, _UNREADABLE):
+        says = f"{where} sent an answer that no hub would send"
+        hint = "check HF_ENDPOINT, and the network's proxy"
+    else:
+        says = f"{where} cannot be used: {first_sentence(error)}"
+    return HubError(says, hint=hint, missing=hint == SPELLING_HINT)
 
 
 def _is_of_transport(error: Exception) -> bool:

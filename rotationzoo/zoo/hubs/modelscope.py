@@ -143,21 +143,20 @@ def _asking(repo: str) -> Iterator[None]:
 def _as_hub_error(error: Exception, where: str) -> HubError:
     from modelscope_hub import errors
 
+    says, hint = f"cannot be used: {first_sentence(error)}", limits.NETWORK_HINT
     if isinstance(error, (errors.NotFoundError, errors.NotExistError)):
-        what = f"{where} is not there, or has no such file or revision"
-        return HubError(what, hint=SPELLING_HINT, missing=True)
-    if isinstance(error, (errors.AuthenticationError, errors.PermissionDeniedError)):
-        hint = "set MODELSCOPE_API_TOKEN to a token that may write"
-        return HubError(f"{where} refused access", hint=hint)
-    if isinstance(error, errors.APIError):
-        return HubError(f"{where} answered {error.status_code}", hint=limits.NETWORK_HINT)
-    if isinstance(error, (errors.NetworkError, requests.ConnectionError, requests.Timeout)):
-        return HubError(f"{where} broke off its answer", hint=limits.NETWORK_HINT)
-    if isinstance(error, (ValueError, TypeError, AttributeError, KeyError, RecursionError)):
+        says, hint = "is not there, or has no such file or revision", SPELLING_HINT
+    elif isinstance(error, (errors.AuthenticationError, errors.PermissionDeniedError)):
+        says, hint = "refused access", "set MODELSCOPE_API_TOKEN to a token that may write"
+    elif isinstance(error, errors.APIError):
+        says = f"answered {error.status_code}"
+    elif isinstance(error, (errors.NetworkError, requests.ConnectionError, requests.Timeout)):
+        says = "broke off its answer"
+    elif isinstance(error, (ValueError, TypeError, AttributeError, KeyError, RecursionError)):
         # The client raises these when it parses an answer that no real hub would send.
-        what = f"{where} sent an answer that no hub would send"
-        return HubError(what, hint="check MODELSCOPE_ENDPOINT, and the network's proxy")
-    return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=limits.NETWORK_HINT)
+        says = "sent an answer that no hub would send"
+        hint = "check MODELSCOPE_ENDPOINT, and the network's proxy"
+    return HubError(f"{where} {says}", hint=hint, missing=hint == SPELLING_HINT)
 
 
 _BRANCH = "master"
