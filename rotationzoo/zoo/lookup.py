@@ -114,9 +114,11 @@ def choose_entry(
     copies. Raises `RotationZooError` if the model has no entry that can be pulled, and `UsageError`
     for a scaling that cannot be.
     """
-    named = [entry for entry in loaded.content.entries if entry.model.lower() == model.lower()]
-    there = [entry for entry in named if {copy.hub for copy in entry.copies} & {*hubs}]
-    matching = [entry for entry in there if recipe in (None, entry.recipe)]
+    matching = []
+    for entry in loaded.content.entries:
+        named = entry.model.lower() == model.lower() and recipe in (None, entry.recipe)
+        if named and any(copy.hub in hubs for copy in entry.copies):
+            matching.append(entry)
     if not matching:
         which = f" with the recipe {recipe}" if recipe else ""
         raise RotationZooError(

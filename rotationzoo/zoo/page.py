@@ -93,10 +93,10 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
         for copy in entry.copies
     ]
     # Models are always fetched from Hugging Face; a name without an owner is on no hub.
-    address = f"https://huggingface.co/{quote(entry.model)}"
+    address = f"https://huggingface.co/{quote(entry.model)}" if "/" in entry.model else None
     return Row(
         model=entry.model,
-        model_url=address if "/" in entry.model else None,
+        model_url=address,
         recipe=", ".join(filter(None, (entry.recipe, entry.rope_scaling))),
         figures=_figures(entry),
         signed=f"signed by {entry.signer}" if entry.signer else "not signed",

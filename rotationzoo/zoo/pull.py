@@ -275,7 +275,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
 def _check_target(target: Path, entry: Entry) -> None:
     """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
     folders.check_name(target)
-    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    names = {path.name for path in target.glob("*")}  # none if it is no folder
     is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
         raise RotationZooError(

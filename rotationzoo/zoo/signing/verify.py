@@ -149,10 +149,8 @@ def _decode(text: Any) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _at(path: str) -> Any:
-    first, *rest = path.split("/")
-    keys = [int(key) if key.isdecimal() else key for key in rest]
-    return Field(validation_alias=AliasPath(first, *keys))
+def _at(first: str, *path: str | int) -> Any:
+    return Field(validation_alias=AliasPath(first, *path))
 
 
 _Base64 = Annotated[bytes, BeforeValidator(_decode)]
@@ -162,14 +160,16 @@ _InToto = Literal["application/vnd.in-toto+json"]
 class Bundle(Strict):
     """A signature file and what it claims."""
 
-    payload: Annotated[_Base64, _at("dsseEnvelope/payload")]
+    payload: Annotated[_Base64, _at("dsseEnvelope", "payload")]
     """The signed statement."""
-    payload_type: Annotated[_InToto, _at("dsseEnvelope/payloadType")]
-    signature: Annotated[_Base64, _at("dsseEnvelope/signatures/0/sig")]
-    second: Annotated[None, _at("dsseEnvelope/signatures/1")] = None
-    certificate: Annotated[_Base64 | None, _at("verificationMaterial/certificate/rawBytes")] = None
+    payload_type: Annotated[_InToto, _at("dsseEnvelope", "payloadType")]
+    signature: Annotated[_Base64, _at("dsseEnvelope", "signatures", 0, "sig")]
+    second: Annotated[None, _at("dsseEnvelope", "signatures", 1)] = None
+    certificate: Annotated[
+        _Base64 | None, _at("verificationMaterial", "certificate", "rawBytes")
+    ] = None
     """The signer's certificate, in DER; None if it was made with a key of the signer's own."""
-    key_sha256: Annotated[Sha256 | None, _at("verificationMaterial/publicKey/hint")] = None
+    key_sha256: Annotated[Sha256 | None, _at("verificationMaterial", "publicKey", "hint")] = None
     """The sha256 of the signer's public key in PEM; None if there is a certificate."""
     files: dict[str, str] = Field(default_factory=dict)
     """Name -> sha256 of the files that it is for, read from the statement."""
@@ -186,7 +186,7 @@ class _Statement(Strict):
 
     type_: Annotated[Literal["https://in-toto.io/Statement/v1"], _at("_type")]
     predicate_type: Annotated[Literal["https://model_signing/signature/v1.0"], _at("predicateType")]
-    resources: Annotated[list[_Resource], _at("predicate/resources")]
+    resources: Annotated[list[_Resource], _at("predicate", "resources")]
 
 
 def parse_bundle(data: bytes, origin: str) -> Bundle:
