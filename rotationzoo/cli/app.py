@@ -3,36 +3,23 @@ page that `rotationzoo` prints without a command.
 """
 
 import functools
+import importlib
 import inspect
+import keyword
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
 from rotationzoo import __version__
-from rotationzoo.cli.calibrate import calibrate_command
-from rotationzoo.cli.demo import demo_command
-from rotationzoo.cli.evaluate import evaluate_command
-from rotationzoo.cli.export import export_command
-from rotationzoo.cli.generate import generate_command
+from rotationzoo.cli import output
 from rotationzoo.cli.help import Command
-from rotationzoo.cli.import_ import import_command
-from rotationzoo.cli.inspect import inspect_command
-from rotationzoo.cli.list import list_command
+from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import remember_words
-from rotationzoo.cli.output import print_traceback, say, show_error, show_lines, start_output
-from rotationzoo.cli.plan import plan_command
-from rotationzoo.cli.pull import pull_command
-from rotationzoo.cli.push import push_command
-from rotationzoo.cli.regenerate import regenerate_command
-from rotationzoo.cli.report import report_command
-from rotationzoo.cli.serve import serve_command
-from rotationzoo.cli.validate import validate_command
-from rotationzoo.cli.verify import verify_command
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
 from rotationzoo.words import nearest
 
@@ -60,25 +47,12 @@ def journey_lines() -> list[str]:
     return [*lines, "", "All commands: rotationzoo --help"]
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo_command,
-    "plan": plan_command,
-    "calibrate": calibrate_command,
-    "inspect": inspect_command,
-    "verify": verify_command,
-    "evaluate": evaluate_command,
-    "generate": generate_command,
-    "serve": serve_command,
-    "validate": validate_command,
-    "report": report_command,
-    "export": export_command,
-    "import": import_command,
-    "list": list_command,
-    "pull": pull_command,
-    "push": push_command,
-    "regenerate": regenerate_command,
-}
-"""The commands in the order of `--help`, which is the order in which a user meets them."""
+_NAMES = (
+    "demo plan calibrate inspect verify evaluate generate serve validate report export import list "
+    "pull push regenerate"
+)
+"""The commands in the order of `--help`, which is the order in which a user meets them. Each is the
+function of its name in the module of its name."""
 
 _TAKE_AN_ARTIFACT = ("inspect", "validate", "report", "export")
 _WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
@@ -100,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
-    start_output()
+    output.start_output()
     # Before torch is loaded: on a busy machine, its threads that spin while they wait take the
     # processor from those that work, and commands take several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -113,6 +87,47 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _find_command(name: str) -> Callable[..., None]:
+    module = importlib.import_module(f"rotationzoo.cli.{name}{'_' * keyword.iskeyword(name)}")
+    return cast(Callable[..., None], getattr(module, f"{name}_command"))
+
+
+def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(group).parameters.values())
+
+
+def _spread(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with each group of options that it takes replaced by these options. A group is a
+    parameter whose type is a class that is made of options. They follow the command's own, and
+    those of `Output` come last.
+
+    Flags are named as their parameters. Typer would also give each a flag `--no-...`.
+    """
+    declared, groups = _options_of(command), {}
+    for parameter in sorted(declared, key=lambda each: each.annotation is output.Output):
+        if inspect.isclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+    spread = [parameter for parameter in declared if parameter.name not in groups]
+    for group in groups.values():
+        spread += _options_of(group)
+    for parameter in spread:
+        known = get_args(parameter.annotation)[1]
+        if parameter.default is False and not known.param_decls:
+            known.param_decls = (f"--{parameter.name.replace('_', '-')}",)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {each.name: values.pop(each.name) for each in _options_of(group)}
+            values[name] = group(**own)
+        command(**values)
+
+    only = inspect.Parameter.KEYWORD_ONLY
+    named = [parameter.replace(kind=only) for parameter in spread]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return run
+
+
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly.
 
@@ -123,6 +138,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         try:
             _check_alone()
+            hush_libraries()
             command(**options)
             sys.stdout.flush()  # now, while the error of a full disk can still be reported
         except KeyboardInterrupt as error:
@@ -140,31 +156,22 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 def _check_alone() -> None:
     """Raise `UsageError` in one of several processes, each of which would do the whole command."""
     if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(
-            "rotationzoo runs in one process",
-            hint="start it without torchrun, and use --device-map auto for several GPUs",
-        )
+        hint = "start it without torchrun, and use --device-map auto for several GPUs"
+        raise UsageError("rotationzoo runs in one process", hint)
 
 
-def _name_flags(command: Callable[..., None]) -> None:
-    """Name flags as their parameters. Typer would also give each a flag `--no-...`."""
-    for name, parameter in inspect.signature(command).parameters.items():
-        known = get_args(parameter.annotation)[1]
-        if parameter.default is False and not known.param_decls:
-            known.param_decls = (f"--{name.replace('_', '-')}",)
-
-
+COMMANDS = {name: _spread(_find_command(name)) for name in _NAMES.split()}
+"""The commands as Typer gets them, with every option in their signatures."""
 # What `serve` does not know goes to vLLM.
 _HANDED_ON = {"serve": {"ignore_unknown_options": True}}
 for _name, _command in COMMANDS.items():
-    _name_flags(_command)
     _settings = _HANDED_ON.get(_name)
     app.command(_name, cls=Command, context_settings=_settings)(_interruptible(_command))
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(__version__)
+        output.say(__version__)
         raise typer.Exit()
 
 
@@ -180,7 +187,7 @@ def _common_options(
 ) -> None:
     """Options that stand before the command. Without a command, show what there is to do."""
     if context.invoked_subcommand is None:
-        show_lines(*journey_lines())
+        output.show_lines(*journey_lines())
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:
@@ -189,13 +196,13 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
     With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are the command line's.
     """
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
-        print_traceback(error)
+        output.print_traceback(error)
     known = _known_error(error)
     if isinstance(known, Interrupted) and known.hint is None:
         known.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
     if str(known):
         # The words are searched because parsing the options may be what failed.
-        show_error(known, as_json="--json" in words)
+        output.show_error(known, as_json="--json" in words)
     return known.exit_code
 
 

@@ -2,12 +2,12 @@
 
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.budget import Budget
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, shell_line, show_artifact, suggest_step, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
@@ -24,59 +24,60 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 """The names in `recipe.PRESETS`."""
 
 
-def calibrate_command(
-    model: Annotated[
-        str,
-        argument("A hub id, a local folder, or demo: a small model that ships with rotationzoo."),
-    ],
-    engine: options.Engine = None,
-    recipe: Annotated[
-        str | None, option(f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
-    ] = None,
+@dataclass(frozen=True)
+class Settings(options.Loading):
+    """Options on the job, by the names of `api.CalibrationOptions`."""
+
+    engine: options.Engine = None
     data: Annotated[
         str | None, option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
-    ] = None,
+    ] = None
     feedback: Annotated[
         bool | None,
         option(
             "Store what a cache needs to choose codes by error feedback.",
             "--feedback/--no-feedback",
         ),
-    ] = None,
+    ] = None
     bits: Annotated[
         float | None, option("Budget: bits an element; layers that lose more get more.")
-    ] = None,
-    key_bits: Annotated[float | None, option("The same for keys alone.")] = None,
-    value_bits: Annotated[float | None, option("The same for values alone.")] = None,
-    subset: options.Subset = None,
-    split: options.Split = None,
-    column: options.Column = None,
-    images: Annotated[str | None, option("Column of images (vision models).")] = None,
-    audio: Annotated[str | None, option("Column of audio, as WAV.")] = None,
-    positions: Annotated[str | None, option("Of these: all, text or media.")] = None,
+    ] = None
+    key_bits: Annotated[float | None, option("The same for keys alone.")] = None
+    value_bits: Annotated[float | None, option("The same for values alone.")] = None
+    subset: options.Subset = None
+    split: options.Split = None
+    column: options.Column = None
+    images: Annotated[str | None, option("Column of images (vision models).")] = None
+    audio: Annotated[str | None, option("Column of audio, as WAV.")] = None
+    positions: Annotated[str | None, option("Of these: all, text or media.")] = None
     packing: Annotated[
         str | None,
         option(
             "packed: full rows; mixed: every second row in halves; document: one document per row."
         ),
-    ] = None,
-    tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None,
-    length: Annotated[int | None, option("Tokens per row (2048).", min=2)] = None,
-    seed: Annotated[int | None, option("Order of the documents (0).")] = None,
+    ] = None
+    tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None
+    length: Annotated[int | None, option("Tokens per row (2048).", min=2)] = None
+    seed: Annotated[int | None, option("Order of the documents (0).")] = None
     batch: Annotated[
         int | None, option("Rows per forward pass (4; with a device map all that fit).", min=1)
+    ] = None
+    rope_scaling: options.RopeScaling = None
+    restart: Annotated[bool, option("Drop a checkpoint and replace rotations.")] = False
+
+
+def calibrate_command(
+    model: Annotated[
+        str,
+        argument("A hub id, a local folder, or demo: a small model that ships with rotationzoo."),
+    ],
+    settings: Settings,
+    out: Output,
+    recipe: Annotated[
+        str | None, option(f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
     ] = None,
-    rope_scaling: options.RopeScaling = None,
     output: options.OutputFolder = None,
-    revision: options.Revision = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
-    restart: Annotated[bool, option("Drop a checkpoint and replace rotations.")] = False,
     dry_run: Annotated[bool, option("Say what would be done; read no weights.")] = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Compute the rotations of a causal language model.
 
@@ -86,44 +87,15 @@ def calibrate_command(
 
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
-    out = Output(json, quiet)
     if recipe is not None:
         _check_recipe(recipe)
-    Budget(bits, key_bits, value_bits)  # raises
+    Budget(settings.bits, settings.key_bits, settings.value_bits)  # raises
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate_view import show_plan
 
-    hush_libraries()
-    job = calibration_job(
-        model,
-        options.follow_link(output),
-        recipe,
-        engine=engine,
-        data=data,
-        feedback=feedback,
-        bits=bits,
-        key_bits=key_bits,
-        value_bits=value_bits,
-        subset=subset,
-        split=split,
-        column=column,
-        images=images,
-        audio=audio,
-        positions=positions,
-        packing=packing,
-        tokens=tokens,
-        length=length,
-        seed=seed,
-        batch=batch,
-        rope_scaling=rope_scaling,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-        restart=restart,
-    )
+    job = calibration_job(model, options.follow_link(output), recipe, **vars(settings))
+    engine = settings.engine
     if engine and recipe is None and job.recipe.name != "oscar":  # which nobody need know
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
@@ -138,7 +110,7 @@ def calibrate_command(
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact, with_time=is_new)
-    suggest_step(out, artifact, named(model, revision), engine)
+    suggest_step(out, artifact, named(model, settings.revision), engine)
 
 
 def _check_recipe(recipe: str) -> None:
@@ -169,6 +141,5 @@ def _calibrate(out: Output, job: "Job") -> "Artifact":
         if not job.unfinished:
             hint = f"start again with: {shell_line(*typed_words())}"
             raise Interrupted("interrupted before anything was saved", hint) from None
-        kept = typed_words("--restart")  # it would drop what was saved
-        hint = f"go on with: {shell_line(*kept)}"
+        hint = f"go on with: {shell_line(*typed_words('--restart'))}"  # which would drop it
         raise Interrupted("interrupted; what was done so far is saved", hint) from None

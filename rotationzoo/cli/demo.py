@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, Quiet, Restart, follow_link, option
+from rotationzoo.cli.options import Restart, follow_link, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.words import counted
@@ -25,13 +24,12 @@ TEXT = 1024
 
 
 def demo_command(
+    out: Output,
     output: Annotated[
         Path | None,
         option("Folder of the artifact and its page (rotations/demo).", "--output", "-o"),
     ] = None,
     restart: Restart = False,
-    json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Calibrate a small model that ships with rotationzoo, ask it about its context, and draw the
     report.
@@ -40,7 +38,6 @@ def demo_command(
 
     rotationzoo demo
     """
-    out = Output(json, quiet)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.calibration.plan import Job
@@ -51,7 +48,6 @@ def demo_command(
     from rotationzoo.recipe import Data
     from rotationzoo.recipe.loading import load
 
-    hush_libraries()
     folder = follow_link(output) or Path("rotations") / MODEL
     job = Job(MODEL, load(RECIPE), folder, restart=restart, fit_length=True)
     with show_progress(out) as progress:

@@ -1,12 +1,12 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.next_steps import named, retyped, shell_line, typed_words
+from rotationzoo.cli.next_steps import named, retyped, shell_line, suggest_text, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, show_table
 from rotationzoo.cli.progress_bar import show_progress
@@ -18,59 +18,58 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.scores import Decision
 
 
+@dataclass(frozen=True)
+class Measures(options.Loading):
+    """Options on what is measured, by the names of `api.EvaluationOptions`."""
+
+    engine: options.Engine = None
+    data: Annotated[
+        str | None, option("Data set id, .jsonl, .txt or .parquet (held-out text).")
+    ] = None
+    subset: options.Subset = None
+    split: options.Split = None
+    column: options.Column = None
+    tokens: Annotated[int | None, option("Tokens in all (16384).", min=1)] = None
+    length: options.TextLength = None
+    seed: Annotated[int | None, option("Order of the documents (0).")] = None
+    tasks: options.Tasks = "all"
+    lengths: options.Lengths = None
+    questions: Annotated[str, option("Per task and length; auto: until it is decided.")] = "auto"
+    windows: Annotated[str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")] = (
+        None
+    )
+    format: Annotated[options.Format | None, option("The 2-bit format")] = None
+    bits: options.Budget = None
+    rivals: Annotated[str | None, option("Other engines' caches, too, as fp8,q4_0,exl3-2.")] = None
+    pooled: Annotated[bool | None, option("Also measure one rotation per layer.", "--pooled")] = (
+        None
+    )
+    layers: Annotated[str | None, option("Only these layers in 2 bits, as 0,4-7.")] = None
+    prefill_chunk: Annotated[
+        int | None, option("Prefill in chunks, which read a quantized history.", min=1)
+    ] = None
+    prefill_layout: options.PrefillLayout = None
+    real_cache: Annotated[bool, option("Answer through a cache that really stores 2 bits.")] = False
+    drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None
+    queries: Annotated[int | None, option("Queries per text for the attention KL (32).", min=0)] = (
+        None
+    )
+    rope_scaling: options.RopeScaling = None
+    batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None
+    anyway: options.Anyway = False
+
+
 def evaluate_command(
     model: options.ModelName,
+    measures: Measures,
+    out: Output,
     artifacts: Annotated[
         list[Path] | None, argument("Folders of rotations.", metavar="ROTATIONS")
     ] = None,
-    engine: options.Engine = None,
-    data: Annotated[
-        str | None, option("Data set id, .jsonl, .txt or .parquet (held-out text).")
-    ] = None,
-    subset: options.Subset = None,
-    split: options.Split = None,
-    column: options.Column = None,
-    tokens: Annotated[int | None, option("Tokens in all (16384).", min=1)] = None,
-    length: options.TextLength = None,
-    seed: Annotated[int | None, option("Order of the documents (0).")] = None,
-    tasks: options.Tasks = "all",
-    lengths: options.Lengths = None,
-    questions: Annotated[str, option("Per task and length; auto: until it is decided.")] = "auto",
-    windows: Annotated[
-        str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")
-    ] = None,
-    format: Annotated[options.Format | None, option("The 2-bit format")] = None,
-    bits: options.Budget = None,
-    rivals: Annotated[str | None, option("Other engines' caches, too, as fp8,q4_0,exl3-2.")] = None,
-    pooled: Annotated[
-        bool | None, option("Also measure one rotation per layer.", "--pooled")
-    ] = None,
-    layers: Annotated[str | None, option("Only these layers in 2 bits, as 0,4-7.")] = None,
     keys_only: Annotated[bool, option("Leave the values exact.")] = False,
     values_only: Annotated[bool, option("Leave the keys exact.")] = False,
-    prefill_chunk: Annotated[
-        int | None, option("Prefill in chunks, which read a quantized history.", min=1)
-    ] = None,
-    prefill_layout: options.PrefillLayout = None,
-    real_cache: Annotated[
-        bool, option("Answer through a cache that really stores 2 bits.")
-    ] = False,
-    drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None,
-    queries: Annotated[
-        int | None, option("Queries per text for the attention KL (32).", min=0)
-    ] = None,
-    rope_scaling: options.RopeScaling = None,
-    batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None,
     save: Annotated[bool, option("Add evaluation.json to the rotations.")] = False,
-    anyway: options.Anyway = False,
     details: Annotated[bool, option("Also print all tables, and how they were measured.")] = False,
-    revision: options.Revision = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Measure what rotations keep of a model whose cache is stored in 2 bits, whether they are
     better than none, and what to do.
@@ -79,59 +78,29 @@ def evaluate_command(
 
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
-    out = Output(json, quiet)
     artifacts = artifacts or []
     if save and not artifacts:
-        raise UsageError(
-            "--save adds the report to artifacts, and none is given",
-            hint="name a folder of rotations after the model, or print the report with --json",
-        )
+        hint = "name a folder of rotations after the model, or print the report with --json"
+        raise UsageError("--save adds the report to artifacts, and none is given", hint)
     _check_order(model, artifacts)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
-    hush_libraries()
-    job = evaluation_job(
-        model,
-        artifacts,
-        save,
-        engine=engine,
-        data=data,
-        subset=subset,
-        split=split,
-        column=column,
-        tokens=tokens,
-        length=length,
-        seed=seed,
-        tasks=options.parse_tasks(tasks),
-        lengths=options.parse_lengths(lengths),
-        questions=parse_questions(questions),
-        windows=options.parse_windows(windows) or None,
-        format=format,
-        bits=bits,
-        rivals=rivals.replace(" ", "").split(",") if rivals else None,
-        pooled=pooled,
-        layers=parse_layers(layers),
-        sides=_quantized_sides(keys_only, values_only),
-        prefill_chunk=prefill_chunk,
-        prefill_layout=prefill_layout,
-        real_cache=real_cache,
-        drift=drift,
-        queries=queries,
-        rope_scaling=rope_scaling,
-        batch=batch,
-        anyway=anyway,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
+    settings = vars(measures) | {
+        "tasks": options.parse_tasks(measures.tasks),
+        "lengths": options.parse_lengths(measures.lengths),
+        "questions": parse_questions(measures.questions),
+        "windows": options.parse_windows(measures.windows) or None,
+        "rivals": measures.rivals.replace(" ", "").split(",") if measures.rivals else None,
+        "layers": parse_layers(measures.layers),
+        "sides": _quantized_sides(keys_only, values_only),
+    }
+    job = evaluation_job(model, artifacts, save, **settings)
     with show_progress(out) as progress:
         report = evaluate(job, progress, out.tell)
     show_evaluation(out, report, details)
-    decisions, model_words = report.window.verdict.decisions, named(model, revision)
-    suggest_next(out, decisions, model_words, artifacts, save, seed or 0, engine)
+    decisions, model_words = report.window.verdict.decisions, named(model, measures.revision)
+    suggest_next(out, decisions, model_words, artifacts, save, measures.seed or 0, measures.engine)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
@@ -139,10 +108,8 @@ def _check_order(model: str, artifacts: list[Path]) -> None:
     if (Path(model) / "manifest.json").is_file():
         folders = list(map(str, artifacts))
         rest = typed_words("evaluate", model, *folders)
-        raise UsageError(
-            f"{model} has rotations, and the model comes before them",
-            hint=f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}",
-        )
+        hint = f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}"
+        raise UsageError(f"{model} has rotations, and the model comes before them", hint)
 
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
@@ -223,9 +190,7 @@ def suggest_next(
     elif saved:
         out.suggest("report", str(artifacts[0]))
     else:
-        named = ["--rotations", str(artifacts[0])]
-        prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
-        out.suggest("generate", *model, *named, *served, "--compare", *prompt)
+        suggest_text(out, artifacts[0], model, *served, "--compare")
 
 
 def _say_evaluation(report: "Measured", details: bool) -> None:
@@ -241,18 +206,14 @@ def _say_evaluation(report: "Measured", details: bool) -> None:
 
 
 def _say_details(report: "Measured") -> None:
-    from rotationzoo.report.conditions import (
-        ABOUT_BITS,
-        describe_arms,
-        describe_prefill,
-        describe_recall,
-    )
+    from rotationzoo.report import conditions
     from rotationzoo.report.tables import evaluation_tables
 
     tokens = f"{counted(report.tokens, 'token')} from position {report.first_position} on"
     text = f"{tokens} in {counted(report.text.rows, 'text')}"
     exact = f"exact perplexity {report.exact.perplexity:.4f}"
-    say(f"{report.model}, {text}, format {report.format}{describe_prefill(report)}; {exact}")
+    format = f"format {report.format}{conditions.describe_prefill(report)}"
+    say(f"{report.model}, {text}, {format}; {exact}")
     for number, window in enumerate(report.windows):
         if number:
             say("")
@@ -260,10 +221,10 @@ def _say_details(report: "Measured") -> None:
         for table in evaluation_tables(report, window):
             show_table(table, apart=True)
     say("")
-    say(*describe_recall(report))
+    say(*conditions.describe_recall(report))
     say("±: standard error over texts, paired with the exact model")
-    say(f"{ABOUT_BITS}; bits here: at {report.text.length:,}")
-    say(*describe_arms(report.window.arms.values()))
+    say(f"{conditions.ABOUT_BITS}; bits here: at {report.text.length:,}")
+    say(*conditions.describe_arms(report.window.arms.values()))
     say("")
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.cli.progress_bar import show_progress
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 def export_command(
     artifact: options.ArtifactFolder,
+    out: Output,
     to: Annotated[EngineName | None, option("Engine", "--for", "--to")] = None,
     output: Annotated[
         Path | None, option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o")
@@ -46,8 +46,6 @@ def export_command(
         Path | None,
         option("Serve this model, which --absorb wrote for the same rotations.", metavar="FOLDER"),
     ] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
@@ -57,7 +55,6 @@ def export_command(
 
     rotationzoo export rotations/Qwen3-8B-oscar --absorb Qwen/Qwen3-8B -o Qwen3-8B-absorbed
     """
-    out = Output(json, quiet)
     if (to is None) == (absorb is None):
         raise UsageError(
             "export writes for one engine, or one model that carries the value rotation",
@@ -70,11 +67,8 @@ def export_command(
     if to is None:
         for_engines = pooled or uncentered or clip or windows or absorbed
         if for_engines or for_llama_cpp:
-            raise UsageError(
-                "--absorb goes with --output alone",
-                hint="give the other options with --for",
-            )
-        hush_libraries()
+            hint = "give the other options with --for"
+            raise UsageError("--absorb goes with --output alone", hint)
         from rotationzoo.engines.absorb import absorb as write_absorbed
         from rotationzoo.storage.folders import check_writable
 

@@ -10,7 +10,7 @@ _GROUPS = {
     "Text": "chat max_new_tokens data subset split column packing tokens length lengths seed tasks "
     "questions",
     "Model and machine": "revision device dtype device_map max_memory batch rope_scaling",
-    "Signatures": "signer issuer require_signature trust_config sign adopt_index",
+    "Signatures": "signers issuer require_signature trust_config sign adopt_index",
     "For experts (--for picks most)": "feedback bits key_bits value_bits format rounding sink "
     "recent windows clip pooled rivals uncentered layers keys_only values_only prefill_chunk "
     "prefill_layout real_cache drift queries engine_hadamard absorb absorbed",

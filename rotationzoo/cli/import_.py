@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, show_artifact, suggest_step, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
@@ -15,6 +14,7 @@ def import_command(
         list[Path],
         argument("The two rotation files, their folder, or a GGUF file.", metavar="FILES"),
     ],
+    out: Output,
     output: Annotated[
         Path | None, option("Artifact folder (rotations/NAME-imported).", "--output", "-o")
     ] = None,
@@ -29,16 +29,12 @@ def import_command(
     ] = None,
     transposed: Annotated[bool, option("They hold the matrices transposed.")] = False,
     restart: options.Restart = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
-    """Make an artifact of files that others published: OSCAR's .pt, MLX's safetensors, GGUF.
+    """Make an artifact of files that others published: OSCAR's .pt files, GGUF.
 
     rotationzoo import k_rotation_qqt_r_h_pbr.pt v_rotation_sst_r_h_pbr.pt --model
     Qwen/Qwen3-4B-Thinking-2507
     """
-    out = Output(json, quiet)
-    hush_libraries(models=model is not None)
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.storage.folders import default_output
 

@@ -5,7 +5,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
+from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import number
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rotationzoo.report.spectra import LayerSpectra, SideSpectrum
 
 
-def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
+def inspect_command(artifact: ArtifactFolder, out: Output) -> None:
     """Show what each layer's statistics look like."""
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.report.spectra import summarize
@@ -28,7 +28,6 @@ def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet =
         "recipe": opened.recipe.name,
         "layers": [asdict(layer) for layer in layers],
     }
-    out = Output(json, quiet)
     out.result(data, opened.identity, lambda: _show_layers(opened, layers))
     suggest_step(out, opened)
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from typing import Any
 
 from rotationzoo.cli.output import visible
 from rotationzoo.network.tokens import redact
@@ -16,23 +15,26 @@ class _Visible(logging.Formatter):
         return visible(redact(super().format(record)))
 
 
-def hush_libraries(models: bool = True) -> None:
+SHELL: dict[str, str] = {}
+"""The variables as they were before, for a server that takes the command's place."""
+
+
+def hush_libraries() -> None:
     """Silence the logs and bars of other libraries: a command shows its own progress and errors.
-    `models`: whether it may load a model; one that never does need not wait for transformers."""
+    Those that are imported later read variables, and transformers the hub's setting of bars."""
     from huggingface_hub.utils import disable_progress_bars
 
+    SHELL.clear()
+    SHELL.update(os.environ)
     _log_to_stderr()
     disable_progress_bars()
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when it is imported, later
-    os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
-    if models:
-        import transformers
-
-        settings: Any = transformers.logging  # it has no type annotations
-        settings.set_verbosity_error()
-        settings.disable_progress_bar()
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+    if imported := sys.modules.get("transformers.utils.logging"):
+        imported.set_verbosity_error()
+        imported.disable_progress_bar()
 
 
 def _log_to_stderr() -> None:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo, argument, option
+from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import UNKNOWN, change, counted, percent
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
@@ -17,14 +16,13 @@ _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "ggu
 
 
 def list_command(
+    out: Output,
     model: Annotated[str | None, argument("Only models with this in their name.")] = None,
     recipe: Annotated[str | None, option("Only this recipe.")] = None,
     from_: Annotated[HubName, option("Whose index.", "--from")] = DEFAULT_HUB,
     html: Annotated[Path | None, option("Write all of it as one page to this file.")] = None,
     index: IndexPlace = None,
     repo: ZooRepo = None,
-    json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Show the rotations that have been published.
 
@@ -32,8 +30,6 @@ def list_command(
 
     rotationzoo list --repo my-org/rotationzoo --html zoo.html
     """
-    out = Output(json, quiet)
-    hush_libraries(models=False)
     from rotationzoo.zoo.lookup import find_index
 
     zoo_index = find_index(index, repo, from_)

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.output import Output, say
@@ -96,8 +97,8 @@ def suggest_step(
         out.suggest("evaluate", *words, folder, *served(engine), "--save")
 
 
-def suggest_text(out: Output, artifact: "Artifact", model: list[str]) -> None:
-    """Suggest to write text through a cache with these rotations. `model`: the words that name
-    it, as the user did."""
+def suggest_text(out: Output, folder: Path, model: list[str], *more: str) -> None:
+    """Suggest to write text through a cache with the rotations of a folder. `model`: the words that
+    name it, as the user did; `more` options."""
     prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
-    out.suggest("generate", *model, "--rotations", str(artifact.folder), *prompt)
+    out.suggest("generate", *model, "--rotations", str(folder), *more, *prompt)

@@ -1,6 +1,7 @@
 """The options that several commands share, their choices, and how their values are parsed."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -137,6 +138,24 @@ Dtype = Annotated[Literal["auto", "bfloat16", "float32"], option("auto: the mode
 DeviceMap = Annotated[str | None, option("auto: spread over GPUs, main memory and disk.")]
 MaxMemory = Annotated[str | None, option("Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
+
+@dataclass(frozen=True)
+class Machine:
+    """Options on where a model runs."""
+
+    device: Device = "auto"
+    device_map: DeviceMap = None
+    max_memory: MaxMemory = None
+
+
+@dataclass(frozen=True)
+class Loading(Machine):
+    """Options on which model runs, and where."""
+
+    revision: Revision = None
+    dtype: Dtype = "auto"
+
+
 RopeScaling = Annotated[str | None, option("Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")]
 
 Clip = Annotated[
@@ -160,34 +179,47 @@ PrefillLayout = Annotated[Literal["server", "window"] | None, option("Exact of e
 Tasks = Annotated[str, option(f"Recall tasks: {', '.join(TASKS)}; all or none.")]
 Lengths = Annotated[str | None, option("Tokens per prompt of the tasks, as 2048,8192 (--length).")]
 
-Signers = Annotated[
-    list[str] | None,
-    option(
-        "Accept only what this identity, or this public key (a .pem file), has signed. "
-        "May be repeated.",
-        "--signer",
-        metavar="SIGNER",
-    ),
-]
-Issuer = Annotated[
-    str | None, option("Who vouches for the identity; not needed for workflows of GitHub.")
-]
-RequireSignature = Annotated[bool, option("Refuse what is not signed.")]
-TrustConfig = Annotated[
+_TrustConfig = Annotated[
     Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
 ]
-SignWith = Annotated[
-    str | None,
-    option(
-        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
-        "Actions with an identity sign keyless.",
-        "--sign",
-    ),
-]
-AdoptIndex = Annotated[
-    bool,
-    option("Sign the index even where its entries have other signers or none."),
-]
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """Options on the signatures of what is read; see `SignatureOptions`."""
+
+    signers: Annotated[
+        list[str] | None,
+        option(
+            "Accept only what this identity, or this public key (a .pem file), has signed. "
+            "May be repeated.",
+            "--signer",
+            metavar="SIGNER",
+        ),
+    ] = None
+    issuer: Annotated[
+        str | None, option("Who vouches for the identity; not needed for workflows of GitHub.")
+    ] = None
+    require_signature: Annotated[bool, option("Refuse what is not signed.")] = False
+    trust_config: _TrustConfig = None
+
+
+@dataclass(frozen=True)
+class Signing:
+    """Options on the signature of what is published."""
+
+    sign: Annotated[
+        str | None,
+        option(
+            "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+            "Actions with an identity sign keyless."
+        ),
+    ] = None
+    adopt_index: Annotated[
+        bool, option("Sign the index even where its entries have other signers or none.")
+    ] = False
+    trust_config: _TrustConfig = None
+
 
 IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
 ZooRepo = Annotated[str | None, option("The zoo repository whose index to read.", "--repo")]

@@ -14,13 +14,14 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rotationzoo.cli.options import Json, Quiet
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
 from rotationzoo.words import sentence, shortened
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
 _GAP = 2  # columns between two columns of a table
 _NAME = 16  # columns that a folded column keeps
-_UNLIMITED = 10_000  # columns, to measure the natural width of a table
+_UNLIMITED = 10_000  # columns, for files and programs
 _COMMAND = ": rotationzoo "
 # A model's text is not limited to printable characters: many scripts need others to join letters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -51,7 +52,7 @@ class Mode(Enum):
 class Output:
     """Prints the result and the notes of one command, in one of three modes."""
 
-    def __init__(self, json: bool = False, quiet: bool = False):
+    def __init__(self, json: Json = False, quiet: Quiet = False):
         self.mode = Mode.QUIET if quiet else Mode.HUMAN
         if json:
             self.mode = Mode.JSON
@@ -124,70 +125,37 @@ def table(
     `apart` by an empty line before it.
 
     On a narrow terminal the first column is folded, and the columns whose titles are in `folded`;
-    what is still too wide becomes several tables. No cell is ever cut off.
+    all of these are left-aligned. What is still too wide becomes several tables, each with the
+    first column. No cell is ever cut off.
     """
+    columns, *rows = [list(map(visible, row)) for row in [columns, *rows]]
+    words = [number == 0 or title in folded for number, title in enumerate(columns)]
+    least = []
+    for is_words, *cells in zip(words, columns, *rows, strict=True):
+        width = max(map(cell_len, cells))
+        least.append(min(width, _NAME) if is_words else width)
     console = Console()
-    columns, *cells = [list(map(visible, row)) for row in [columns, *rows]]
-    width = console.width if console.is_terminal else None
-    grids = _build_grids(columns, cells, width, folded)
+    room = console.width if console.is_terminal else _UNLIMITED
     if apart:
         say("")
     say(title)
-    for number, grid in enumerate(grids):
-        if number:
-            say("")
-        least = Console(width=_UNLIMITED).measure(grid).maximum
-        Console(width=max(console.width, least)).print(grid)
-
-
-def _build_grids(
-    columns: list[str], rows: list[list[str]], width: int | None, folded: Collection[str] = ()
-) -> list[Grid]:
-    """The table as grids of at most `width` columns; None: as one grid, however wide.
-
-    Every grid has the first column, which holds the names of the rows. It may be folded, and so may
-    the columns whose titles are in `folded`. All of these are left-aligned. Cells must hold no
-    control characters.
-    """
-    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
-    words = [number == 0 or title in folded for number, title in enumerate(columns)]
-    groups = [list(range(len(columns)))]
-    if width is not None:
-        widths = _fold(widths, words, width)
-        groups = _split(widths, width)
-    grids = []
-    for group in groups:
+    for part, group in enumerate(_split(least, room)):
         grid = Grid(box=None, pad_edge=False, show_edge=False)
         for number in group:
-            grid.add_column(
-                Text(columns[number]),
-                justify="left" if words[number] else "right",
-                overflow="fold",
-                no_wrap=not words[number],
-                width=widths[number],
-            )
+            justify: Literal["left", "right"] = "left" if words[number] else "right"
+            heading, whole = Text(columns[number]), not words[number]
+            grid.add_column(heading, justify=justify, overflow="fold", no_wrap=whole)
         for row in rows:
             # `Text` keeps rich from reading markup in names: a folder may be called [bold].
-            cells = [Text(row[number]) for number in group]
-            grid.add_row(*cells)
-        grids.append(grid)
-    return grids
+            grid.add_row(*(Text(row[number]) for number in group))
+        if part:
+            say("")
+        Console(width=max(room, _total_width([least[number] for number in group]))).print(grid)
 
 
 def _total_width(widths: list[int]) -> int:
     """The width of a table with columns of these widths."""
     return sum(widths) + _GAP * (len(widths) - 1)
-
-
-def _fold(widths: list[int], words: list[bool], width: int) -> list[int]:
-    """Narrow the widest columns of words until the table fits, or none is wider than `_NAME`."""
-    narrowed = list(widths)
-    while (excess := _total_width(narrowed) - width) > 0:
-        widest = max((size, number) for number, size in enumerate(narrowed) if words[number])
-        if widest[0] <= _NAME:
-            break
-        narrowed[widest[1]] = max(_NAME, widest[0] - excess)
-    return narrowed
 
 
 def _split(widths: list[int], width: int) -> list[list[int]]:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, ProgressColumn, Task, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
@@ -46,9 +45,14 @@ class StageBar(Bar):
     """A bar for the stage of a job that was told last. `clock` returns seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] | None = None):
+        # The name of the stage is cut off where the terminal is too narrow for what follows.
+        name = Column(overflow="ellipsis", no_wrap=True)
         steps, left = Column(no_wrap=True), Column(no_wrap=True)
         super().__init__(
-            *(_Stage(), BarColumn(_BAR), _Steps(steps), TimeRemainingColumn(table_column=left)),
+            TextColumn("{task.description}", markup=False, table_column=name),
+            BarColumn(_BAR),
+            _Steps(steps),
+            TimeRemainingColumn(table_column=left),
             console=console,
             transient=True,
             speed_estimate_period=_PERIOD,
@@ -57,6 +61,7 @@ class StageBar(Bar):
 
     def tell(self, stage: str, done: int, total: int) -> None:
         """Show a step of a stage. A `total` of 0 is not known."""
+        stage = visible(stage)
         if not self.tasks or self.tasks[0].description != stage:
             # A new task for each stage, because its speed is that of the stage alone.
             for task in self.task_ids:
@@ -64,13 +69,6 @@ class StageBar(Bar):
             self.add_task(stage, total=None, kind=int)
         # A stage may learn its total only once it runs.
         self.update(self.task_ids[0], completed=done, total=total or None, kind=type(total))
-
-
-class _Stage(ProgressColumn):
-    """The name of the stage, cut off where the terminal is too narrow for what follows."""
-
-    def render(self, task: Task) -> Text:
-        return Text(visible(task.description), no_wrap=True, overflow="ellipsis")
 
 
 class _Steps(ProgressColumn):
@@ -143,14 +141,9 @@ class TextScreen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         self._close_bar()
-        if not isinstance(error, OSError):  # the reader of the text may be gone
+        if not isinstance(failure[1], OSError):  # the reader of the text may be gone
             self._end_line()
 
     def progress(self, stage: str, done: int, total: int) -> None:

@@ -72,10 +72,8 @@ def _checked(content: bytes, name: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name} is no UTF-8 text: byte {error.start} is wrong",
-            hint="convert it, for example with: iconv -f latin1 -t utf-8",
-        ) from error
+        hint = "convert it, for example with: iconv -f latin1 -t utf-8"
+        raise UsageError(f"{name} is no UTF-8 text: byte {error.start} is wrong", hint) from error
 
 
 def _without_line_end(text: str) -> str:

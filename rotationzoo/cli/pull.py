@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
 def pull_command(
     model: Annotated[str, argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B.")],
+    signatures: options.Signatures,
+    out: Output,
     from_: Annotated[options.HubOrAny, option("Which hub.", "--from")] = "any",
     revision: Annotated[
         str | None, option("The model's revision that they should be made for.")
@@ -31,30 +32,17 @@ def pull_command(
     ] = None,
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
-    signers: options.Signers = None,
-    issuer: options.Issuer = None,
-    require_signature: options.RequireSignature = False,
-    trust_config: options.TrustConfig = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Fetch published rotations, with every hash checked.
 
     rotationzoo pull Qwen/Qwen3-8B --for sglang
     """
-    out = Output(json, quiet)
-    hush_libraries(models=to is not None)
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
     from rotationzoo.zoo.signing.verify import make_demand
 
-    demand = make_demand(
-        signers=signers or (),
-        issuer=issuer,
-        require_signature=require_signature,
-        trust_config=trust_config,
-    )
+    demand = make_demand(**vars(signatures))
     hubs = options.chosen_hubs(from_)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
@@ -110,4 +98,4 @@ def show_pull(out: Output, pulled: "Pulled") -> None:
         out.note("Note: these are OSCAR's own files; import makes an artifact of them")
         out.suggest("import", str(pulled.path), "--model", entry.model)
     else:
-        suggest_text(out, pulled.artifact, [entry.model])
+        suggest_text(out, pulled.artifact.folder, [entry.model])

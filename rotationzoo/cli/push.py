@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
@@ -21,22 +20,21 @@ if TYPE_CHECKING:
     from rotationzoo.zoo.signed_index import IndexSigner
 
 KEYLESS, NONE = "keyless", "none"
-_IN_CI = (
-    "a job of GitHub Actions with `id-token: write` signs what it publishes unless told otherwise, "
-    "and that"
-)
+_CI_JOB = "a job of GitHub Actions with `id-token: write`"
+_IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
-def choose_signer(sign: str | None, adopt: bool, trust_config: Path | None) -> "IndexSigner | None":
-    """What signs the upload and the index, as `--sign` and `--adopt-index` say; None for nothing.
+def choose_signer(signing: options.Signing) -> "IndexSigner | None":
+    """What signs the upload and the index, as the options say; None for nothing.
 
     Without `--sign`, a job of GitHub Actions that has an identity signs keyless. Raises
-    `UsageError` for a value that is neither a word of the option nor a file, and for `adopt` where
-    nothing is signed.
+    `UsageError` for a value that is neither a word of the option nor a file, and for
+    `--adopt-index` where nothing is signed.
     """
     from rotationzoo.zoo.signed_index import IndexSigner
     from rotationzoo.zoo.signing.make import SigningTool, can_sign_in_ci
 
+    sign, adopt, trust_config = signing.sign, signing.adopt_index, signing.trust_config
     if sign is None and can_sign_in_ci():
         return IndexSigner(SigningTool(None, trust_config, _IN_CI), adopt)
     if sign in (None, NONE):
@@ -85,6 +83,8 @@ def publish(
 def push_command(
     artifact: options.ArtifactFolder,
     repo: Annotated[str, argument("The zoo repository, as owner/name.", metavar="REPO")],
+    signing: options.Signing,
+    out: Output,
     to: Annotated[options.HubOrBoth, option("Which hub.")] = DEFAULT_HUB,
     create_pr: Annotated[bool, option("As a pull request (Hugging Face).")] = False,
     no_statistics: Annotated[bool, option("Leave the statistics behind.")] = False,
@@ -95,38 +95,31 @@ def push_command(
         datetime | None,
         option("When it was first published, of a copy (today).", formats=["%Y-%m-%d"]),
     ] = None,
-    sign: options.SignWith = None,
-    adopt_index: options.AdoptIndex = False,
-    trust_config: options.TrustConfig = None,
     anyway: Annotated[bool, option("Also if its evaluation shows no use of it.")] = False,
     dry_run: Annotated[bool, option("Say what would go; reach no hub.")] = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Verify an artifact and publish it, in one commit per hub.
 
     rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
     """
-    out = Output(json, quiet)
-    hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, prepare_upload
     from rotationzoo.zoo.signed_index import root_names
 
-    signer = choose_signer(sign, adopt_index, trust_config)
+    signer, anew = choose_signer(signing), signing.sign is not None
     opened = Artifact.open(artifact)
     if not anyway:
         check_use(opened)
     day = published and published.date()
     upload = prepare_upload(opened, repo, not no_statistics, day)
     if dry_run:
-        signs = signer is not None and (sign is not None or not upload.is_signed)
+        signs = signer is not None and (anew or not upload.is_signed)
         show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))
         out.suggest(*typed_words("--dry-run"))
         return
     # After the dry run, because publishing asks a hub for the model's config.
     destination = Destination(repo, options.chosen_hubs(to), create_pr)
-    upload, places = publish(out, opened, upload, destination, signer, anew=sign is not None)
+    upload, places = publish(out, opened, upload, destination, signer, anew)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
     show_push(out, repo, upload.path, places)
@@ -160,11 +153,9 @@ def show_push_plan(
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"
         rows.append([file["path"], size])
-    out.result(
-        {"repo": repo, "files": files, "root_files": root_files},
-        "\n".join(name for name, _ in rows),
-        lambda: table(f"would go to {repo}", ["file", "bytes"], rows),
-    )
+    data, names = {"repo": repo, "files": files, "root_files": root_files}, [row[0] for row in rows]
+    title = f"would go to {repo}"
+    out.result(data, "\n".join(names), lambda: table(title, ["file", "bytes"], rows))
     out.note(f"Note: the commit also writes {', '.join(root_files)}")
 
 

@@ -1,11 +1,10 @@
 """`rotationzoo regenerate`: make and publish new rotations for models that have changed."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 
 
 def regenerate_command(
+    signing: options.Signing,
+    machine: options.Machine,
+    out: Output,
     model: Annotated[
         str | None, argument("The model to make rotations for; none with --plan.")
     ] = None,
@@ -35,16 +37,8 @@ def regenerate_command(
     questions: Annotated[int, option("Questions per task and length.", min=1)] = 64,
     batch: Annotated[int, option("Rows per forward pass.", min=1)] = 4,
     to: Annotated[options.HubOrBoth | None, option("Publish to this hub.")] = None,
-    sign: options.SignWith = None,
-    adopt_index: options.AdoptIndex = False,
-    trust_config: options.TrustConfig = None,
-    device: options.Device = "auto",
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Make and publish new rotations where a model, or its recipe, has changed.
 
@@ -52,11 +46,9 @@ def regenerate_command(
 
     rotationzoo regenerate Qwen/Qwen3-8B --to huggingface --repo my-org/rotationzoo
     """
-    out = Output(json, quiet)
-    hush_libraries(models=not plan)
     # Hours before it is needed, so that a wrong key stops the command at once.
-    signer = choose_signer(sign if to else NONE, adopt_index, trust_config)
-    from rotationzoo.zoo.lookup import ZOO, load_published_index
+    signer = choose_signer(signing if to else replace(signing, sign=NONE))
+    from rotationzoo.zoo.lookup import ZOO, find_index, read_index
     from rotationzoo.zoo.regenerate import find_due, find_recipe_file
 
     if model is None and not plan:
@@ -65,7 +57,8 @@ def regenerate_command(
     zoo = repo or ZOO
     # Even if both hubs are published to, the published rotations come from one index.
     hub = DEFAULT_HUB if to in (None, "both") else str(to)
-    zoo_index = load_published_index(index, zoo, hub)
+    named = None if index is None else find_index(index, zoo)
+    zoo_index = named or read_index(zoo, hub, must_exist=False)
     out.note(f"Read {zoo_index.origin}")
     if plan or model is None:
         models, unknown = find_due(configs, zoo_index.content)
@@ -81,16 +74,8 @@ def regenerate_command(
     from rotationzoo.cli.report import add_report
     from rotationzoo.zoo.regenerate import regenerate
 
-    job = calibration_job(
-        model,
-        options.follow_link(output),
-        str(recipe_file),
-        batch=batch,
-        revision=revision,
-        device=device,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
+    run = vars(machine) | {"batch": batch, "revision": revision}
+    job = calibration_job(model, options.follow_link(output), str(recipe_file), **run)
     evaluation = evaluation_job(
         model,
         data=data,
@@ -111,7 +96,9 @@ def regenerate_command(
         upload = prepare_upload(artifact, zoo)
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
-        _, places = publish(out, artifact, upload, destination, signer, anew=sign is not None)
+        _, places = publish(
+            out, artifact, upload, destination, signer, anew=signing.sign is not None
+        )
     show_regenerated(out, job.output, verdict, places)
     if places:
         out.suggest("list", "--repo", zoo)
@@ -125,11 +112,8 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]
     data = {"models": [asdict(due) for due in models], "unknown": reasons}
     columns = ["model", "revision", "was", "reason"]
     rows = [[due.model, due.revision[:12], (due.was or "-")[:12], due.reason] for due in models]
-    out.result(
-        data,
-        "\n".join(due.model for due in models),
-        lambda: table(f"{len(models)} due", columns, rows, folded=["reason"]),
-    )
+    names, title = [due.model for due in models], f"{len(models)} due"
+    out.result(data, "\n".join(names), lambda: table(title, columns, rows, folded=["reason"]))
 
 
 def show_regenerated(

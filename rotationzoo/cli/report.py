@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder, Json, Quiet, option
+from rotationzoo.cli.options import ArtifactFolder, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def report_command(
     artifact: ArtifactFolder,
+    out: Output,
     compare: Annotated[
         list[Path] | None, option("Other rotations to compare with. May be repeated.")
     ] = None,
@@ -28,8 +29,6 @@ def report_command(
     context: Annotated[
         int | None, option("Tokens whose memory is shown (the model's positions).", min=1)
     ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write a page to decide by: whether to use an artifact, what it keeps, and what it saves.
 
@@ -37,7 +36,6 @@ def report_command(
 
     rotationzoo report rotations/demo-oscar --compare rotations/demo-oscar-v1
     """
-    out = Output(json, quiet)
     from rotationzoo.artifact.store import EVALUATION, Artifact
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files
@@ -54,11 +52,8 @@ def report_command(
     if save:
         add_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
-    data = {
-        "report": str(output),
-        "artifact": str(artifact) if save else None,
-        "evaluated": evaluated,
-    }
+    changed = str(artifact) if save else None
+    data = {"report": str(output), "artifact": changed, "evaluated": evaluated}
     added = [f"Added to: {artifact}"] if save else []
     out.result(data, str(output), lambda: say(f"Page: {output}", *added))
     if not evaluated:
@@ -92,9 +87,7 @@ def add_report(artifact: "Artifact", report: "Report | None" = None) -> "Artifac
 
 
 def _draw_report(
-    artifact: "Artifact",
-    others: Sequence["Artifact"] = (),
-    context: int | None = None,
+    artifact: "Artifact", others: Sequence["Artifact"] = (), context: int | None = None
 ) -> "Report":
     from rotationzoo.report.page import make_report
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.library_logs import SHELL
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, show_lines
 
@@ -15,6 +15,7 @@ from rotationzoo.cli.output import Output, show_lines
 def serve_command(
     model: options.ModelName,
     rotations: Annotated[Path, option("The folder of rotations.")],
+    out: Output,
     vllm_options: Annotated[
         list[str] | None, argument("Options of vllm serve.", metavar="OPTIONS")
     ] = None,
@@ -29,18 +30,13 @@ def serve_command(
     anyway: options.Anyway = False,
     revision: options.Revision = None,
     dry_run: Annotated[bool, option("Check everything, and print the line alone.")] = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
     to vLLM.
 
     rotationzoo serve Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --max-model-len 131072
     """
-    out = Output(json, quiet)
     handed_on = vllm_options or []
-    environment = {**os.environ}  # of the server, whose logs are not hushed
-    hush_libraries()
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers
     from rotationzoo.model.compatibility import check_weights
@@ -83,4 +79,4 @@ def serve_command(
     line = shlex.join(words)
     out.result({"command": words}, line, lambda: show_lines(line))
     if not dry_run:
-        os.execvpe(words[0], words, environment)
+        os.execvpe(words[0], words, SHELL)

@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, option
+from rotationzoo.cli.options import ArtifactFolder, Device, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.words import counted
@@ -15,20 +14,17 @@ if TYPE_CHECKING:
 
 def validate_command(
     artifact: ArtifactFolder,
+    out: Output,
     rows: Annotated[int, option("Rows for each layer, KV head and side.", min=64)] = 1024,
     device: Device = "auto",
-    json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Check the CUDA reference on a GPU, bit by bit, against the codec, and measure its speed.
 
     rotationzoo validate rotations/demo-oscar
     """
-    out = Output(json, quiet)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.kernel import check_device, validate_kernel
 
-    hush_libraries(models=False)
     opened = Artifact.open(artifact)
     check_device(artifact, device)
     with show_progress(out) as progress:

@@ -4,10 +4,9 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.options import option
-from rotationzoo.cli.output import Output, say
+from rotationzoo.cli.output import Mode, Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.words import counted
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 
 def verify_command(
     artifact: options.ArtifactFolder,
+    signatures: options.Signatures,
+    machine: options.Machine,
+    out: Output,
     model: Annotated[str | None, option("Also check that it was made for this model.")] = None,
     run: Annotated[
         bool, option("Also run the model, and look for the rotations in what it computes.")
@@ -31,18 +33,8 @@ def verify_command(
         option("Also ask this running vLLM whether it reads these rotations.", metavar="URL"),
     ] = None,
     revision: options.Revision = None,
-    signers: options.Signers = None,
-    issuer: options.Issuer = None,
-    require_signature: options.RequireSignature = False,
-    trust_config: options.TrustConfig = None,
-    device: options.Device = "auto",
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Check that an artifact is whole, orthogonal and of its model."""
-    out = Output(json, quiet)
     if run and model is None:
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact.store import Artifact
@@ -51,15 +43,9 @@ def verify_command(
     from rotationzoo.model.absorbed import model_words
     from rotationzoo.zoo.signing.verify import check_artifact, make_demand
 
-    demand = make_demand(
-        signers=signers or (),
-        issuer=issuer,
-        require_signature=require_signature,
-        trust_config=trust_config,
-    )
+    demand = make_demand(**vars(signatures))
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
-    hush_libraries(models=run)
     verification = verify(opened, model, revision)
     finding, refusal = None, None
     if verification.ok or verification.only_misfits:  # damage says enough of a signature
@@ -73,13 +59,7 @@ def verify_command(
         from rotationzoo.checks.membership import Candidate, check_membership
 
         with show_progress(out) as progress:
-            candidate = Candidate(
-                model,
-                revision=revision,
-                device=device,
-                device_map=device_map,
-                max_memory=max_memory,
-            )
+            candidate = Candidate(model, revision=revision, **vars(machine))
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
             verification = verification.with_misfits(
@@ -89,7 +69,7 @@ def verify_command(
     if running and reading and (refusal := running.refusal(reading)):
         verification = replace(verification, problems=[str(refusal)])
     show_verification(out, opened, verification, agreement, finding, reading)
-    if quiet and finding is not None:
+    if out.mode is Mode.QUIET and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
         raise refusal
@@ -101,7 +81,7 @@ def verify_command(
     if model is None:
         out.suggest("verify", str(artifact), "--model", *model_words(opened))
     else:
-        suggest_text(out, opened, named(model, revision))
+        suggest_text(out, opened.folder, named(model, revision))
 
 
 def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooError:
@@ -112,9 +92,9 @@ def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooErr
 
     folder = str(artifact.folder)
     if artifact.manifest.imported is not None and (run_alone or not artifact.bound):
-        problem = (
-            f"was not made of what {model} computes" if artifact.bound else "bound to no model"
-        )
+        problem = "bound to no model"
+        if artifact.bound:
+            problem = f"was not made of what {model} computes"
         hint = "import its files again with the model that they are for: --model MODEL"
     else:
         made_for = artifact.manifest.model.id
@@ -125,10 +105,8 @@ def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooErr
 
 
 def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
-    hint = (
-        "fetch it again, or make it again with rotationzoo calibrate; its card says from what "
-        "model, recipe and text"
-    )
+    made = "its card says from what model, recipe and text"
+    hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
     if artifact.manifest.imported is not None:
         hint = "import its files again"
     count = counted(problems, "problem")

@@ -9,13 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.weight_edits import (
-    Change,
-    Transform,
-    multiply_columns,
-    multiply_rows,
-    write_changed_copy,
-)
+from rotationzoo.engines import weight_edits as edits
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, cached_layers, has_latents, same_shapes
 from rotationzoo.linalg.orthogonality import invert
@@ -29,7 +23,7 @@ from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerp
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
 
-Changes = dict[str, Change]
+Changes = dict[str, edits.Change]
 """Parameter name -> its change."""
 
 
@@ -53,12 +47,12 @@ def rotation_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> C
         matrix = artifact.rotations[layer.index].value.matrix.double()
         matrix = matrix.expand(layer.kv_heads, -1, -1)
         for part, tensor in model.get_submodule(value).named_parameters():  # weight and bias
-            changes[f"{value}.{part}"] = Change(tensor.shape, multiply_rows(matrix))
+            changes[f"{value}.{part}"] = edits.Change(tensor.shape, edits.multiply_rows(matrix))
         shape = model.get_parameter(f"{output}.weight").shape
         # The output projection has a block of columns per query head. With GQA, the query heads of
         # a group all undo the matrix of the same KV head.
         inverse = invert(matrix).repeat_interleave(layer.group, 0)
-        changes[f"{output}.weight"] = Change(shape, multiply_columns(inverse))
+        changes[f"{output}.weight"] = edits.Change(shape, edits.multiply_columns(inverse))
     return changes
 
 
@@ -80,21 +74,23 @@ def _latent_changes(
         left, _, right = torch.linalg.svd(artifact.rotations[layer.index].key.matrix[0].double())
         matrix, path = left @ right, paths[layer.index]
         for part, tensor in model.get_submodule(f"{path}.{DOWN}").named_parameters():
-            changes[f"{path}.{DOWN}.{part}"] = Change(tensor.shape, _rotate_first_rows(matrix))
+            changes[f"{path}.{DOWN}.{part}"] = edits.Change(
+                tensor.shape, _rotate_first_rows(matrix)
+            )
         norm, up = f"{path}.{NORM}.weight", f"{path}.{UP}.weight"
-        changes[norm] = Change(model.get_parameter(norm).shape, torch.ones_like)
+        changes[norm] = edits.Change(model.get_parameter(norm).shape, torch.ones_like)
         shape = model.get_parameter(up).shape
-        changes[up] = Change(shape, _read_rotated(matrix), reads=norm)
+        changes[up] = edits.Change(shape, _read_rotated(matrix), reads=norm)
     return changes
 
 
-def _rotate_first_rows(matrix: torch.Tensor) -> Transform:
+def _rotate_first_rows(matrix: torch.Tensor) -> edits.Transform:
     """Rotate the latent that a projection computes, and leave the key with RoPE after it."""
     rank = len(matrix)
     return lambda tensor: torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
 
 
-def _read_rotated(matrix: torch.Tensor) -> Transform:
+def _read_rotated(matrix: torch.Tensor) -> edits.Transform:
     """Read rotated latents that lack the scales of their norm."""
     return lambda weight, scales: (weight * scales) @ matrix
 
@@ -107,9 +103,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     quantized or changed already, or (`UnsupportedModel`) a layer cannot absorb a rotation.
     """
     if output.exists():
-        raise RotationZooError(
-            f"{output} is there already", hint="choose another place with --output"
-        )
+        raise RotationZooError(f"{output} is there already", "choose another place with --output")
     progress("looking at the model", 0, 0)
     made_for, calibrate = artifact.manifest.model, f"make one with: rotationzoo calibrate {model}"
     # The artifact's revision applies only to the hub id that it was made for.
@@ -117,18 +111,13 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     source = find(model, made_for.revision if is_hub_id else None)
     fetch(source, weights=False)
     if read_record(source.folder):
-        raise RotationZooError(
-            f"the weights of {model} carry the value rotation of an artifact already, says its "
-            f"{RECORD}",
-            hint="give the model before that",
-        )
+        carried = f"the weights of {model} carry the value rotation of an artifact already"
+        raise RotationZooError(f"{carried}, says its {RECORD}", hint="give the model before that")
     config = loading.load_config(source)
     _check_not_quantized(config, model)
     _check_scaling(artifact, config, model)
     if problems := verify(artifact, model, source.revision).problems:
-        raise RotationZooError(
-            f"{artifact.folder} does not fit {model}: {problems[0]}", hint=calibrate
-        )
+        raise RotationZooError(f"{artifact.folder} does not fit {model}: {problems[0]}", calibrate)
     changes = rotation_changes(artifact, loading.on_meta(config, model), model)
     fetch_weights(source, progress)
     # For a model from the hub, `verify` had no weights yet to compare fingerprints with.
@@ -137,7 +126,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
             f"{artifact.folder} was made for other weights than {model} has", hint=calibrate
         )
     record_of = partial(record_text, artifact, source)
-    write_changed_copy(source, changes, record_of, output, progress)
+    edits.write_changed_copy(source, changes, record_of, output, progress)
     return output
 
 

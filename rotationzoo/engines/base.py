@@ -5,8 +5,7 @@ whether its engine wants R transposed.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -91,9 +90,6 @@ class Launch:
     """One or more lines."""
     environment: dict[str, str]
     notes: list[str]
-    while_replaced: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context manager, entered while the export's folder is put in place: a lock that running
-    servers honour."""
 
 
 @dataclass(frozen=True)

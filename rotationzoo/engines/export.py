@@ -10,25 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.measured import MeasuredArm, Window, arms_of, plain_arm
+from rotationzoo.artifact.measured import arms_of, plain_arm
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Launch, Payload, load_engine
-from rotationzoo.engines.formats.oscar_pt import earlier_markers
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.absorbed import RECORD, model_words, read_record
-from rotationzoo.storage import strict_json
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of, write_new
-from rotationzoo.storage.folders import (
-    carry_over,
-    check_name,
-    check_writable,
-    install,
-    temporary_sibling,
-)
 from rotationzoo.storage.settled import recover
 from rotationzoo.words import change, percent
 
@@ -42,7 +34,7 @@ class _Record(strict_json.Strict):
 
 def check_target(target: Path) -> None:
     """Raise `RotationZooError` if the target exists and no export wrote it."""
-    check_name(target)
+    folders.check_name(target)
     if not target.exists():
         return
     is_empty = target.is_dir() and not any(target.iterdir())
@@ -60,9 +52,11 @@ def install_export(work: Path, target: Path) -> None:
     """
     if target.is_dir():
         written = {path.name for path in work.iterdir()}
-        replaced = {*written, *_earlier_files(target), *earlier_markers(target)}
-        carry_over(target, work, replaced)
-    install(work, target)
+        # SGLang's own calibration marks what it has written, or is writing, in such files.
+        marks = [path.name for path in target.glob(".oscar_*.json")]
+        replaced = {*written, *_earlier_files(target), *marks}
+        folders.carry_over(target, work, replaced)
+    folders.install(work, target)
 
 
 def _earlier_files(target: Path) -> list[str]:
@@ -137,19 +131,17 @@ def export(artifact: Artifact, request: Request) -> Exported:
     # A killed export may have left the previous folder set aside.
     recover(target)
     check_target(target)
-    check_writable(target)
+    folders.check_writable(target)
     if problems := verify(artifact).problems:
-        raise RotationZooError(
-            f"{artifact.folder} is not exported: {problems[0]}",
-            hint=f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}",
-        )
+        hint = f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}"
+        raise RotationZooError(f"{artifact.folder} is not exported: {problems[0]}", hint)
     reduced = list_reductions(artifact, settled)
     changed_model = None
     if request.absorbed is not None:
         changed_model = check_absorbed(artifact, request.absorbed)
     payload = assemble_payload(artifact, settled, changed_model)
     engine.check_payload(payload)
-    with disk_errors(target), temporary_sibling(target) as work:
+    with disk_errors(target), folders.temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, request.options)
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
         if settled.pooled and artifact.rotations.per_head:
@@ -163,8 +155,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
             # safetensors makes files private to their owner; a server may run as another user.
             path.chmod(0o644)
         check_target(target)  # again: writing took time, in which something may have appeared
-        with launch.while_replaced():
-            install_export(work, target)
+        install_export(work, target)
     return exported
 
 
@@ -190,19 +181,15 @@ def as_json(exported: Exported) -> dict[str, Any]:
         "engine": exported.engine,
         "path": str(exported.path),
         "files": exported.files,
-        "command": exported.launch.command,
-        "environment": exported.launch.environment,
-        "notes": exported.launch.notes,
+        **vars(exported.launch),
         "reduced": exported.reduced,
     }
 
 
 def launch_line(launch: Launch) -> str:
     """The command and its environment variables, ready to paste into a shell."""
-    variables = "".join(
-        f"{name}={shlex.quote(value)} \\\n" for name, value in launch.environment.items()
-    )
-    return variables + "\n".join(launch.command)
+    variables = [f"{name}={shlex.quote(value)} \\" for name, value in launch.environment.items()]
+    return "\n".join([*variables, *launch.command])
 
 
 def _describe_pooling(artifact: Artifact, request: Settled) -> str:
@@ -210,21 +197,22 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
     these windows; or the command that measures it."""
     served = request.windows
     if evaluation := artifact.measured:
-        pairs: list[tuple[Window, MeasuredArm, MeasuredArm]] = []
-        for window in evaluation.windows:
-            per_head = plain_arm(window.arms, artifact.identity)
-            for arm in arms_of(window.arms, artifact.identity):
-                if arm.pooled and per_head is not None:
-                    pairs.append((window, per_head, arm))
+        pairs = [
+            (window, per_head, arm)
+            for window in evaluation.windows
+            if (per_head := plain_arm(window.arms, artifact.identity)) is not None
+            for arm in arms_of(window.arms, artifact.identity)
+            if arm.pooled
+        ]
         pairs.sort(key=lambda pair: (pair[0].sink, pair[0].recent) != served)
         if pairs:
             window, per_head, pooled = pairs[0]
             costs = f"perplexity {change(pooled.perplexity_increase)} instead of "
             costs += change(per_head.perplexity_increase)
-            asked = pooled.all_tasks and per_head.all_tasks and per_head.all_tasks.questions
-            if pooled.all_tasks and per_head.all_tasks and asked == pooled.all_tasks.questions:
-                costs += f", {pooled.all_tasks.answered} of {pooled.all_tasks.questions} questions "
-                costs += f"answered instead of {per_head.all_tasks.answered}"
+            ours, other = pooled.all_tasks, per_head.all_tasks
+            if ours and other and ours.questions == other.questions:
+                costs += f", {ours.answered} of {ours.questions} questions answered instead of "
+                costs += f"{other.answered}"
             drifts = evaluation.drift.arms if evaluation.drift else {}
             if window is evaluation.window and {pooled.name, per_head.name} <= drifts.keys():
                 ends = [drifts[arm.name].by_step[-1] for arm in (pooled, per_head)]
@@ -260,10 +248,7 @@ def _notes_of_artifact(artifact: Artifact, payload: Payload, launch: Launch) -> 
             "scale too, by rope_scaling in config.json, SGLang's --json-model-override-args, "
             "vLLM's --hf-overrides or llama.cpp's --rope-scaling"
         )
-    words = [word for line in launch.command for word in line.split()]
-    if PLACEHOLDER in words:
-        model = artifact.manifest.model.id
-        notes.append(
-            f"{PLACEHOLDER} in the command stands for {model}: put its folder or hub id there"
-        )
+    if any(PLACEHOLDER in line.split() for line in launch.command):
+        stands = f"{PLACEHOLDER} in the command stands for {artifact.manifest.model.id}"
+        notes.append(f"{stands}: put its folder or hub id there")
     return notes

@@ -1,5 +1,5 @@
 """Finding the rotation files to import: files that the user names, the one pair in a folder, or a
-folder of latents; and the checks that they belong together and are what their names say."""
+folder of latents; and the checks that they belong together."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rotationzoo.engines.formats import mlx, oscar_pt_reader
-from rotationzoo.engines.formats.oscar_pt import markers
+from rotationzoo.engines.formats import oscar_pt_reader
 from rotationzoo.engines.objectives import describe
 from rotationzoo.engines.rotation_file import RotationFile, check_matrices, normalise
 from rotationzoo.errors import RotationZooError
@@ -18,11 +17,10 @@ from rotationzoo.rotations import LATENT, SIDES
 Files = dict[str, RotationFile]
 """Side -> its file: `key` and `value`, or `latent`."""
 
-# The default names of `.pt` and MLX files. A GGUF file is found only if the user names it.
-_NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.(pt|safetensors)")
+# The default names of `.pt` files. A GGUF file is found only if the user names it.
+_NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
 # Entries of `calibration` that agree in both files of one run.
 _SHARED = ("generation_id", "config_sha256", "model")
-_CLOSE = 1e-4  # the tolerance for an entry of a permutation or a Hadamard matrix
 _FETCH_AGAIN = "fetch both again"
 
 
@@ -37,7 +35,9 @@ def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir():
         if oscar_pt_reader.latent_files(paths[0]):
-            return {LATENT: _read_latents(paths[0], transposed)}
+            latents = normalise(oscar_pt_reader.read_latents(paths[0]), transposed)
+            check_matrices(latents)
+            return {LATENT: latents}
         paths = _pair_in(paths[0])
     pair = _pair_of([file for path in paths for file in _read_file(path)])
     pair = {side: normalise(file, transposed) for side, file in pair.items()}
@@ -46,19 +46,8 @@ def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
     return pair
 
 
-def _read_latents(folder: Path, transposed: bool) -> RotationFile:
-    file = normalise(oscar_pt_reader.read_latents(folder), transposed)
-    check_matrices(file)
-    for layer, matrix in file.content.rotation.items():
-        if matrix.ndim != 2:
-            raise RotationZooError(f"layer {layer} of {file.path.name} has a matrix for each head")
-    return file
-
-
 def _read_file(path: Path) -> list[RotationFile]:
     """The sides in one file. A GGUF file holds both, any other file one."""
-    if path.suffix == ".safetensors":
-        return [mlx.read_safetensors(path)]
     if path.suffix == ".gguf":
         from rotationzoo.engines.formats.gguf_file import read_gguf
 
@@ -70,20 +59,16 @@ def _pair_of(files: list[RotationFile]) -> Files:
     sides: Files = {}
     for file in files:
         if file.side is None:
-            raise RotationZooError(
-                f"nothing says whether {file.path.name} holds keys or values",
-                hint="rename it to start with k_ or v_",
-            )
+            unknown = f"nothing says whether {file.path.name} holds keys or values"
+            raise RotationZooError(unknown, hint="rename it to start with k_ or v_")
         if file.side in sides:
             first = sides[file.side].path.name
             raise RotationZooError(f"{first} and {file.path.name} both hold {file.side}s")
         sides[file.side] = file
     for side in SIDES:
         if side not in sides:
-            raise RotationZooError(
-                f"there is no file for the {side}s",
-                hint="give both: keys and values have rotations of their own",
-            )
+            hint = "give both: keys and values have rotations of their own"
+            raise RotationZooError(f"there is no file for the {side}s", hint)
     return {side: sides[side] for side in SIDES}
 
 
@@ -94,27 +79,21 @@ def _pair_in(folder: Path) -> list[Path]:
     if letters == ["k", "v"]:
         return [folder / name for name in names]
     if len(letters) > len(set(letters)):
-        raise RotationZooError(
-            f"{folder} holds several pairs: {', '.join(names)}", hint="name the two files"
-        )
+        several = f"{folder} holds several pairs: {', '.join(names)}"
+        raise RotationZooError(several, hint="name the two files")
     only = f", only {names[0]}" if names else ""
-    raise RotationZooError(
-        f"{folder} holds no pair of rotation files{only}",
-        hint="give the two files, such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt",
-    )
+    hint = "give the two files, such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt"
+    raise RotationZooError(f"{folder} holds no pair of rotation files{only}", hint)
 
 
 def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:
-    """Each reason why two files are no pair of orthogonal matrices for the same layers, or are not
-    what their names say, and what to do about it."""
-    # SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
-    _, pending, _ = markers(key.path, value.path)
-    if pending.exists():
-        yield (
-            f"{pending.parent} holds a pair that is being written, or was left half-written "
-            f"({pending.name})",
-            "let the server or export that wrote it finish, or run it again",
-        )
+    """Each reason why two files are no pair of orthogonal matrices for the same layers, and what to
+    do about it."""
+    # SGLang's own calibration replaces a pair file by file, and marks the folder meanwhile.
+    for pending in key.path.parent.glob(".oscar_*.pending.json"):
+        written = "a pair that is being written, or was left half-written"
+        finish = "let the server that writes it finish, or remove that file"
+        yield f"{pending.parent} holds {written} ({pending.name})", finish
     for file in (key, value):
         check_matrices(file)
     matrices, others = key.content.rotation, value.content.rotation
@@ -125,32 +104,7 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
     for name in _SHARED:
         if key.calibration.get(name) != value.calibration.get(name):
             yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
-    free = {file.side for file in (key, value) if describe(file).composition in DATA_FREE}
-    for file in (key, value):
-        # A file may hold a data-free matrix if neither its content nor its name claims otherwise.
-        calibrated_name = re.search(r"_(qqt|ktk|sst|vtv)_", file.path.stem)
-        if file.side in free and not calibrated_name:
-            continue
-        for layer, matrix in file.content.rotation.items():
-            if kind := _data_free_kind(matrix):
-                named = "under the name of a calibrated one"
-                yield (
-                    f"{file.path.name} holds {kind} in layer {layer} {named}",
-                    "if that is what you want: "
-                    "rotationzoo calibrate MODEL --recipe hadamard (or identity)",
-                )
     # Only data-free rotations may be the same for keys and values.
-    if "key" not in free and all(torch.equal(matrices[i], others[i]) for i in matrices):
+    free = describe(key).composition in DATA_FREE
+    if not free and all(torch.equal(matrices[i], others[i]) for i in matrices):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
-
-
-def _data_free_kind(matrix: torch.Tensor) -> str | None:
-    """The name of `[.., D, D]` if all of it is data-free: the identity, a permutation up to
-    signs, or a Hadamard matrix in any order and with any signs. None otherwise."""
-    size = matrix.abs()
-    if ((size < _CLOSE) | ((size - 1).abs() < _CLOSE)).all():
-        is_identity = (matrix.diagonal(dim1=-2, dim2=-1) == 1).all()
-        return "the identity matrix" if is_identity else "a permutation"
-    # All entries of an orthogonal Hadamard matrix have the magnitude D^-0.5.
-    is_hadamard = ((size - matrix.shape[-1] ** -0.5).abs() < _CLOSE).all()
-    return "a Hadamard matrix" if is_hadamard else None

@@ -7,7 +7,7 @@ fitter's recipe, `oscar-v1`.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from rotationzoo.engines.formats.oscar_pt_reader import latent_files
 from rotationzoo.engines.gather import Files, gather_files
 from rotationzoo.engines.import_geometry import find_geometry
 from rotationzoo.engines.objectives import describe
-from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
@@ -38,8 +37,9 @@ from rotationzoo.writer import check_replaceable, library_versions
 
 _SERVED = ("key_clip", "value_clip", "sink", "recent")
 _PUBLISHED = "oscar-v1"
-# What the index calls imported rotations of latents.
-_OF_LATENTS = "oscar-latent"
+# Rotations of latents, by the name that the index has for them. Their server clips none.
+_OF_LATENTS = {"name": "oscar-latent", "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
+_OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def import_(job: Import) -> Artifact:
     check_writable(job.output)
     files = gather_files(job.files, job.transposed)
     source, geometry = find_geometry(files, job.model, job.revision)
-    group_size = job.group_size or describe(next(iter(files.values()))).group_size
+    first = next(iter(files.values()))
+    group_size = job.group_size or describe(first).group_size
     check_group_size(group_size, head_dims(geometry))
     recipe, notes = _recipe_of(files, job, group_size)
     measured = {side: _measure(file.path) for side, file in files.items()}
@@ -87,7 +88,7 @@ def import_(job: Import) -> Artifact:
         return finished
     rotations = _rotations_of(files, recipe, geometry)
     statistics, unrecovered = _recover_statistics(rotations, recipe)
-    first = next(iter(files.values()))
+    seconds = round(time.monotonic() - started, 3)
     content = {
         "model": _model_content(source),
         "geometry": geometry_json(geometry),
@@ -103,12 +104,7 @@ def import_(job: Import) -> Artifact:
         },
         "identity": identity,
         "versions": library_versions(),
-        "run": {
-            "device": "cpu",
-            "dtype": None,
-            "seconds": round(time.monotonic() - started, 3),
-            "peak_memory_bytes": None,
-        },
+        "run": {"device": "cpu", "dtype": None, "seconds": seconds, "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": rotations.orthogonality_error},
     }
     hint = "fetch the files again, or ask who made them"
@@ -126,7 +122,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
     composition, notes = _composition_of(files, group_size)
     converted = [note for file in files.values() for note in file.notes]
     notes = [*converted, *notes] if of_latents else [*notes, *converted]
-    per_head = of_latents or any(file.content.per_head for file in files.values())
+    per_head = any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
         "composition": composition,
@@ -134,9 +130,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         "center_keys": bool(first.content.mean),
         "group_size": group_size,
     }
-    if of_latents:  # whose server clips none
-        stated |= {"name": _OF_LATENTS, "key_statistic": "key", "value_statistic": "value"}
-        stated |= {"key_clip": 1.0, "value_clip": 1.0}
+    stated |= _OF_LATENTS if of_latents else {}
     for side, file in files.items():
         if statistic := describe(file).statistic:
             stated[f"{side}_statistic"] = statistic
@@ -153,10 +147,9 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
             f"{first.path.name} says what no recipe can: {first_sentence(error)}"
         ) from error
     if not stated.keys() >= set(_SERVED):
-        what, assumed = "windows", f"{recipe.sink}/{recipe.recent}"
-        if not of_latents:
-            what = f"clip ratios or {what}"
-            assumed = f"{recipe.key_clip:g}/{recipe.value_clip:g} and {assumed}"
+        clips = f"{recipe.key_clip:g}/{recipe.value_clip:g} and "
+        what, clips = ("windows", "") if of_latents else ("clip ratios or windows", clips)
+        assumed = f"{clips}{recipe.sink}/{recipe.recent}"
         notes.append(f"the files do not say {what}; assumed are {assumed}")
     # How the matrices are served does not matter for the name.
     served = {"name", "group_size", *_SERVED}
@@ -166,7 +159,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
 
 
 def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str]]:
-    """The composition of the matrices as far as files state it or it is recognised, and remarks."""
+    """The composition of the matrices as far as the files state it, and remarks."""
     if LATENT in files:
         described = describe(files[LATENT])
         if described.group_size and described.group_size == group_size:
@@ -175,11 +168,17 @@ def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str
             "nothing says how the matrices were made; of OSCAR's tool for latents, which names its "
             "folder c_kv_rcov_phblock_g128, in its groups, they would be checked against a model"
         ]
-    composition, notes = recognise_composition(files["key"], files["value"], group_size)
+    stated = {describe(file).composition for file in files.values()}
+    if len(stated) > 1:
+        return GIVEN, [
+            f"keys and values have different compositions: {' and '.join(sorted(stated))}"
+        ]
+    (composition,) = stated
     if composition == "r_pbr_hblock" and group_size is None:
         unknown = "the composition depends on the group size, which the files do not say"
-        return GIVEN, [*notes, f"{unknown}: --group-size names it"]
-    return composition, notes
+        return GIVEN, [f"{unknown}: --group-size names it"]
+    unnamed = "the files name no composition that is known"
+    return composition, [unnamed] if composition == GIVEN else []
 
 
 def _measure(path: Path) -> dict[str, Any]:
@@ -202,10 +201,8 @@ def _finished_artifact(job: Import, identity: Mapping[str, str]) -> Artifact | N
         return None
     artifact = Artifact.open(job.output)
     if differences(artifact.manifest.identity, identity):
-        raise RotationZooError(
-            f"{job.output} exists and holds other work",
-            hint="choose another place with --output, or replace it with --restart",
-        )
+        hint = "choose another place with --output, or replace it with --restart"
+        raise RotationZooError(f"{job.output} exists and holds other work", hint)
     return None if artifact.damaged_files() else artifact
 
 
@@ -221,16 +218,14 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
         for side, file in files.items():
             content, dim = file.content, file.content.rotation[index].shape[-1]
             heads = layer.kv_heads if recipe.pooling == "head" else 1
-            sides[side] = Rotation(
-                matrix=_copy(content.rotation[index], heads, dim, dim),
-                clip=torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64),
-            )
+            clip = torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64)
+            beside = {}
             if index in content.eigenvalues:
-                values = _copy(content.eigenvalues[index], heads, dim)
-                sides[side] = replace(sides[side], eigenvalues=values)
+                beside["eigenvalues"] = _copy(content.eigenvalues[index], heads, dim)
             if index in content.mean:
-                mean = _copy(content.mean[index].float(), layer.kv_heads, dim)
-                sides[side] = replace(sides[side], mean=mean)
+                beside["mean"] = _copy(content.mean[index].float(), layer.kv_heads, dim)
+            matrix = _copy(content.rotation[index], heads, dim, dim)
+            sides[side] = Rotation(matrix=matrix, clip=clip, **beside)
         layers[index] = LayerRotations.of_sides(sides)
     return Rotations(layers)
 
@@ -246,10 +241,8 @@ def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages,
     error = rotations.orthogonality_error
     # `not <=` instead of `>`, because NaN must not pass.
     if not error <= ORTHOGONAL:
-        return {}, [
-            f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered "
-            "from them"
-        ]
+        off = f"the matrices are off orthogonality by {error:.0e}"
+        return {}, [f"{off}, so no statistics are recovered from them"]
     for layer, side, rotation in rotations.each() if recipe.has_eigenbasis else ():
         if rotation.eigenvalues is None:
             continue
@@ -257,12 +250,10 @@ def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages,
         moment = basis @ torch.diag_embed(rotation.eigenvalues.double()) @ basis.mT
         (kind,) = recipe.target_kinds(side)
         averages.setdefault(layer, {})[kind] = Average((moment + moment.mT) / 2)
-    if not averages and recipe.composition not in DATA_FREE:
-        return {}, [
-            "no statistics can be recovered: the files have no eigenvalues, or an unknown "
-            "composition"
-        ]
-    return averages, []
+    if averages or recipe.composition in DATA_FREE:
+        return averages, []
+    lacking = "the files have no eigenvalues, or an unknown composition"
+    return {}, [f"no statistics can be recovered: {lacking}"]
 
 
 def _model_content(source: Source | None) -> dict[str, Any]:
@@ -276,8 +267,5 @@ def _model_content(source: Source | None) -> dict[str, Any]:
 
 def _publishable(calibration: Mapping[str, Any]) -> dict[str, Any]:
     """A file's statement about its calibration, without the paths of the machine that made it."""
-    stated = dict(calibration)
-    for key, value in calibration.items():
-        if isinstance(value, str):
-            stated[key] = name_of(value)
-    return stated
+    names = {key: name_of(value) for key, value in calibration.items() if isinstance(value, str)}
+    return {**calibration, **names}

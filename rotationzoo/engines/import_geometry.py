@@ -17,6 +17,9 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
 from rotationzoo.rotations import LATENT
 
+_CHECK = "check the model"
+_NAME_IT = "name the model, which tells: --model MODEL"
+
 
 def find_geometry(
     files: Files, model: str | None, revision: str | None
@@ -29,37 +32,26 @@ def find_geometry(
     first = next(iter(files.values()))
     if model is None:
         if LATENT in files:
-            raise RotationZooError(
-                f"{first.path} holds rotations of latents, which do not say what is cached beside "
-                "them",
-                hint="name the model, which tells: --model MODEL",
-            )
+            beside = "which do not say what is cached beside them"
+            raise RotationZooError(f"{first.path} holds rotations of latents, {beside}", _NAME_IT)
         return None, _geometry_of_files(**files)
     source = find(model, revision)
     geometry = geometry_on_meta(loading.on_meta(loading.load_config(source), source.name))
     if geometry is None:
-        raise UnsupportedModel(
-            f"what {model} caches shows only with its weights", hint="import without --model"
-        )
+        unknown = f"what {model} caches shows only with its weights"
+        raise UnsupportedModel(unknown, hint="import without --model")
     if not files.keys() & {side for layer in geometry for side in layer.sides}:
-        sides = " and ".join(f"{side}s" for side in files)
-        raise UnsupportedModel(
-            f"{first.path} holds rotations of {sides}, and {model} is not known to cache any",
-            hint="check the model",
-        )
+        held = f"{first.path} holds rotations of {' and '.join(f'{side}s' for side in files)}"
+        raise UnsupportedModel(f"{held}, and {model} is not known to cache any", _CHECK)
     _check_model(model, source, first)
     for side, file in files.items():
         for misfit in _misfits(side, file, geometry):
-            raise RotationZooError(
-                f"these files are not for {model}: {misfit}", hint="check the model"
-            )
+            raise RotationZooError(f"these files are not for {model}: {misfit}", _CHECK)
     # Engines subtract a key mean and never add it back, which changes what some models compute.
     if first.side == "key" and first.content.mean and (moved := shifted_layers(geometry)):
-        raise RotationZooError(
-            f"{first.path.name} centers keys, which changes what {model} computes: "
-            f"{centering.reason(moved)}",
-            hint="import files that were made without a key mean",
-        )
+        changed = f"changes what {model} computes: {centering.reason(moved)}"
+        hint = "import files that were made without a key mean"
+        raise RotationZooError(f"{first.path.name} centers keys, which {changed}", hint)
     return source, geometry
 
 
@@ -73,10 +65,9 @@ def _geometry_of_files(key: RotationFile, value: RotationFile) -> Geometry:
     steps = {after - before for before, after in pairwise(layers)}
     if len(steps) > 1:
         gap = next(before for before, after in pairwise(layers) if after - before > min(steps))
+        irregular = "the numbers of those it has are irregular"
         raise RotationZooError(
-            f"{key.path.name} may lack layers after layer {gap}: the numbers of those it has are "
-            "irregular",
-            hint="name the model, which tells: --model MODEL",
+            f"{key.path.name} may lack layers after layer {gap}: {irregular}", _NAME_IT
         )
     geometry = []
     for index in layers:
@@ -103,17 +94,12 @@ def _check_model(model: str, source: Source, file: RotationFile) -> None:
     # Names are compared only for hub models: a local folder may have any name.
     other_name = source.revision is not None and _last(named) not in ("", _last(model))
     contradicts = config != hash_config(source.folder) if config else other_name
+    made = f"{file.path.name} says that it was made for"
     if contradicts:
-        raise RotationZooError(
-            f"{file.path.name} says that it was made for {named or 'another config'}, and not for "
-            f"{model}",
-            hint=f"name that model: --model {named}" if named else "check the model",
-        )
+        hint = f"name that model: --model {named}" if named else _CHECK
+        raise RotationZooError(f"{made} {named or 'another config'}, and not for {model}", hint)
     if weights and has_weights(source) and weights != weights_fingerprint(source):
-        raise RotationZooError(
-            f"{file.path.name} says that it was made for other weights than {model} has",
-            hint="check the model",
-        )
+        raise RotationZooError(f"{made} other weights than {model} has", _CHECK)
 
 
 def _last(path: str) -> str:

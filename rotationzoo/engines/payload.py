@@ -19,11 +19,7 @@ Provenance = dict[str, str | int | float | bool]
 
 
 def provenance(
-    artifact: Artifact,
-    pools: bool,
-    uncentered: bool,
-    absorbed: bool,
-    served: dict[str, int | float],
+    artifact: Artifact, pools: bool, uncentered: bool, absorbed: bool, served: Provenance
 ) -> Provenance:
     """The provenance of an export.
 
@@ -139,7 +135,8 @@ def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | 
         _side_matrices(rotations, side, _objective(artifact, side, pools)) for side in SIDES
     )
     (key_clip, value_clip), (sink, recent) = request.clip, request.windows
-    served = {"sink": sink, "recent": recent, "key_clip": key_clip, "value_clip": value_clip}
+    served: Provenance = {"sink": sink, "recent": recent}
+    served |= {"key_clip": key_clip, "value_clip": value_clip}
     if recipe.group_size is not None:
         served["group_size"] = recipe.group_size
     return Payload(
@@ -151,13 +148,7 @@ def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | 
         group_size=recipe.group_size,
         sink=sink,
         recent=recent,
-        provenance=provenance(
-            artifact,
-            pools=pools,
-            uncentered=bool(uncentered),
-            absorbed=request.absorbed is not None,
-            served=served,
-        ),
+        provenance=provenance(artifact, pools, bool(uncentered), bool(request.absorbed), served),
     )
 
 
@@ -173,11 +164,12 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
     """One side's matrices, without the head dimension if the heads of every layer share one."""
     layers = {layer: sides[side] for layer, sides in rotations.items()}
     per_head = any(rotation.per_head for rotation in layers.values())
+    heads = slice(None) if per_head else 0
     matrices, eigenvalues, means = {}, {}, {}
     for layer, rotation in layers.items():
-        matrices[layer] = rotation.matrix if per_head else rotation.matrix[0]
+        matrices[layer] = rotation.matrix[heads]
         if rotation.eigenvalues is not None:
-            eigenvalues[layer] = rotation.eigenvalues if per_head else rotation.eigenvalues[0]
+            eigenvalues[layer] = rotation.eigenvalues[heads]
         if rotation.mean is not None:
             means[layer] = rotation.mean
     return SideMatrices(matrices, objective, eigenvalues, means)

@@ -43,24 +43,23 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
 def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
     """What a request leaves out of an artifact, in words."""
     engine, recipe, rotations = find_engine(request.engine), artifact.recipe, artifact.rotations
-    reduced = []
-    if request.pooled and rotations.per_head:
-        reduced.append("one rotation per layer instead of one per KV head")
-    if dropped := dropped_means(artifact, request):
-        reduced.append(f"{' and '.join(f'{side}s' for side in dropped)} that keep their mean")
-    if engine.clip != "head" and distinct_clips(rotations) != tuple(
-        [each] for each in request.clip
-    ):
-        ratios = "/".join(f"{ratio:g}" for ratio in request.clip)
-        reduced.append(f"clip ratios {ratios} instead of the artifact's own")
-    if request.windows != (recipe.sink, recipe.recent):
-        chosen = "/".join(map(str, request.windows))
-        reduced.append(f"windows {chosen} instead of {recipe.sink}/{recipe.recent}")
-    if rotations.has_feedback and not engine.feedback:
-        reduced.append("nearest codes instead of error feedback")
-    if rotations.has_budget and not engine.budget:
-        reduced.append("the same bits for all layers instead of a budget")
-    return reduced
+    dropped = " and ".join(f"{side}s" for side in dropped_means(artifact, request))
+    ratios = "/".join(f"{ratio:g}" for ratio in request.clip)
+    clips_alike = distinct_clips(rotations) == tuple([ratio] for ratio in request.clip)
+    chosen, own = "/".join(map(str, request.windows)), f"{recipe.sink}/{recipe.recent}"
+    lost = {
+        "one rotation per layer instead of one per KV head": request.pooled and rotations.per_head,
+        f"{dropped} that keep their mean": dropped,
+        f"clip ratios {ratios} instead of the artifact's own": (
+            engine.clip != "head" and not clips_alike
+        ),
+        f"windows {chosen} instead of {own}": chosen != own,
+        "nearest codes instead of error feedback": rotations.has_feedback and not engine.feedback,
+        "the same bits for all layers instead of a budget": (
+            rotations.has_budget and not engine.budget
+        ),
+    }
+    return [words for words, applies in lost.items() if applies]
 
 
 def describe_choice(

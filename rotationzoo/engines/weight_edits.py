@@ -114,18 +114,7 @@ def _entry_of(parameter: str, entries: Mapping[str, Stored]) -> Stored | None:
 
 # Endings of weight files. Only the model's own safetensors files are copied, with the changes; any
 # others would lack them, so they are left out.
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".index.json",
-)
+_ENDINGS = ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx .index.json"
 
 
 def write_changed_copy(
@@ -152,13 +141,12 @@ def write_changed_copy(
             progress("absorbing", done, len(files))
             copy = work / path.name
             shutil.copyfile(path, copy)
-            for name, place in places.items():
-                if place.file == path:
-                    others = []
-                    if (other := changes[name].reads) is not None:
-                        source_file = places[other].file
-                        others = [read_tensor(source_file, places[other], changes[other].shape)]
-                    apply_change(copy, place, changes[name], *others)
+            for name in [name for name, place in places.items() if place.file == path]:
+                others = []
+                if (other := changes[name].reads) is not None:
+                    beside = places[other]
+                    others = [read_tensor(beside.file, beside, changes[other].shape)]
+                apply_change(copy, places[name], changes[name], *others)
             copy.chmod(0o644)  # as for exports: the server may run as another user
         (work / RECORD).write_bytes(record(Source(source.name, work, None)))
         install(work, output)
@@ -176,14 +164,13 @@ def _files_beside_weights(folder: Path) -> list[Path]:
     if not blobs.is_symlink():
         allowed.append(os.path.realpath(blobs))
     own = entry_file(weight_files(folder))
+    weights = tuple(_ENDINGS.split())
     paths = [
-        path for path in folder.iterdir() if path.name == own or not path.name.endswith(_WEIGHTS)
+        each for each in folder.iterdir() if not each.name.endswith(weights) or each.name == own
     ]
     for path in paths:
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(place) for place in allowed):
-            raise RotationZooError(
-                f"{path} leads out of its folder by a symbolic link",
-                hint="remove it, or put the file itself there",
-            )
+            hint = "remove it, or put the file itself there"
+            raise RotationZooError(f"{path} leads out of its folder by a symbolic link", hint)
     return [path for path in paths if path.is_file()]

@@ -6,6 +6,7 @@ count downloads.
 
 import json
 import os
+from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -142,11 +143,8 @@ class Entry(_Growing):
         if self.pullable and not all(copy.path for copy in self.copies):
             raise ValueError("files to be pulled need a folder that holds them")
         if self.format == "rotationzoo":
-            for file in self.files.values():
-                if file.sha256 is None or file.size is None:
-                    raise ValueError(
-                        "every file of a rotationzoo artifact needs a size and a sha256"
-                    )
+            if any(None in (file.sha256, file.size) for file in self.files.values()):
+                raise ValueError("every file of a rotationzoo artifact needs a size and a sha256")
             if ROTATIONS not in self.files:
                 raise ValueError(f"a rotationzoo artifact needs {ROTATIONS}")
         return self
@@ -196,14 +194,10 @@ class Index(_Growing):
 
     @model_validator(mode="after")
     def _no_duplicates(self) -> "Index":
-        seen: set[str] = set()
-        for entry in self.entries:
-            key = f"{entry.model} {entry.identity}"
-            if key in seen:
-                raise ValueError(
-                    f"{entry.model} is listed twice with the same files ({entry.identity[:12]})"
-                )
-            seen.add(key)
+        listed = [(entry.model, entry.identity) for entry in self.entries]
+        for (model, identity), count in Counter(listed).items():
+            if count > 1:
+                raise ValueError(f"{model} is listed twice with the same files ({identity[:12]})")
         return self
 
     def extended(self, entry: Entry) -> "Index":
@@ -212,17 +206,17 @@ class Index(_Growing):
         If it already lists the same rotations of the same model, the two entries are merged: the
         result has the copies of both, the newer measurements, and what only a later version knows.
         """
-        entries = []
+        others = []
         for listed in self.entries:
             if (listed.model, listed.identity) != (entry.model, entry.identity):
-                entries.append(listed)
+                others.append(listed)
                 continue
             copies = {(copy.hub, copy.repo): copy for copy in (*listed.copies, *entry.copies)}
             changes = {**(listed.model_extra or {}), **(entry.model_extra or {})}
             changes["copies"] = list(copies.values())
             changes["created"] = listed.created or entry.created  # the earlier day of publication
             entry = entry.model_copy(update=changes)
-        return self.model_copy(update={"entries": _sorted([*entries, entry])})
+        return self.model_copy(update={"entries": _sorted([*others, entry])})
 
     def text(self) -> str:
         """The index as JSON, with sorted entries and keys to keep diffs between versions small.

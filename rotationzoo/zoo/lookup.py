@@ -30,6 +30,8 @@ class LoadedIndex:
     revision: str | None = None
     data: bytes | None = None
     """The file, if it was read from a zoo repository: a signature is for its bytes."""
+    signature: bytes | None = None
+    """The signature beside it, where that was read, too."""
 
     def revision_of(self, copy: Copy) -> str | None:
         """The revision that holds a copy.
@@ -74,36 +76,26 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
         raise HubError(str(error), hint=hint) from error
 
 
-def read_index(repo: str, hub_name: str) -> LoadedIndex:
+def read_index(repo: str, hub_name: str, must_exist: bool = True) -> LoadedIndex:
     """Read a repository's own index.
 
-    Raises `HubError`, with `missing` set if there is no such repository or no index in it.
+    Raises `HubError`, with `missing` set if there is no such repository or no index in it. Unless
+    it `must_exist`, that is an empty index; a hub that cannot be read is an error even so, because
+    an empty index would let rotations through that are worse than the published ones.
     """
-    hub = open_hub(hub_name)
-    revision = hub.resolve(repo)
-    text = hub.read(repo, revision, index.NAME)
-    if text is None:
-        title = HUBS[hub_name].title
-        raise HubError(f"{repo} on {title} has no {index.NAME}", hint=SPELLING_HINT, missing=True)
-    origin = f"the index of {repo} on {hub_name} at {revision}"
-    return LoadedIndex(index.parse(text, origin), origin, hub_name, repo, revision, text)
-
-
-def load_published_index(place: str | None, repo: str, hub_name: str) -> LoadedIndex:
-    """The index to compare with: the one at `place`, or else the repository's own.
-
-    The index is empty only if the hub says that there is no such repository, or no index in it.
-    Raises `HubError` if the hub cannot be read: an empty index would let rotations through that are
-    worse than the published ones.
-    """
-    if place is not None:
-        return find_index(place, repo)
+    hub, revision = open_hub(hub_name), None
     try:
-        return read_index(repo, hub_name)
+        revision = hub.resolve(repo)
+        data = hub.read(repo, revision, index.NAME)
+        if data is None:
+            words = f"{repo} on {HUBS[hub_name].title} has no {index.NAME}"
+            raise HubError(words, hint=SPELLING_HINT, missing=True)
     except HubError as error:
-        if not error.missing:
+        if must_exist or not error.missing:
             raise
-        return LoadedIndex(Index(), f"no index: {error}")
+        return LoadedIndex(Index(), f"no index: {error}", hub_name, repo, revision)
+    origin = f"the index of {repo} on {hub_name} at {revision}"
+    return LoadedIndex(index.parse(data, origin), origin, hub_name, repo, revision, data)
 
 
 def choose_entry(
@@ -122,13 +114,11 @@ def choose_entry(
     copies. Raises `RotationZooError` if the model has no entry that can be pulled, and `UsageError`
     for a scaling that cannot be.
     """
-
-    def is_meant(entry: Entry) -> bool:
-        is_there = any(copy.hub in hubs for copy in entry.copies)
+    matching = []
+    for entry in loaded.content.entries:
         named = entry.model.lower() == model.lower() and recipe in (None, entry.recipe)
-        return named and is_there
-
-    matching = list(filter(is_meant, loaded.content.entries))
+        if named and any(copy.hub in hubs for copy in entry.copies):
+            matching.append(entry)
     if not matching:
         which = f" with the recipe {recipe}" if recipe else ""
         raise RotationZooError(
@@ -147,9 +137,8 @@ def choose_entry(
     chosen, others = _of_scaling(pullable, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
     entry = max(exact or chosen, key=lambda e: (e.format == "rotationzoo", e.created or ""))
-    calibrated_for = "a revision that was not recorded"
-    if entry.model_revision:
-        calibrated_for = f"revision {entry.model_revision}"
+    known = entry.model_revision
+    calibrated_for = f"revision {known}" if known else "a revision that was not recorded"
     reason = f"{entry.recipe} for {calibrated_for} of {entry.model}"
     if revision and not exact:
         reason += f": there is none for {revision}, this is the newest"
@@ -157,9 +146,7 @@ def choose_entry(
         reason += f", with RoPE scaled by {entry.rope_scaling}"
     if others:
         reason += f" (there are also some for --rope-scaling {' and '.join(others)})"
-    copies = sorted(
-        (copy for copy in entry.copies if copy.hub in hubs), key=lambda copy: hubs.index(copy.hub)
-    )
+    copies = [copy for hub in hubs for copy in entry.copies if copy.hub == hub]
     return entry, copies, reason
 
 

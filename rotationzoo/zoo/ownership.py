@@ -4,6 +4,8 @@ The manifest must name that model, and the model must have the config that the m
 """
 
 import re
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,16 @@ from rotationzoo.model.source import DEMO, Source, find, weights_fingerprint
 from rotationzoo.zoo.index import REPOSITORY, Entry, Index
 
 DEMO_NAME = "demo"
-_DESCRIPTIONS = {
-    "model_revision": "revision",
-    "config_sha256": "config hash",
-    "weights_fingerprint": "weights",
-    "recipe": "recipe",
-    "recipe_sha256": "recipe's hash",
-    "rope_scaling": "rope scaling",
-    "geometry": "geometry",
+_FIELDS: dict[str, tuple[str, Callable[[Artifact], Any]]] = {
+    "model_revision": ("revision", attrgetter("manifest.model.revision")),
+    "config_sha256": ("config hash", attrgetter("manifest.model.config_sha256")),
+    "weights_fingerprint": ("weights", attrgetter("manifest.model.weights_fingerprint")),
+    "recipe": ("recipe", attrgetter("recipe.name")),
+    "recipe_sha256": ("recipe's hash", attrgetter("manifest.recipe_sha256")),
+    "rope_scaling": ("rope scaling", attrgetter("recipe.rope_scaling")),
+    "geometry": ("geometry", lambda artifact: artifact.content["geometry"]),
 }
-"""Field of an entry -> its name in an error message."""
+"""Field of an entry -> its name in an error message, and what it is in an artifact."""
 _OWNERS_HINT = "tell the owners of the repository; to look at what else there is: rotationzoo list"
 _OTHER_NAME_HINT = "give the model's folder a name of its own, and calibrate it again"
 
@@ -44,9 +46,10 @@ def listed_name(model: Model) -> str:
     if name.lower() != DEMO_NAME:
         return name
     demo = Source(DEMO_NAME, DEMO, None)
-    actual = hash_config(demo.folder), weights_fingerprint(demo)
-    recorded = model.config_sha256, model.weights_fingerprint
-    if any(found not in (None, known) for found, known in zip(recorded, actual, strict=True)):
+    if model.config_sha256 not in (
+        None,
+        hash_config(demo.folder),
+    ) or model.weights_fingerprint not in (None, weights_fingerprint(demo)):
         raise RotationZooError(
             f"a folder called {name} is listed as the model that comes with rotationzoo, which it "
             "is not",
@@ -57,16 +60,7 @@ def listed_name(model: Model) -> str:
 
 def describe(artifact: Artifact) -> dict[str, Any]:
     """What an entry says of an artifact's model and recipe, by field."""
-    manifest, recipe = artifact.manifest, artifact.recipe
-    return {
-        "model_revision": manifest.model.revision,
-        "config_sha256": manifest.model.config_sha256,
-        "weights_fingerprint": manifest.model.weights_fingerprint,
-        "recipe": recipe.name,
-        "recipe_sha256": manifest.recipe_sha256,
-        "rope_scaling": recipe.rope_scaling,
-        "geometry": artifact.content["geometry"],
-    }
+    return {name: get(artifact) for name, (_, get) in _FIELDS.items()}
 
 
 def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
@@ -75,22 +69,20 @@ def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
     Compares the model, its revision, hashes and geometry, and the recipe. `what` names the artifact
     in the message.
     """
-    name = listed_name(artifact.manifest.model)
+    name, stands = listed_name(artifact.manifest.model), f"{what} is listed for {entry.model}"
     if name != entry.model:
-        raise RotationZooError(
-            f"{what} is listed for {entry.model}, and its manifest says that it was made for "
-            f"{name}",
-            hint=_OWNERS_HINT,
-        )
-    described = describe(artifact)
-    for key, description in _DESCRIPTIONS.items():
-        listed = getattr(entry, key)
-        if listed is not None and listed != described[key]:
-            raise RotationZooError(
-                f"{what} is listed for {entry.model} with another {description} than its manifest "
-                "has",
-                hint=_OWNERS_HINT,
-            )
+        made_for = f"and its manifest says that it was made for {name}"
+        raise RotationZooError(f"{stands}, {made_for}", hint=_OWNERS_HINT)
+    for field, (description, get) in _FIELDS.items():
+        listed = getattr(entry, field)
+        if listed is not None and listed != get(artifact):
+            other = f"with another {description} than its manifest has"
+            raise RotationZooError(f"{stands} {other}", hint=_OWNERS_HINT)
+
+
+def not_published(artifact: Artifact, reason: str, hint: str | None) -> RotationZooError:
+    """The error for an artifact that is not to be published."""
+    return RotationZooError(f"{artifact.folder} is not published: {reason}", hint)
 
 
 def check_model(artifact: Artifact) -> None:
@@ -105,17 +97,12 @@ def check_model(artifact: Artifact) -> None:
     try:
         source = find(model.id, model.revision)
     except ModelUnavailable as error:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: whether it was made for {model.id} cannot be "
-            f"seen, as {error}",
-            hint=error.hint,
-        ) from error
+        reason = f"whether it was made for {model.id} cannot be seen, as {error}"
+        raise not_published(artifact, reason, error.hint) from error
     if hash_config(source.folder) != model.config_sha256:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: {model.id} has another config at revision "
-            f"{model.revision} than the model that it was made for",
-            hint=f"make one with: rotationzoo calibrate {model.id}",
-        )
+        other = f"{model.id} has another config at revision {model.revision}"
+        hint = f"make one with: rotationzoo calibrate {model.id}"
+        raise not_published(artifact, f"{other} than the model that it was made for", hint)
 
 
 def check_unclaimed(content: Index, entry: Entry, repo: str) -> None:

@@ -55,21 +55,8 @@ class Row:
     """Where its files are: a repository on a hub, and the addresses to read there."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of figures: its title, and whether the best are the largest."""
-
-    title: str
-    largest_first: bool = False
-
-
-COLUMNS = (
-    Column("Answers", largest_first=True),
-    Column("Cost"),
-    Column("Bits"),
-    Column("Size"),
-    Column("Date", largest_first=True),
-)
+COLUMNS = {"Answers": True, "Cost": False, "Bits": False, "Size": False, "Date": True}
+"""The title of each column of figures, and whether the best are the largest."""
 
 
 def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[str]) -> str:
@@ -84,10 +71,12 @@ def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[s
 def table_values(rows: list[Row]) -> dict[str, Any]:
     """What `zoo_table.html.jinja` shows: the rows, the columns that are not empty, and whether the
     quality of some rows was not measured."""
-    columns = []
-    for column in COLUMNS:
-        if any(row.figures[column.title].value is not None for row in rows):
-            columns.append(column)
+    known = {title for row in rows for title, cell in row.figures.items() if cell.value is not None}
+    columns = [
+        {"title": title, "largest_first": largest}
+        for title, largest in COLUMNS.items()
+        if title in known
+    ]
     unmeasured = any(row.figures["Answers"].value is None for row in rows)
     return {"rows": rows, "columns": columns, "unmeasured": unmeasured}
 
@@ -99,14 +88,12 @@ def order_of(row: Row) -> tuple[str, str]:
 
 def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     """The row of one entry in `zoo_table.html.jinja`; `place` as for `render_zoo_page`."""
-    copies = []
-    for copy in entry.copies:
-        name = f"{copy.repo} on {HUBS[copy.hub].title}"
-        copies.append((name, copy_links(loaded, entry, copy)))
+    copies = [
+        (f"{copy.repo} on {HUBS[copy.hub].title}", copy_links(loaded, entry, copy))
+        for copy in entry.copies
+    ]
     # Models are always fetched from Hugging Face; a name without an owner is on no hub.
-    address = None
-    if "/" in entry.model:
-        address = f"https://huggingface.co/{quote(entry.model)}"
+    address = f"https://huggingface.co/{quote(entry.model)}" if "/" in entry.model else None
     return Row(
         model=entry.model,
         model_url=address,

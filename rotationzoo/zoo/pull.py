@@ -8,6 +8,7 @@ in `zoo.lock.json` next to the files. Later downloads must agree with them.
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,17 +22,8 @@ from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import (
-    child,
-    disk_errors,
-    regular_file,
-    sha256,
-    size_of,
-    write_new,
-)
-from rotationzoo.storage.folders import check_name, install, temporary_sibling
-from rotationzoo.storage.growth import size_of_all, tell_growth
+from rotationzoo.storage import files as storage
+from rotationzoo.storage import folders, growth, strict_json
 from rotationzoo.storage.settled import recover
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
@@ -42,6 +34,7 @@ from rotationzoo.zoo.ownership import check_entry
 from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_signature, read_signature
 
 _WAY_OUT = "choose another place with --local-dir"  # on a full disk
+_OWNERS = "tell the owners of the repository"
 LOCK = "zoo.lock.json"
 """For files without published hashes: records their hashes at the first download."""
 MAX_BYTES = 4 << 30
@@ -97,13 +90,13 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
     if lock is not None and recorded is not None and lock.revision == revision:
         return Pulled(target, entry, copy, revision, recorded, [note])
     _check_target(target, entry)
-    with disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
+    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = _find_sizes(entry, copy, revision)
         downloaded = _download_files(copy, revision, sizes, work, progress)
         files = {}
         for name, listed in entry.files.items():
             path = downloaded / name
-            files[name] = File(size=path.stat().st_size, sha256=sha256(path))
+            files[name] = File(size=path.stat().st_size, sha256=storage.sha256(path))
             earlier = lock.files.get(name, listed) if lock else listed
             if not {listed.sha256, earlier.sha256} <= {None, files[name].sha256}:
                 raise RotationZooError(
@@ -114,8 +107,8 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
                 )
             check_matrices(read_pt(path))
         made = Lock(repo=copy.repo, revision=revision, files=files)
-        write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
-        install(downloaded, target)
+        storage.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
+        folders.install(downloaded, target)
     hashes = {name: file.sha256 or "" for name, file in files.items()}
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
 
@@ -170,13 +163,14 @@ def pull_first(
     Only a missing copy makes this try the next one. Any other error is raised, because a hub that
     fails must not be replaced by another.
     """
-    for copy in copies[:-1]:
+    *first, last = copies
+    for copy in first:
         try:
             return pull(loaded, entry, copy, local_dir, progress, demand)
         except HubError as error:
             if not error.missing:
                 raise
-    return pull(loaded, entry, copies[-1], local_dir, progress, demand)
+    return pull(loaded, entry, last, local_dir, progress, demand)
 
 
 def pull(
@@ -193,17 +187,14 @@ def pull(
     leaves nothing behind if a hash differs, if the artifact is not sound, if it belongs to another
     model than the entry's, or if its signature is wrong or not the one that `demand` asks for.
     """
-    hub = open_hub(copy.hub)
     revision = loaded.revision_of(copy)
     what = f"{copy.path} of {copy.repo}"
     # Before anything is downloaded.
     expected = demand.expected(entry.signer, loaded.hub is None, what)
     if entry.format == "oscar":
         if expected:
-            raise RotationZooError(
-                f"{what} has no signature, as its makers publish none",
-                hint="make rotations of your own with: rotationzoo calibrate " + entry.model,
-            )
+            hint = "make rotations of your own with: rotationzoo calibrate " + entry.model
+            raise RotationZooError(f"{what} has no signature, as its makers publish none", hint)
         # An update replaces the earlier files, so the cache folder does not depend on the revision.
         return pull_oscar(entry, copy, local_dir or _cache_folder(copy, None), progress)
     target = local_dir or _cache_folder(copy, revision)
@@ -211,27 +202,24 @@ def pull(
     if hashes is not None:
         artifact = Artifact.open(target, hashes)
         if unlisted := unlisted_files(artifact):
-            raise RotationZooError(
-                f"{target} is not only what was pulled: {unlisted[0]}",
-                hint="move it elsewhere and run the same command again",
-            )
+            hint = "move it elsewhere and run the same command again"
+            raise RotationZooError(f"{target} is not only what was pulled: {unlisted[0]}", hint)
         finding = _check(loaded, entry, artifact, what, demand)
         remember(artifact.identity)
         notes = ["it was here already"]
         return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
     _check_target(target, entry)
-    revision = revision or hub.resolve(copy.repo)
-    with disk_errors(target, _WAY_OUT), temporary_sibling(target) as work:
+    revision = revision or open_hub(copy.hub).resolve(copy.repo)
+    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = _download_files(copy, revision, sizes, work, progress)
-        hashes = {name: sha256(downloaded / name) for name in entry.files}
+        hashes = {name: storage.sha256(downloaded / name) for name in entry.files}
         for name, file in entry.files.items():
             if hashes[name] != file.sha256:
+                listed = "the file that the index lists: its sha256 differs"
                 raise RotationZooError(
-                    f"{name} of {copy.repo} is not the file that the index lists: its sha256 "
-                    "differs",
-                    hint="run the same command again; if it stays so, tell the owners of the "
-                    "repository",
+                    f"{name} of {copy.repo} is not {listed}",
+                    hint=f"run the same command again; if it stays so, {_OWNERS}",
                 )
         progress("checking", 0, 0)
         artifact = Artifact.open(downloaded, hashes)
@@ -239,7 +227,7 @@ def pull(
         if not checked.ok:
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
         finding = _check(loaded, entry, artifact, what, demand)
-        install(downloaded, target)
+        folders.install(downloaded, target)
     remember(artifact.identity)
     moved = artifact.moved_to(target)
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
@@ -262,7 +250,7 @@ def _cache_folder(copy: Copy, revision: str | None) -> Path:
     from huggingface_hub import cached_assets_path
 
     place = cached_assets_path("rotationzoo", namespace=copy.hub, subfolder=copy.repo)
-    return child(place, f"{revision or 'unpinned'}/{copy.path}")
+    return storage.child(place, f"{revision or 'unpinned'}/{copy.path}")
 
 
 def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
@@ -275,25 +263,20 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
     # A killed process may have left the folder set aside under another name.
     recover(folder)
     for name, file in listed.items():
-        try:
-            path = regular_file(folder, name)
-        except RotationZooError:
-            return None
-        # Compare sizes first: hashing a file of the wrong size would waste time.
-        if size_of(path) != file.size:
-            return None
-        hashes[name] = sha256(path)
-        if hashes[name] != file.sha256:
+        with suppress(RotationZooError):
+            path = storage.regular_file(folder, name)
+            # Compare sizes first: hashing a file of the wrong size would waste time.
+            if storage.size_of(path) == file.size:
+                hashes[name] = storage.sha256(path)
+        if name not in hashes or hashes[name] != file.sha256:
             return None
     return hashes
 
 
 def _check_target(target: Path, entry: Entry) -> None:
     """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
-    check_name(target)
-    names = set()
-    if target.is_dir():
-        names = {path.name for path in target.iterdir()}
+    folders.check_name(target)
+    names = {path.name for path in target.glob("*")}  # none if it is no folder
     is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
         raise RotationZooError(
@@ -318,10 +301,10 @@ def _download_files(
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-    with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
+    with growth.tell_growth(lambda: growth.size_of_all(raw.rglob("*")), stage, needed, progress):
         open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
     # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
     clean.mkdir()
     for name in sizes:
-        regular_file(raw, copy.path_of(name)).rename(child(clean, name))
+        storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))
     return clean

@@ -19,33 +19,15 @@ from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StalePare
 from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import digest, regular_file, sha256
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage import locks, strict_json
 from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.hubs.protocol import Publication, Published
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
-from rotationzoo.zoo.index import (
-    BITS_FORMAT,
-    REPOSITORY,
-    Copy,
-    Entry,
-    File,
-    Index,
-    Listed,
-    render_root_files,
-)
-from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name
+from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
+from rotationzoo.zoo.signing import verify as signatures
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.signer import Signer
-from rotationzoo.zoo.signing.verify import (
-    claimed_signer,
-    is_installed,
-    parse_bundle,
-    read_signature,
-    signed_part,
-)
 
 _ATTEMPTS = 4  # another attempt follows another commit in between
 
@@ -59,7 +41,7 @@ class Upload:
     path: str
     """The folder in the repository."""
     tag: str
-    entry: Entry
+    entry: index.Entry
     """The index entry. Its one copy names repository and folder; `push` replaces it with one that
     has the right hub and revision."""
 
@@ -79,7 +61,8 @@ class Upload:
         return self._with_signature(*tool.sign(signed, self.path.split("/")[1]))
 
     def _signed_part(self) -> dict[str, str]:
-        return signed_part({name: file.sha256 or "" for name, file in self.entry.files.items()})
+        hashes = {name: file.sha256 or "" for name, file in self.entry.files.items()}
+        return signatures.signed_part(hashes)
 
     def _with_signature(self, signature: bytes, signer: Signer | None) -> "Upload":
         files = {**self.entry.files, SIGNATURE: _describe_file(signature)}
@@ -93,19 +76,21 @@ class Upload:
 
         It is for others if something was added to the artifact, or is left out.
         """
-        signature = read_signature(folder)
+        signature = signatures.read_signature(folder)
         if signature is None:
             return self
-        bundle = parse_bundle(signature, f"the signature of {folder}")
+        bundle = signatures.parse_bundle(signature, f"the signature of {folder}")
         if bundle.files != self._signed_part():
             return self
-        signer = claimed_signer(bundle, str(folder)) if is_installed() else None
+        signer = None
+        if signatures.is_installed():
+            signer = signatures.claimed_signer(bundle, str(folder))
         return self._with_signature(signature, signer)
 
     def listing(self, signs: bool = False) -> list[dict[str, Any]]:
         """Path, size and sha256 of each file, for `--dry-run`. `signs`: whether a signature is
         still to be made, whose size and sha256 are None."""
-        files = {**self.entry.files, SIGNATURE: File()} if signs else self.entry.files
+        files = {**self.entry.files, SIGNATURE: index.File()} if signs else self.entry.files
         rows = []
         for name, file in sorted(files.items()):
             rows.append({"path": f"{self.path}/{name}", "size": file.size, "sha256": file.sha256})
@@ -122,28 +107,23 @@ def prepare_upload(
     artifact is not sound or is bound to no model, and `UsageError` if `repo` is not a repository
     id.
     """
-    if not re.fullmatch(REPOSITORY, repo):
+    if not re.fullmatch(index.REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     if not artifact.bound:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: its model is not known",
-            hint="import its files again with --model MODEL",
-        )
-    verification = verify(artifact)
-    if not verification.ok:
-        raise RotationZooError(
-            f"{artifact.folder} is not published: {verification.problems[0]}",
-            hint=f"see: rotationzoo verify {artifact.folder}",
-        )
+        hint = "import its files again with --model MODEL"
+        raise not_published(artifact, "its model is not known", hint)
+    if problems := verify(artifact).problems:
+        hint = f"see: rotationzoo verify {artifact.folder}"
+        raise not_published(artifact, problems[0], hint)
     files = _collect_files(artifact, statistics, repo)
     model = listed_name(artifact.manifest.model)
     folder = model.replace("/", "__")
     slug = f"{artifact.recipe.name}-{artifact.identity[:12]}"
     path = f"{folder}/{slug}"
-    copy = Copy(hub=DEFAULT_HUB, repo=repo, path=path)
+    copy = index.Copy(hub=DEFAULT_HUB, repo=repo, path=path)
     day = published or datetime.datetime.now(datetime.UTC).date()
     metrics = artifact.content["metrics"]
-    entry = Entry(
+    entry = index.Entry(
         **describe(artifact),
         model=model,
         files={name: _describe_file(content) for name, content in sorted(files.items())},
@@ -160,7 +140,9 @@ def prepare_upload(
 def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str, Path | bytes]:
     """The files that the manifest lists, with a new manifest and card that list exactly these."""
     names = [name for name in artifact.manifest.files if statistics or name != STATISTICS]
-    files: dict[str, Path | bytes] = {name: regular_file(artifact.folder, name) for name in names}
+    files: dict[str, Path | bytes] = {
+        name: storage.regular_file(artifact.folder, name) for name in names
+    }
     listed = {name: artifact.content["files"][name] for name in names}
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
@@ -170,9 +152,9 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
     return files
 
 
-def _list_figures(artifact: Artifact) -> Listed:
+def _list_figures(artifact: Artifact) -> index.Listed:
     """The figures that a list of published rotations shows."""
-    layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[BITS_FORMAT])
+    layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[index.BITS_FORMAT])
     bits = bits_per_element(artifact.geometry, layout)
     figures: dict[str, Any] = {"bits_per_element": round(bits, 4)}
     evaluation = artifact.manifest.metrics.evaluation
@@ -182,13 +164,13 @@ def _list_figures(artifact: Artifact) -> Listed:
         if arm.all_tasks is not None:
             figures["answered"] = arm.all_tasks.answered
             figures["questions"] = arm.all_tasks.questions
-    return Listed(**figures)
+    return index.Listed(**figures)
 
 
-def _describe_file(content: Path | bytes) -> File:
+def _describe_file(content: Path | bytes) -> index.File:
     if isinstance(content, bytes):
-        return File(size=len(content), sha256=digest(content))
-    return File(size=content.stat().st_size, sha256=sha256(content))
+        return index.File(size=len(content), sha256=storage.digest(content))
+    return index.File(size=content.stat().st_size, sha256=storage.sha256(content))
 
 
 @dataclass(frozen=True)
@@ -243,20 +225,22 @@ def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
         signer.check(before)
 
 
-def extend_index_file(path: Path, entry: Entry) -> None:
+def extend_index_file(path: Path, entry: index.Entry) -> None:
     """Add an entry to an index file. Creates the file if necessary, and replaces it whole."""
     path = path.resolve()
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
-    with locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
-        before = index.read(path) if path.exists() else Index()
+    with locks.locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
+        before = index.read(path) if path.exists() else index.Index()
         storage.replace(path, before.extended(entry).text().encode())
 
 
-def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> Entry:
+def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> index.Entry:
     """The entry of a published artifact with fixed revisions, for another index to list."""
     copies = []
     for hub_name, place in published.items():
-        copies.append(Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision))
+        copies.append(
+            index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision)
+        )
     return upload.entry.model_copy(update={"copies": copies})
 
 
@@ -267,7 +251,7 @@ def _push_to_hub(
     # The index is part of the commit, so it cannot contain the commit's own hash. It leaves the
     # revision out, and readers use the commit at which they read the index.
     revision = upload.tag if hub.pins_by_tag else None
-    copy = Copy(hub=hub_name, repo=repo, path=upload.path, revision=revision)
+    copy = index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=revision)
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):
         before = read_own_index(hub_name, repo)
@@ -278,7 +262,7 @@ def _push_to_hub(
             check_unsigned_push(before)
         else:
             content, files[signed_index.NAME] = signer.sign(before, content)
-        files |= render_root_files(repo, content)
+        files |= index.render_root_files(repo, content)
         parent, message = before.revision, upload.message
         try:
             return hub.publish(Publication(repo, files, message, parent, upload.tag, to.create_pr))

@@ -54,18 +54,13 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Hub
     Face, because models are always fetched from there, whichever hub has their rotations. Raises
     `HubError` if no model could be checked.
     """
-    hub = HuggingFace()
-    recipes_by_path = {}
-    for path in _recipe_files(configs):
-        recipe = recipes.load(str(path))
-        if recipe.model:
-            recipes_by_path[path] = recipe
-    look_at = partial(_look_at, hub, index)
+    loaded = [(path, recipes.load(str(path))) for path in _recipe_files(configs)]
+    of_models = [(path, recipe) for path, recipe in loaded if recipe.model]
     with ThreadPoolExecutor(_WORKERS) as pool:
-        answers = list(pool.map(look_at, recipes_by_path, recipes_by_path.values()))
+        answers = list(pool.map(partial(_look_at, HuggingFace(), index), of_models))
     due = [answer for answer in answers if isinstance(answer, DueModel)]
     errors = {}
-    for recipe, answer in zip(recipes_by_path.values(), answers, strict=True):
+    for (_, recipe), answer in zip(of_models, answers, strict=True):
         if isinstance(answer, HubError):
             errors[recipe.model or ""] = answer
     if errors and len(errors) == len(answers):
@@ -81,10 +76,8 @@ def find_recipe_file(configs: Path, model: str | None) -> Path:
     """
     paths = _recipe_files(configs)
     if not paths:
-        raise RotationZooError(
-            f"there are no recipe files in {configs}",
-            hint="name the folder of yours with --configs",
-        )
+        hint = "name the folder of yours with --configs"
+        raise RotationZooError(f"there are no recipe files in {configs}", hint)
     for path in paths:
         if model is None or recipes.load(str(path)).model == model:
             return path
@@ -106,18 +99,18 @@ def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
     Rotations for another scaling are for another model, and do not compare. A model may have
     several recipes, each of which has its own newest artifact.
     """
-    artifacts = []
-    for entry in index.entries:
-        is_meant = (entry.model, entry.rope_scaling) == (model, recipe.rope_scaling)
-        if is_meant and entry.format == "rotationzoo":
-            artifacts.append(entry)
+    meant = (model, recipe.rope_scaling, "rotationzoo")
+    artifacts = [
+        entry for entry in index.entries if (entry.model, entry.rope_scaling, entry.format) == meant
+    ]
     of_name = [entry for entry in artifacts if entry.recipe == recipe.name]
     return max(of_name or artifacts, key=lambda entry: entry.created or "", default=None)
 
 
 def _look_at(
-    hub: HuggingFace, index: Index, path: Path, recipe: Recipe
+    hub: HuggingFace, index: Index, file: tuple[Path, Recipe]
 ) -> DueModel | HubError | None:
+    path, recipe = file
     model = recipe.model or ""
     published = find_newest(index, model, recipe)
     try:
@@ -130,16 +123,9 @@ def _look_at(
 
 
 def _find_reason(
-    hub: HuggingFace,
-    recipe: Recipe,
-    published: Entry | None,
-    revision: str,
-    hashes: dict[str, str],
+    hub: HuggingFace, recipe: Recipe, published: Entry | None, revision: str, hashes: dict[str, str]
 ) -> str | None:
-    """The reason why new rotations are needed, or None.
-
-    `hashes` maps the model's files at `revision` to their hashes.
-    """
+    """The reason why new rotations are needed, or None. `hashes`: of the files at `revision`."""
     if published is None:
         return "nothing is published"
     # The artifact of a model whose keys cannot be centered says so in its recipe.
@@ -154,11 +140,8 @@ def _find_reason(
         if not error.missing:
             raise
         return "the published revision is gone"
-    changed = []
-    for name in sorted(before.keys() | hashes.keys()):
-        matters = "/" not in name and name.endswith(_SUFFIXES)
-        if matters and before.get(name) != hashes.get(name):
-            changed.append(name)
+    differing = {name for name, _ in before.items() ^ hashes.items()}
+    changed = [name for name in sorted(differing) if "/" not in name and name.endswith(_SUFFIXES)]
     return f"changed: {', '.join(changed[:3])}" if changed else None
 
 
@@ -222,24 +205,20 @@ def compare_rotations(
     new, published = (plain_arm(report.window.arms, identity) for identity in identities)
     assert new is not None, "the new rotations were evaluated"
     assert published is not None, "so were the published ones"
-    hint = f"look at {folder} before you publish it with: rotationzoo push"
-    answers = _compare_answers(report, new, published)
-    if answers is not None and (reason := _fault_of_answers(answers)):
-        raise RotationZooError(
-            f"the new rotations of {model} answer worse than the published ones: {reason}",
-            hint=hint,
-        )
+    answers, fault = _compare_answers(report, new, published), None
     difference, error = paired_difference(
         new.text_losses, published.text_losses, report.exact.text_tokens
     )
     better = answers is not None and answers["outcome"] in ("more", "likelier")
-    if not better and is_worse(difference, error):
+    if answers is not None and (reason := _fault_of_answers(answers)):
+        fault = f"answer worse than the published ones: {reason}"
+    elif not better and is_worse(difference, error):
+        increase = f"perplexity {change(math.expm1(difference))} on the new revision"
         precision = "" if error is None else f", standard error {percent(error, 2)}"
-        raise RotationZooError(
-            f"the new rotations of {model} are worse than the published ones: "
-            f"perplexity {change(math.expm1(difference))} on the new revision{precision}",
-            hint=hint,
-        )
+        fault = f"are worse than the published ones: {increase}{precision}"
+    if fault:
+        hint = f"look at {folder} before you publish it with: rotationzoo push"
+        raise RotationZooError(f"the new rotations of {model} {fault}", hint)
     return {"answers": answers, "log_perplexity_difference": difference, "standard_error": error}
 
 

@@ -5,16 +5,12 @@ zoo of the same signer nor an older state passes for it."""
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
-from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.storage import files, strict_json
-from rotationzoo.storage.files import digest, disk_errors
-from rotationzoo.storage.files import replace as replace_file
-from rotationzoo.storage.folders import state_folder
-from rotationzoo.storage.locks import locked
+from rotationzoo.errors import RotationZooError
+from rotationzoo.storage import files, folders, locks, strict_json
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
-from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.lookup import LoadedIndex, read_index
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.verify import OWNERS_HINT, Demand, Finding, Signed, check_signature
 
@@ -25,34 +21,16 @@ _RENEWAL = LIFETIME / 2
 """A push that changes nothing signs anew if the signature ends within this time."""
 
 
-@dataclass(frozen=True)
-class OwnIndex:
-    """The index of a repository as a push reads it, to extend it."""
-
-    hub: str
-    repo: str
-    content: Index
-    data: bytes | None = None
-    """The file as it was read. None if there is none."""
-    signature: bytes | None = None
-    revision: str | None = None
-    """Where it was read. None if there is no such repository: publishing creates it."""
+def read_own_index(hub_name: str, repo: str) -> LoadedIndex:
+    """The newest index of a repository with its signature, to extend it; empty if there is none.
+    Raises `HubError` if the hub cannot be read."""
+    loaded = read_index(repo, hub_name, must_exist=False)
+    return loaded if loaded.data is None else _with_signature(loaded)
 
 
-def read_own_index(hub_name: str, repo: str) -> OwnIndex:
-    """The newest index of a repository. Raises `HubError` if the hub cannot be read."""
-    hub = open_hub(hub_name)
-    try:
-        revision = hub.resolve(repo)
-    except HubError as error:
-        if not error.missing:
-            raise
-        return OwnIndex(hub_name, repo, Index())
-    data = hub.read(repo, revision, index.NAME)
-    if data is None:
-        return OwnIndex(hub_name, repo, Index(), revision=revision)
-    content = index.parse(data, f"{index.NAME} of {repo}")
-    return OwnIndex(hub_name, repo, content, data, hub.read(repo, revision, NAME), revision)
+def _with_signature(loaded: LoadedIndex) -> LoadedIndex:
+    hub = open_hub(str(loaded.hub))
+    return replace(loaded, signature=hub.read(str(loaded.repo), loaded.revision, NAME))
 
 
 @dataclass(frozen=True)
@@ -63,7 +41,7 @@ class IndexSigner:
     adopt: bool = False
     """Whether to sign entries that have another signer or none."""
 
-    def sign(self, before: OwnIndex, content: Index) -> tuple[Index, bytes]:
+    def sign(self, before: LoadedIndex, content: Index) -> tuple[Index, bytes]:
         """The extended index, `content`, with a new statement, and its signature.
 
         If nothing has changed, and the signature that was there does not end soon, both are what
@@ -85,7 +63,7 @@ class IndexSigner:
         self.check(before)  # now the signer of a keyless signature is known, too
         return (signed, signature) if lasting is None else (content, lasting)
 
-    def check(self, before: OwnIndex) -> None:
+    def check(self, before: LoadedIndex) -> None:
         """Raise `RotationZooError` if the earlier index is not signed by the same signer, as far as
         that is known before a signature is made.
 
@@ -115,7 +93,7 @@ def root_names(signed: bool) -> list[str]:
     return [*ROOT_FILES, NAME] if signed else list(ROOT_FILES)
 
 
-def check_unsigned_push(before: OwnIndex) -> None:
+def check_unsigned_push(before: LoadedIndex) -> None:
     """Raise `RotationZooError` if the index is signed: a push that does not sign it would leave a
     signature that is wrong."""
     if before.signature is not None:
@@ -136,9 +114,8 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     """
     if loaded.hub is None or loaded.repo is None:
         return None
-    signature = open_hub(loaded.hub).read(loaded.repo, loaded.revision, NAME)
-    own = OwnIndex(loaded.hub, loaded.repo, loaded.content, loaded.data, signature)
-    if signature is None and not demand.required:
+    own = _with_signature(loaded)
+    if own.signature is None and not demand.required:
         note = f"the index of {loaded.repo} is not signed: only what it lists may be"
         finding = Finding("unsigned", note)
     else:
@@ -146,11 +123,11 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     return finding if demand.required or demand.signers else None
 
 
-def _check(own: OwnIndex, demand: Demand, may_end: bool) -> Finding:
+def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     """Check a signature, its place, its last day unless it `may_end`, and if a signer is named,
     that no newer one was seen on this machine."""
     what, statement = f"the index of {own.repo}", own.content.statement
-    hashes = {index.NAME: digest(own.data or b"")}
+    hashes = {index.NAME: files.digest(own.data or b"")}
     finding = check_signature(Signed(what, hashes, own.signature), demand)
     if statement is None:
         raise RotationZooError(
@@ -160,15 +137,13 @@ def _check(own: OwnIndex, demand: Demand, may_end: bool) -> Finding:
     if (statement.hub, statement.repo) != (own.hub, own.repo):
         signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
         raise RotationZooError(
-            f"{what} on {HUBS[own.hub].title} was signed for {signed_for}", hint=OWNERS_HINT
+            f"{what} on {HUBS[str(own.hub)].title} was signed for {signed_for}", hint=OWNERS_HINT
         )
     if _today() > date.fromisoformat(statement.expires):
         ended = f"the signature of {what} ended on {statement.expires}"
         if not may_end:
-            raise RotationZooError(
-                f"{ended}: what it lists may not be the newest",
-                hint="ask its owners to push with --sign and --adopt-index, which renews it",
-            )
+            hint = "ask its owners to push with --sign and --adopt-index, which renews it"
+            raise RotationZooError(f"{ended}: what it lists may not be the newest", hint)
         finding = replace(finding, note=f"{finding.note}; {ended}")
     if demand.signers:
         _check_newest(statement)
@@ -179,21 +154,21 @@ def _today() -> date:
     return datetime.now(UTC).date()
 
 
-def _next_statement(before: OwnIndex, last: Statement | None) -> Statement:
+def _next_statement(before: LoadedIndex, last: Statement | None) -> Statement:
     """The statement after the `last` one. The counter is the time in milliseconds where that is
     higher: it rises even if the last statement was lost."""
     counter = int(datetime.now(UTC).timestamp() * 1000)
     if last is not None:
         counter = max(counter, last.counter + 1)
     expires = (_today() + LIFETIME).isoformat()
-    return Statement(hub=before.hub, repo=before.repo, counter=counter, expires=expires)
+    return Statement(hub=str(before.hub), repo=str(before.repo), counter=counter, expires=expires)
 
 
 def _check_newest(statement: Statement) -> None:
     """Raise `RotationZooError` if a higher counter of this repository was seen on this machine.
     Otherwise remember this one."""
     try:
-        path = state_folder() / "indexes.json"
+        path = folders.state_folder() / "indexes.json"
     except RuntimeError as error:
         raise RotationZooError(
             "this user has no home, where the state of the index would be remembered",
@@ -201,13 +176,12 @@ def _check_newest(statement: Statement) -> None:
         ) from error
     lock = path.with_name(f".{path.name}.lock")
     place = f"{statement.hub}/{statement.repo}"
-    with disk_errors(path, "set XDG_STATE_HOME"), locked(lock, f"writing {path}"):
+    with files.disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}
         if files.size_of(path) is not None:
             hint = f"look who changed it; to forget what was seen of indexes: rm {path}"
-            seen = strict_json.validate(
-                dict[str, int], strict_json.read(path, hint), str(path), hint
-            )
+            content = strict_json.read(path, hint)
+            seen = strict_json.validate(dict[str, int], content, str(path), hint)
         if statement.counter < seen.get(place, 0):
             raise RotationZooError(
                 f"the index of {statement.repo} is an older one: its counter is "
@@ -215,4 +189,4 @@ def _check_newest(statement: Statement) -> None:
                 hint=f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}",
             )
         if statement.counter != seen.get(place):
-            replace_file(path, strict_json.text({**seen, place: statement.counter}))
+            files.replace(path, strict_json.text({**seen, place: statement.counter}))

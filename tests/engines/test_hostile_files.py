@@ -13,14 +13,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from support.engine_artifacts import exported
 from support.engine_readers import write_gguf
 from support.oscar_files import KEY, VALUE, entry, refused, torch_file, v1
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.formats.gguf_file import read_gguf
-from rotationzoo.engines.formats.mlx import read_safetensors
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.errors import RotationZooError
@@ -60,9 +58,6 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
 )
 def test_layers_that_no_model_has(tmp_path, layer):
     refused(read_pt, torch_file(tmp_path / KEY, {layer: entry(layer_id=layer)}))
-    if layer < 10**19:
-        save_file({f"layer_{layer}": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
-        refused(read_safetensors, tmp_path / "k_rotation.safetensors")
 
 
 @pytest.mark.hostile("size")
@@ -80,7 +75,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
 
 @pytest.mark.hostile("link")
 @pytest.mark.parametrize("what", ["fifo", "device", "folder", "dangling link"])
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".gguf"])
+@pytest.mark.parametrize("suffix", [".pt", ".gguf"])
 def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
     path = tmp_path / f"k_rotation{suffix}"
     if what == "fifo":
@@ -110,7 +105,6 @@ def good(tmp_path_factory) -> Path:
             for i in range(2)
         },
     )
-    save_file({f"layer_{i}": torch.eye(8) for i in range(2)}, folder / "k_rotation.safetensors")
     writer = gguf.GGUFWriter(folder / "x.gguf", "qwen3")
     writer.add_token_list(["a", "b"])
     writer.add_string("rotationzoo.key_objective", "qqt_r_h_pbr")
@@ -121,14 +115,7 @@ def good(tmp_path_factory) -> Path:
     return folder
 
 
-READERS = {KEY: read_pt, "k_rotation.safetensors": read_safetensors, "x.gguf": read_gguf}
-
-
-def test_a_file_of_an_artifact_needs_no_import(tmp_path):
-    save_file({"layers.0.key.rotation": torch.eye(64)}, tmp_path / "rotations.safetensors")
-    with pytest.raises(RotationZooError, match="it holds a tensor") as caught:
-        read_safetensors(tmp_path / "rotations.safetensors")
-    assert "an artifact needs no import" in caught.value.hint
+READERS = {KEY: read_pt, "x.gguf": read_gguf}
 
 
 @pytest.mark.hostile("malformed")
@@ -233,35 +220,10 @@ def test_odd_words_around_good_matrices(tmp_path, name):
 
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize("shape", [(), (8,), (8, 4), (0, 8), (1, 1, 8, 8)])
-def test_safetensors_and_gguf_of_other_shapes(tmp_path, shape):
-    pair = [tmp_path / f"{letter}_rotation.safetensors" for letter in "kv"]
-    for path in pair:
-        save_file({"layer_0": torch.ones(shape)}, path)
-    refused(import_, Import(pair, tmp_path / "out"))
+def test_gguf_of_other_shapes(tmp_path, shape):
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen3")
     for letter in "kv":
         ones = np.ones(shape or (1,), dtype=np.float32)
         writer.add_tensor(f"blk.0.attn_{letter}_rot.weight", ones)
     write_gguf(writer)
     refused(import_, Import([tmp_path / "x.gguf"], tmp_path / "out"))
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize(
-    "metadata", [b"\xff", b"[" * 100_000, b"{"], ids=["no text", "deep", "half"]
-)
-def test_metadata_that_is_no_json(tmp_path, metadata):
-    path = tmp_path / "k_rotation.safetensors"
-    save_file({"layer_0": torch.eye(64)}, path)
-    (tmp_path / "metadata.json").write_bytes(metadata)
-    assert "is damaged: it is no JSON" in refused(read_safetensors, path)
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize(
-    "metadata", [[1], {"objectives": 3, "provenance": [1]}, {"provenance": {"model": {}, "a": [1]}}]
-)
-def test_metadata_of_other_kinds_is_left_out(tmp_path, metadata):
-    save_file({"layer_0": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
-    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    assert read_safetensors(tmp_path / "k_rotation.safetensors").calibration == {}

@@ -17,7 +17,7 @@ import huggingface_hub
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.engines.base import Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats import gguf_file
-from rotationzoo.engines.formats.reading import PAGE, as_mapping, check_equal_dims, objective_name
+from rotationzoo.engines.formats.reading import PAGE, as_mapping, check_limits, objective_name
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import text_config
@@ -41,7 +41,7 @@ _FIELDS = {
 
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what neither fork can run."""
-    check_equal_dims("llama.cpp", payload)
+    check_limits("llama.cpp", payload, equal=True)
     for dim in sorted(payload.head_dims):
         if dim % _BLOCK:
             blocks = f"its blocks have {_BLOCK} channels"

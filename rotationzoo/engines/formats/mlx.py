@@ -4,26 +4,12 @@ MLX computes `x @ M^T`, so the files hold M = R^T.
 """
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from rotationzoo.engines.base import Launch, Options, Payload, SideMatrices
-from rotationzoo.engines.formats.reading import (
-    as_mapping,
-    check_layer,
-    check_one_group_size,
-    check_power_of_two,
-    check_regular,
-    check_tensor,
-    objective_name,
-    primitives,
-)
-from rotationzoo.engines.rotation_file import RotationFile
-from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.engines.base import Launch, Options, Payload
+from rotationzoo.engines.formats.reading import check_limits
 
 SCHEMA = "mlx-lm-oscar-rotations-v1"
 FILES = {"key": "k_rotation.safetensors", "value": "v_rotation.safetensors"}
@@ -32,8 +18,7 @@ METADATA = "metadata.json"
 
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what MLX cannot run."""
-    check_power_of_two("MLX", payload)
-    check_one_group_size("MLX", payload)
+    check_limits("MLX", payload, powers=True, groups=True)
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
@@ -80,50 +65,3 @@ def _command(final: Path, payload: Payload) -> list[str]:
         f"rotation_dir=Path({json.dumps(str(final))})",
         ")",
     ]
-
-
-def read_safetensors(path: Path) -> RotationFile:
-    """One side's file. Raises `RotationZooError` for anything but an MLX rotation file."""
-    check_regular(path)
-    try:
-        tensors = load_file(path)
-    except Exception as error:  # safetensors raises errors of several kinds
-        raise RotationZooError(
-            f"{path} is no safetensors file: {first_sentence(error)}", hint="fetch it again"
-        ) from error
-    rotation: dict[int, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        layer = _layer_number(path, name)
-        check_tensor(path, name, tensor)
-        if tensor.ndim < 2:
-            shape = list(tensor.shape)
-            raise RotationZooError(f"{name} of {path.name} is no square matrix, but {shape}")
-        rotation[layer] = tensor.mT.contiguous()
-    if not rotation:
-        raise RotationZooError(f"{path.name} is no MLX rotation file: it holds no layers")
-    metadata = _read_metadata(path.with_name(METADATA))
-    # Files may have been renamed, so only the prefix `k_` or `v_` decides.
-    side = next((side for side, name in FILES.items() if path.name.startswith(name[:2])), None)
-    objective = objective_name(as_mapping(metadata.get("objectives")).get(side or ""))
-    content = SideMatrices(dict(sorted(rotation.items())), objective)
-    return RotationFile(path, "MLX", side, content, primitives(metadata.get("provenance")))
-
-
-def _layer_number(path: Path, name: str) -> int:
-    number = re.fullmatch(r"layer_(0|[1-9]\d{0,8})", name)
-    if number is not None:
-        return check_layer(path, number[1])
-    content = f"a tensor {name!r:.60}"
-    if name == "rotation":
-        content = "one matrix for all layers, which an artifact has not"
-    hint = "such a file holds layer_0, layer_1 and so on; an artifact needs no import"
-    raise RotationZooError(f"{path.name} is no MLX rotation file: it holds {content}", hint=hint)
-
-
-def _read_metadata(path: Path) -> Any:
-    if not path.is_file():
-        return {}
-    try:
-        return as_mapping(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OSError, RecursionError) as error:
-        raise RotationZooError(f"{path} is damaged: it is no JSON") from error

@@ -14,14 +14,7 @@ from typing import Any
 import torch
 
 from rotationzoo.engines.base import SideMatrices
-from rotationzoo.engines.formats.reading import (
-    as_mapping,
-    check_layer,
-    check_regular,
-    check_tensor,
-    objective_name,
-    primitives,
-)
+from rotationzoo.engines.formats import reading
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
@@ -30,6 +23,7 @@ from rotationzoo.rotations import LATENT, SIDES
 # Objectives that say which side a file holds; the last ones of keys look like those of values.
 _OF_KEYS = re.compile(r"(qqt|ktk)(_|$)|identity-k$|optr_output_aware_(.*_)?k$")
 _OF_VALUES = re.compile(r"(sst|vtv)(_|$)|identity-v$|optr_output_aware_|oscar2_v_")
+_OF_A_LAYER = re.compile(r"layer_\d{1,9}\.pt")
 _COMPANIONS = ("q_rotation", "o_rotation")  # the second matrices of non-orthogonal rotations
 # Name in a file -> name here.
 _TENSORS = {"rotation": "rotation", "eigenvalues": "eigenvalues", "k_mean": "mean"}
@@ -50,23 +44,21 @@ def read_pt(path: Path) -> RotationFile:
     each other.
     """
     table, entries = _load(path)
-    objective = objective_name(table.get("objective"))
+    objective = reading.objective_name(table.get("objective"))
     content = SideMatrices(objective=objective, **_tensors(path, entries))
     version = "V2" if content.per_head else "V1"
     if content.mean or table.get("format_version") == 3:
         version = "V3"
     if "layers" not in table:
         version = "tensors"
-    side = _side(path, objective, as_mapping(table.get("transform")))
-    return RotationFile(path, version, side, content, primitives(table.get("calibration")))
+    side = _side(path, objective, reading.as_mapping(table.get("transform")))
+    return RotationFile(path, version, side, content, reading.primitives(table.get("calibration")))
 
 
 def latent_files(folder: Path) -> list[Path]:
     """The files of a folder's layers, each with a bare matrix of latents, or with a table of the
     matrix, its mean and its eigenvalues."""
-    return sorted(
-        path for path in folder.iterdir() if re.fullmatch(r"layer_\d{1,9}\.pt", path.name)
-    )
+    return sorted(each for each in folder.iterdir() if _OF_A_LAYER.fullmatch(each.name))
 
 
 def read_latents(folder: Path) -> RotationFile:
@@ -77,7 +69,7 @@ def read_latents(folder: Path) -> RotationFile:
     entries: _Entries = {}
     folder = folder.resolve()
     for path in latent_files(folder):
-        layer = check_layer(path, path.stem.removeprefix("layer_"))
+        layer = reading.check_layer(path, path.stem.removeprefix("layer_"))
         if layer in entries:
             raise RotationZooError(f"{folder.name} has layer {layer} twice")
         entries |= _load(path, layer)[1]
@@ -92,13 +84,13 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
     Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
     bytes can ask for terabytes.
     """
-    check_regular(path)
+    reading.check_regular(path)
     try:
         _check_archive(path)
         on_meta = torch.load(path, map_location="meta", weights_only=True)
         _check_sizes(path, _entries(path, on_meta, layer))
         content = torch.load(path, map_location="cpu", weights_only=True)
-        table, entries = as_mapping(content), _entries(path, content, layer)
+        table, entries = reading.as_mapping(content), _entries(path, content, layer)
         of_latents = entries.get(layer, {}) if layer is not None else {}
         # The inverse transposed of an orthogonal matrix is itself.
         if _are_equal(of_latents.get("rotation"), of_latents.get("q_rotation")):
@@ -106,12 +98,12 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
     except RotationZooError:
         raise
     except Exception as error:  # pickle and zip files fail in many ways
-        raise RotationZooError(
-            f"{path.name} is no rotation file: it cannot be opened as plain tensors with layers",
-            hint="do not use it; files that need to run code when they are opened are refused",
+        hint = "do not use it; files that need to run code when they are opened are refused"
+        raise _no_rotations(
+            path, "it cannot be opened as plain tensors with layers", hint
         ) from error
     # OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
-    declared = as_mapping(table.get("transform")).get("orthogonal") is not False
+    declared = reading.as_mapping(table.get("transform")).get("orthogonal") is not False
     if not declared or any(name in entry for entry in entries.values() for name in _COMPANIONS):
         raise RotationZooError(
             f"{path.name} holds rotations that are not orthogonal, with a second matrix for "
@@ -135,14 +127,15 @@ def _check_archive(path: Path) -> None:
         entries = archive.infolist()
     unpacked, size = sum(entry.file_size for entry in entries), path.stat().st_size
     pickled = sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl"))
-    problem = None
-    if unpacked > size:
-        problem = f"it unpacks to {unpacked:,} bytes and has {size:,}"
     # Layers may share a stored tensor, and then only the pickle tells how many there are.
     if len(entries) > _MOST_ENTRIES or pickled > _LARGEST_PICKLE:
-        problem = "it holds more tensors than any model has layers for"
-    if problem:
-        raise RotationZooError(f"{path.name} is no rotation file: {problem}", hint="do not use it")
+        raise _no_rotations(path, "it holds more tensors than any model has layers for")
+    if unpacked > size:
+        raise _no_rotations(path, f"it unpacks to {unpacked:,} bytes and has {size:,}")
+
+
+def _no_rotations(path: Path, reason: str, hint: str = "do not use it") -> RotationZooError:
+    return RotationZooError(f"{path.name} is no rotation file: {reason}", hint)
 
 
 def _check_sizes(path: Path, entries: _Entries) -> None:
@@ -156,11 +149,7 @@ def _check_sizes(path: Path, entries: _Entries) -> None:
         # A view can be larger than its storage, by expanding, or smaller, as a slice.
         largest = max(expanded, tensor.untyped_storage().nbytes())
         if largest > size or total > size + _MOST_SHARED:
-            raise RotationZooError(
-                f"{path.name} is no rotation file: its tensors ask for {total:,} bytes and it has "
-                f"{size:,}",
-                hint="do not use it",
-            )
+            raise _no_rotations(path, f"its tensors ask for {total:,} bytes and it has {size:,}")
 
 
 def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
@@ -170,11 +159,11 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
     """
     if layer is not None:  # alone in its file, and its mean may have another name
         content = {layer: content}
-        if "mean" in as_mapping(content[layer]):
+        if "mean" in reading.as_mapping(content[layer]):
             content[layer] = {**content[layer], "k_mean": content[layer]["mean"]}
     if isinstance(content, torch.Tensor) and content.ndim == 3:
         content = dict(enumerate(content))
-    table = as_mapping(as_mapping(content).get("layers", content))
+    table = reading.as_mapping(reading.as_mapping(content).get("layers", content))
     entries: _Entries = {}
     for name, entry in table.items():
         number = _layer_number(name)
@@ -187,17 +176,15 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
         if number in entries:
             raise RotationZooError(f"{path.name} has layer {number} twice")
         stated = _layer_number(entry.get("layer_id", number))
-        if stated != check_layer(path, number):
+        if stated != reading.check_layer(path, number):
             says = "no layer" if stated is None else f"layer {stated}"
             raise RotationZooError(
                 f"{path.name}: the entry of layer {number} says that it is {says}"
             )
         entries[number] = dict(entry)
     if not entries:
-        raise RotationZooError(
-            f"{path.name} is no rotation file: it has no table of layers",
-            hint="give a file that OSCAR's tools or rotationzoo export wrote",
-        )
+        hint = "give a file that OSCAR's tools or rotationzoo export wrote"
+        raise _no_rotations(path, "it has no table of layers", hint)
     return dict(sorted(entries.items()))
 
 
@@ -219,9 +206,9 @@ def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]
                 f"{path.name} has no {name} for layer {without[0]}, and has for others"
             )
         for layer, tensor in tables[name].items():
-            check_tensor(path, f"{name} of layer {layer}", tensor)
+            reading.check_tensor(path, f"{name} of layer {layer}", tensor)
     if not tables["rotation"]:
-        raise RotationZooError(f"{path.name} is no rotation file: it has no rotation")
+        raise _no_rotations(path, "it has no rotation")
     return tables
 
 

@@ -19,38 +19,24 @@ PAGE = "docs/engines.md says what each engine takes"
 """The hint for limits that no flag can lift."""
 
 
-def check_power_of_two(engine: str, payload: Payload) -> None:
-    """Raise `RotationZooError` if a head dimension is not a power of two."""
-    for dim in sorted(payload.head_dims):
-        if dim & (dim - 1):
-            raise RotationZooError(
-                f"{engine} cannot run head dimension {dim}: only powers of two", hint=PAGE
-            )
-
-
-def check_equal_dims(engine: str, payload: Payload) -> None:
-    """Raise `RotationZooError` if the keys and values of a layer differ in head dimension."""
+def check_limits(
+    engine: str, payload: Payload, powers: bool = False, equal: bool = False, groups: bool = False
+) -> None:
+    """Raise `RotationZooError` for what an engine cannot run: heads whose dimension is no power of
+    two, keys and values that differ in dimension, or groups that no one size describes, which are
+    whole heads of different dimensions."""
+    dims, problems = sorted(payload.head_dims), []
+    if powers and (others := [dim for dim in dims if dim & (dim - 1)]):
+        problems.append(f"cannot run head dimension {others[0]}: only powers of two")
     for layer in cached_layers(payload.geometry):
-        if layer.key_dim != layer.value_dim:
-            raise RotationZooError(
-                f"{engine} cannot run keys of dimension {layer.key_dim} with values of dimension "
-                f"{layer.value_dim}",
-                hint=PAGE,
-            )
-
-
-def check_one_group_size(engine: str, payload: Payload) -> None:
-    """Raise `RotationZooError` if one group size cannot describe the groups of every layer.
-
-    That is so if groups are whole heads and the head dimensions differ.
-    """
-    dims = payload.head_dims
-    if payload.group_size is None and len(dims) > 1:
-        raise RotationZooError(
-            f"{engine} takes one group size, and this artifact's groups are whole heads of "
-            f"{sorted(dims)} channels",
-            hint=PAGE,
-        )
+        if equal and layer.key_dim != layer.value_dim:
+            values = f"values of dimension {layer.value_dim}"
+            problems.append(f"cannot run keys of dimension {layer.key_dim} with {values}")
+    if groups and payload.group_size is None and len(dims) > 1:
+        whole = f"this artifact's groups are whole heads of {dims} channels"
+        problems.append(f"takes one group size, and {whole}")
+    if problems:
+        raise RotationZooError(f"{engine} {problems[0]}", hint=PAGE)
 
 
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

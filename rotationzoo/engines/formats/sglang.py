@@ -5,12 +5,11 @@ files by two environment variables.
 """
 
 import shlex
-from functools import partial
 from pathlib import Path
 
 from rotationzoo.engines.base import Launch, Options, Payload, clip_text
-from rotationzoo.engines.formats.oscar_pt import locked_pair, write_pair
-from rotationzoo.engines.formats.reading import check_power_of_two
+from rotationzoo.engines.formats.oscar_pt import write_pair
+from rotationzoo.engines.formats.reading import check_limits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 
@@ -19,7 +18,7 @@ _PAGE = 8  # tokens leave the exact window in pages of this size
 
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what SGLang's kernels cannot run."""
-    check_power_of_two("SGLang", payload)
+    check_limits("SGLang", payload, powers=True)
     group = payload.largest_group
     if group & (group - 1):
         raise RotationZooError(
@@ -43,14 +42,19 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "SGLANG_OSCAR_V_ROTATION_PATH": str(value),
         "SGLANG_OSCAR_K_CLIP_RATIO": clip_text(key_clip, off=0),
         "SGLANG_OSCAR_V_CLIP_RATIO": clip_text(value_clip, off=0),
+        **windows_of(payload),
+    }
+    return Launch([_command(payload)], environment, _notes(payload))
+
+
+def windows_of(payload: Payload) -> dict[str, str]:
+    """The variables that say which tokens stay exact, and in what types."""
+    return {
         "SGLANG_MIXED_KV_PREFIX_TOKENS": str(payload.sink),
         "SGLANG_MIXED_KV_RECENT_TOKENS": str(payload.recent),
         "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
         "SGLANG_MIXED_KV_SCALE_DTYPE": "float32",
     }
-    return Launch(
-        [_command(payload)], environment, _notes(payload), partial(locked_pair, key, value)
-    )
 
 
 def _command(payload: Payload) -> str:

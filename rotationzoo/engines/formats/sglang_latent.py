@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rotationzoo.engines.base import Launch, Options, Payload
 from rotationzoo.engines.formats.oscar_pt import write_pt
+from rotationzoo.engines.formats.sglang import windows_of
 from rotationzoo.errors import RotationZooError
 
 _PACKED = 512  # elements of the latents that the server's own kernels pack
@@ -18,10 +19,8 @@ _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for weights that carry the rotation already."""
     if payload.value is None:
-        raise RotationZooError(
-            "a copy whose weights rotate its latents needs no files",
-            hint="serve the copy as it is, or export without --absorbed",
-        )
+        hint = "serve the copy as it is, or export without --absorbed"
+        raise RotationZooError("a copy whose weights rotate its latents needs no files", hint)
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
@@ -33,10 +32,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "SGLANG_OSCAR_MLA_KV_GROUP_SIZE": str(payload.largest_group),
         "SGLANG_OSCAR_MLA_KV_BITS": "2",
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
-        "SGLANG_MIXED_KV_PREFIX_TOKENS": str(payload.sink),
-        "SGLANG_MIXED_KV_RECENT_TOKENS": str(payload.recent),
-        "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
-        "SGLANG_MIXED_KV_SCALE_DTYPE": "float32",
+        **windows_of(payload),
     }
     model = shlex.quote(payload.model or "MODEL")
     # In fp8, entries of a rotation of 512 x 512 become subnormal.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rotationzoo.engines.base import Launch, Options, Payload, clip_text
 from rotationzoo.engines.formats.oscar_pt import write_pair
-from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, check_one_group_size
+from rotationzoo.engines.formats.reading import PAGE, check_limits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 
@@ -15,8 +15,7 @@ _NAME = "vLLM's pull request"
 
 def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what the pull request cannot run."""
-    check_equal_dims(_NAME, payload)
-    check_one_group_size(_NAME, payload)
+    check_limits(_NAME, payload, equal=True, groups=True)
     for layer in cached_layers(payload.geometry):
         if payload.group_size is not None and payload.group_size < layer.key_dim:
             raise RotationZooError(

@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
-from rotationzoo.network.huggingface_session import (
-    BrokenAnswer,
-    asking_huggingface,
-    describe_failure,
-    status_of,
-)
-from rotationzoo.network.limits import NETWORK_HINT, save_chunks
-from rotationzoo.network.tokens import huggingface_token, redact
+from rotationzoo.network import huggingface_session as session
+from rotationzoo.network import limits, tokens
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Publication, Published
 
 if TYPE_CHECKING:
@@ -29,14 +23,8 @@ if TYPE_CHECKING:
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
-_UNREADABLE = (
-    json.JSONDecodeError,
-    UnicodeDecodeError,
-    RecursionError,
-    KeyError,
-    TypeError,
-    AttributeError,
-)
+_NO_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
+_UNREADABLE = *_NO_JSON, KeyError, TypeError, AttributeError
 """The client raises these when it parses an answer that no real hub would send."""
 
 
@@ -45,34 +33,32 @@ def _as_hub_error(
 ) -> HubError:
     from huggingface_hub import errors as client_errors
 
-    status = status_of(error)
+    status, hint = session.status_of(error), limits.NETWORK_HINT
+    is_repository = isinstance(error, client_errors.RepositoryNotFoundError)
     if isinstance(error, client_errors.RevisionNotFoundError):
-        return HubError(f"{where} has no revision {revision}", hint=SPELLING_HINT, missing=True)
-    if isinstance(error, client_errors.EntryNotFoundError):
-        place = revision or "its head"
-        return HubError(f"{where} has no such file at {place}", hint=SPELLING_HINT, missing=True)
-    if isinstance(error, client_errors.RepositoryNotFoundError) and status == 404:
-        return HubError(f"there is no {where}", hint=SPELLING_HINT, missing=True)
-    # Without a token, Hugging Face gives one answer for missing and for private repositories.
-    if isinstance(error, client_errors.RepositoryNotFoundError) and token is None:
+        says, hint = f"{where} has no revision {revision}", SPELLING_HINT
+    elif isinstance(error, client_errors.EntryNotFoundError):
+        says, hint = f"{where} has no such file at {revision or 'its head'}", SPELLING_HINT
+    elif is_repository and status == 404:
+        says, hint = f"there is no {where}", SPELLING_HINT
+    elif is_repository and token is None:
+        # Without a token, Hugging Face gives one answer for missing and for private repositories.
         hint = f"{SPELLING_HINT}; or {_LOGIN_HINT}"
         return HubError(f"{where} does not exist, or is private", hint=hint, hidden=True)
-    if status in (401, 403):
-        return HubError(f"{where} refused access", hint=_LOGIN_HINT)
-    if status is not None:
-        return HubError(f"{where} answered {status}", hint=NETWORK_HINT)
-    if isinstance(error, BrokenAnswer) or _is_of_transport(error):
-        kind = type(error.__cause__ or error).__name__
-        return HubError(f"{where} broke off its answer ({kind})", hint=NETWORK_HINT)
-    if isinstance(error, OSError):
-        reason = error.strerror or first_sentence(error)
-        return HubError(f"{where} cannot be used: {reason}", hint=NETWORK_HINT)
-    if isinstance(error, _UNREADABLE):
-        return HubError(
-            f"{where} sent an answer that no hub would send",
-            hint="check HF_ENDPOINT, and the network's proxy",
-        )
-    return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT)
+    elif status in (401, 403):
+        says, hint = f"{where} refused access", _LOGIN_HINT
+    elif status is not None:
+        says = f"{where} answered {status}"
+    elif isinstance(error, session.BrokenAnswer) or _is_of_transport(error):
+        says = f"{where} broke off its answer ({type(error.__cause__ or error).__name__})"
+    elif isinstance(error, OSError):
+        says = f"{where} cannot be used: {error.strerror or first_sentence(error)}"
+    elif isinstance(error, _UNREADABLE):
+        says = f"{where} sent an answer that no hub would send"
+        hint = "check HF_ENDPOINT, and the network's proxy"
+    else:
+        says = f"{where} cannot be used: {first_sentence(error)}"
+    return HubError(says, hint=hint, missing=hint == SPELLING_HINT)
 
 
 def _is_of_transport(error: Exception) -> bool:
@@ -88,15 +74,15 @@ class HuggingFace(Hub):
     def __init__(self) -> None:
         from huggingface_hub import HfApi
 
-        self.token = huggingface_token()
+        self.token = tokens.huggingface_token()
         self.api = HfApi(token=self.token, library_name="rotationzoo", library_version=__version__)
 
     @staticmethod
     def may_pass(error: Exception) -> bool:
-        status = status_of(error)
+        status = session.status_of(error)
         if status is not None:
             return status in (408, 429) or status >= 500
-        if isinstance(error, BrokenAnswer):
+        if isinstance(error, session.BrokenAnswer):
             return True
         # These failures have already used up the time limit of a call.
         has_waited = type(error).__name__.startswith(("Connect", "ReadTimeout"))
@@ -155,15 +141,14 @@ class HuggingFace(Hub):
         with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
             hf_raise_for_status(response)
             what = f"{path} of {repo} on Hugging Face"
-            save_chunks(response.iter_bytes(), folder / path, size, what)
+            limits.save_chunks(response.iter_bytes(), folder / path, size, what)
 
     def publish(self, publication: Publication) -> Published:
         from huggingface_hub import CommitOperationAdd
 
         repo, parent = publication.repo, publication.parent
-        operations = [
-            CommitOperationAdd(path, content) for path, content in publication.files.items()
-        ]
+        files = publication.files.items()
+        operations = [CommitOperationAdd(path, content) for path, content in files]
         with self._errors(repo, parent):
             self.retry(self.api.create_repo, repo, exist_ok=True)
             base = parent or self.resolve(repo)
@@ -174,7 +159,7 @@ class HuggingFace(Hub):
         url = getattr(commit, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
         if pull:
             url = pull.url
-        return Published(revision, redact(str(url)), changed=revision != base)
+        return Published(revision, tokens.redact(str(url)), changed=revision != base)
 
     def _commit(
         self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
@@ -210,12 +195,12 @@ class HuggingFace(Hub):
     def _find_pull_request(self, publication: Publication, base: str) -> Any:
         """An open pull request that this publication may continue, or None.
 
-        It must belong to the token's own user, have the same title, stand on this base and touch
-        only these files.
+        It must belong to the token's own user, who alone has added to it, have the same title,
+        stand on this base and touch only these files.
         """
         from huggingface_hub.errors import HfHubHTTPError
 
-        repo, title = publication.repo, publication.message
+        repo = publication.repo
         try:
             user = self.api.whoami()["name"]
         except (HfHubHTTPError, KeyError, TypeError):  # a token of a repository has no user
@@ -225,25 +210,18 @@ class HuggingFace(Hub):
         )
         for pull in itertools.islice(pulls, _MAX_PULL_REQUESTS):
             # Some hubs ignore `author`, so check it again.
-            if (pull.author, pull.title) != (user, title):
+            if (pull.author, pull.title) != (user, publication.message):
                 continue
-            if self._changes_only(repo, pull, base, set(publication.files)):
+            commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
+            above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
+            authors = {author for commit in above for author in commit.authors}
+            _, before = self.contents(repo, base)
+            _, after = self.contents(repo, pull.git_reference)
+            changed = {path for path, _ in before.items() ^ after.items()}
+            stands_on_base = len(above) < len(commits)
+            if stands_on_base and authors <= {user} and changed <= publication.files.keys():
                 return pull
         return None
-
-    def _changes_only(self, repo: str, pull: Any, base: str, paths: set[str]) -> bool:
-        """Whether a pull request stands on this base, has no commits but its author's, and changes
-        only these files."""
-        commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
-        above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
-        if len(above) == len(commits):  # the base is not among them
-            return False
-        if any({*commit.authors} - {pull.author} for commit in above):
-            return False
-        _, before = self.contents(repo, base)
-        _, after = self.contents(repo, pull.git_reference)
-        changed = {path for path in before | after if before.get(path) != after.get(path)}
-        return changed <= paths
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
@@ -255,13 +233,14 @@ class HuggingFace(Hub):
 
         where = f"{repo} on Hugging Face"
         try:
-            with asking_huggingface(self.api.endpoint, repeats=True):
+            with session.asking_huggingface(self.api.endpoint, repeats=True):
                 yield
         except RotationZooError:
             raise
         except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
             hint = "check HF_HUB_OFFLINE and the network, then run the same command again"
-            raise HubError(f"{where}: {describe_failure(error, None)}", hint=hint) from error
+            failure = session.describe_failure(error, None)
+            raise HubError(f"{where}: {failure}", hint=hint) from error
         except Exception as error:  # the client, its transport and the disk raise their own types
             raise _as_hub_error(error, where, revision, self.token) from error
 

@@ -21,8 +21,6 @@ from requests.adapters import HTTPAdapter
 
 from rotationzoo.errors import HubError, RotationZooError, first_sentence
 from rotationzoo.network import limits, tokens
-from rotationzoo.network.limits import NETWORK_HINT, save_chunks
-from rotationzoo.network.tokens import MODELSCOPE_VARIABLE, check_token, redact
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Publication, Published
 
@@ -76,13 +74,13 @@ class LimitedAdapter(HTTPAdapter):
         except (requests.ConnectTimeout, TimeoutError) as error:
             raise HubError(
                 f"ModelScope ({host}) did not answer within {limits.ANSWER_SECONDS:g} s",
-                hint=NETWORK_HINT,
+                hint=limits.NETWORK_HINT,
             ) from error
         except requests.ConnectionError as error:
             # requests has no separate exception types for these two failures.
             if "NewConnectionError" in str(error) or "NameResolutionError" in str(error):
                 raise HubError(
-                    f"ModelScope ({host}) cannot be reached", hint=NETWORK_HINT
+                    f"ModelScope ({host}) cannot be reached", hint=limits.NETWORK_HINT
                 ) from error
             raise
 
@@ -111,7 +109,7 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
             yield chunk
     except urllib3.exceptions.ReadTimeoutError as error:
         raise HubError(
-            f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint=NETWORK_HINT
+            f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint=limits.NETWORK_HINT
         ) from error
     except urllib3.exceptions.HTTPError as error:
         raise requests.ConnectionError(f"the answer broke off after {count} bytes") from error
@@ -145,21 +143,20 @@ def _asking(repo: str) -> Iterator[None]:
 def _as_hub_error(error: Exception, where: str) -> HubError:
     from modelscope_hub import errors
 
+    says, hint = f"cannot be used: {first_sentence(error)}", limits.NETWORK_HINT
     if isinstance(error, (errors.NotFoundError, errors.NotExistError)):
-        what = f"{where} is not there, or has no such file or revision"
-        return HubError(what, hint=SPELLING_HINT, missing=True)
-    if isinstance(error, (errors.AuthenticationError, errors.PermissionDeniedError)):
-        hint = "set MODELSCOPE_API_TOKEN to a token that may write"
-        return HubError(f"{where} refused access", hint=hint)
-    if isinstance(error, errors.APIError):
-        return HubError(f"{where} answered {error.status_code}", hint=NETWORK_HINT)
-    if isinstance(error, (errors.NetworkError, requests.ConnectionError, requests.Timeout)):
-        return HubError(f"{where} broke off its answer", hint=NETWORK_HINT)
-    if isinstance(error, (ValueError, TypeError, AttributeError, KeyError, RecursionError)):
+        says, hint = "is not there, or has no such file or revision", SPELLING_HINT
+    elif isinstance(error, (errors.AuthenticationError, errors.PermissionDeniedError)):
+        says, hint = "refused access", "set MODELSCOPE_API_TOKEN to a token that may write"
+    elif isinstance(error, errors.APIError):
+        says = f"answered {error.status_code}"
+    elif isinstance(error, (errors.NetworkError, requests.ConnectionError, requests.Timeout)):
+        says = "broke off its answer"
+    elif isinstance(error, (ValueError, TypeError, AttributeError, KeyError, RecursionError)):
         # The client raises these when it parses an answer that no real hub would send.
-        what = f"{where} sent an answer that no hub would send"
-        return HubError(what, hint="check MODELSCOPE_ENDPOINT, and the network's proxy")
-    return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT)
+        says = "sent an answer that no hub would send"
+        hint = "check MODELSCOPE_ENDPOINT, and the network's proxy"
+    return HubError(f"{where} {says}", hint=hint, missing=hint == SPELLING_HINT)
 
 
 _BRANCH = "master"
@@ -238,7 +235,7 @@ class ModelScope(Hub):
         with self.files.get(url, headers=headers, cookies=cookies, stream=True) as response:
             raise_for_status(response)
             what = f"{path} of {repo} on ModelScope"
-            save_chunks(read_chunks(response), folder / path, size, what)
+            limits.save_chunks(read_chunks(response), folder / path, size, what)
 
     def publish(self, publication: Publication) -> Published:
         """Commit to `master`, then add the tag that marks the files as complete.
@@ -269,7 +266,7 @@ class ModelScope(Hub):
             rows = self.retry(self.api.list_repo_revisions, repo, "model")
             if tag not in {row.get("Revision") or row.get("revision") for row in rows}:
                 self.retry(self.api.create_repo_tag, repo, "model", tag, revision=_BRANCH)
-        url = redact(f"{self.endpoint}/models/{repo}/files?revision={tag}")
+        url = tokens.redact(f"{self.endpoint}/models/{repo}/files?revision={tag}")
         return Published(tag, url, changed)
 
 
@@ -282,17 +279,16 @@ def _read_token() -> str | None:
     """The token from the environment, or else the one that `modelscope login` stored."""
     from modelscope_hub import HubConfig
 
-    if MODELSCOPE_VARIABLE in os.environ:
-        return check_token(os.environ[MODELSCOPE_VARIABLE], MODELSCOPE_VARIABLE)
+    variable = tokens.MODELSCOPE_VARIABLE
+    if variable in os.environ:
+        return tokens.check_token(os.environ[variable], variable)
     try:
-        return check_token(HubConfig().token, "the file that modelscope login wrote")
+        return tokens.check_token(HubConfig().token, "the file that modelscope login wrote")
     except RotationZooError:
         raise
     except Exception as error:  # the client unpickles the file, which may raise anything
-        raise HubError(
-            "what modelscope login wrote cannot be read",
-            hint=f"log in again, or set {MODELSCOPE_VARIABLE}",
-        ) from error
+        hint = f"log in again, or set {variable}"
+        raise HubError("what modelscope login wrote cannot be read", hint) from error
 
 
 def _is_debugging() -> bool:

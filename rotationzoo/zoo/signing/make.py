@@ -11,7 +11,7 @@ from rotationzoo.artifact.store import CARD, SIGNATURE
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.network.tokens import check_token
 from rotationzoo.storage.folders import link
-from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer, as_signer
+from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer, read_key
 from rotationzoo.zoo.signing.verify import check_installed, claimed_signer, parse_bundle
 
 # GitHub sets the second for jobs with `id-token: write` alone.
@@ -30,10 +30,8 @@ def _refusals() -> Iterator[None]:
     except RotationZooError:
         raise
     except Exception as error:  # the libraries have no common type of error
-        raise RotationZooError(
-            f"it cannot be signed: {first_sentence(error)}",
-            hint="check the network and the identity, or sign with: --sign key.pem",
-        ) from error
+        hint = "check the network and the identity, or sign with: --sign key.pem"
+        raise RotationZooError(f"it cannot be signed: {first_sentence(error)}", hint) from error
 
 
 class SigningTool:
@@ -46,7 +44,7 @@ class SigningTool:
         key."""
         check_installed(why, "; or publish unsigned, with: --sign none")
         self.key, self.trust_config = key, trust_config
-        self.signer = None if key is None else _signer_of(key)
+        self.signer = None if key is None else read_key(key, private=True)
         """The signer that its signatures name. None before the first keyless one, whose
         certificate says who it is, unless `identify` knows it before."""
 
@@ -96,31 +94,6 @@ class SigningTool:
         self.signer = claimed_signer(parse_bundle(data, "the new signature"), name) or self.signer
         assert self.signer is not None
         return data, self.signer
-
-
-def _signer_of(path: Path) -> Signer:
-    """The signer with a private key that signatures may be made with. Raises `RotationZooError`
-    for any other file."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    # Not with the name of this file: it may be a public key, which the command would overwrite.
-    hint = "make one with: openssl ecparam -genkey -name prime256v1 -noout -out new.pem"
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
-    except TypeError as error:
-        raise RotationZooError(
-            f"{path} is encrypted, and such keys are not read",
-            hint=f"decrypt it into a file of your own: openssl ec -in {path} -out plain.pem",
-        ) from error
-    except ValueError as error:
-        raise RotationZooError(f"{path} holds no private key in PEM", hint=hint) from error
-    curves = ("secp256r1", "secp384r1", "secp521r1")
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in curves:
-        raise RotationZooError(f"{path} is no key of P-256, P-384 or P-521", hint=hint)
-    return as_signer(key.public_key())
 
 
 def _find_token() -> str | None:

@@ -1,19 +1,17 @@
 """Who signs: an identity that an OpenID Connect issuer vouches for, or a key."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage import files
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-
 GITHUB_ACTIONS = "https://token.actions.githubusercontent.com"
 _WORKFLOW = "https://github.com/"  # the identity of a workflow begins with its repository
 _KEY_SUFFIXES = (".pem", ".pub")
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _KEY_BYTES = 10_000  # the largest that is allowed, P-521, has 300 in PEM
 _Text = Annotated[str, Field(min_length=1, max_length=500)]
 _Pem = Annotated[str, Field(pattern="^-----BEGIN PUBLIC KEY-----\n", max_length=1000)]
@@ -34,8 +32,8 @@ class Signer(BaseModel):
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> "Signer":
-        given = [value is not None for value in (self.identity, self.issuer, self.public_key)]
-        if given not in ([True, True, False], [False, False, True]):
+        named = {self.identity is not None, self.issuer is not None, self.public_key is None}
+        if len(named) > 1:
             raise ValueError("a signer is an identity and its issuer, or a public key")
         return self
 
@@ -64,43 +62,43 @@ def parse_signer(text: str, issuer: str | None) -> Signer:
     and `RotationZooError` for a file that holds no key.
     """
     if text.endswith(_KEY_SUFFIXES):
-        return _read_key(Path(text).expanduser())
+        return read_key(Path(text).expanduser())
     if issuer is None and text.startswith(_WORKFLOW):
         issuer = GITHUB_ACTIONS
     if issuer is None:
-        raise UsageError(
-            f"{text} is an identity without an issuer who vouches for it",
-            hint="add the issuer of that identity, such as: --issuer https://accounts.google.com",
-        )
+        hint = "add the issuer of that identity, such as: --issuer https://accounts.google.com"
+        raise UsageError(f"{text} is an identity without an issuer who vouches for it", hint)
     return Signer(identity=text, issuer=issuer)
 
 
-def _read_key(path: Path) -> Signer:
-    """The signer with the public key in a PEM file. Raises `RotationZooError`."""
+def read_key(path: Path, private: bool = False) -> Signer:
+    """The signer with the public key in a PEM file, or with a `private` key that signatures may be
+    made with. Raises `RotationZooError` for any other file."""
     data = files.read(path.resolve(), _KEY_BYTES)
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    # Not with the name of this file: it may be the other key, which openssl would overwrite.
+    kind, hint = "public", "make one of a private key: openssl ec -in key.pem -pubout -out new.pem"
+    if private:
+        kind = "private"
+        hint = "make one with: openssl ecparam -genkey -name prime256v1 -noout -out new.pem"
     try:
-        key = serialization.load_pem_public_key(data)
-    except ValueError as error:
-        # The hint names other files, because this one may be the private key: openssl would
-        # overwrite it.
+        key: Any
+        if private:
+            key = serialization.load_pem_private_key(data, None).public_key()
+        else:
+            key = serialization.load_pem_public_key(data)
+    except TypeError as error:
         raise RotationZooError(
-            f"{path} holds no public key in PEM",
-            hint="make one of a private key with: openssl ec -in key.pem -pubout -out new.pub.pem",
+            f"{path} is encrypted, and such keys are not read",
+            hint=f"decrypt it into a file of your own: openssl ec -in {path} -out plain.pem",
         ) from error
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise RotationZooError(
-            f"{path} is no elliptic-curve key, which signatures here are made with",
-            hint="ask the signer for the key that belongs to the signature",
-        )
-    return as_signer(key)
-
-
-def as_signer(key: "EllipticCurvePublicKey") -> Signer:
-    """The signer who has this key."""
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
-    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    except ValueError as error:
+        raise RotationZooError(f"{path} holds no {kind} key in PEM", hint=hint) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
+        raise RotationZooError(f"{path} is no key of P-256, P-384 or P-521", hint=hint)
+    pem = key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
     return Signer(public_key=pem.decode())

@@ -13,6 +13,7 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
@@ -60,23 +61,18 @@ class Demand:
         Empty if no signer is named. Raises `RotationZooError` if a signature is required anyway: a
         signature of just anybody proves nothing.
         """
-        if self.signers:
-            return self.signers
-        if listed is not None and vouched:
-            return (listed,)
-        if self.required:
-            raise RotationZooError(
-                f"it is not known who should have signed {what}",
-                hint="name the signer with --signer: an identity, or the file of a public key",
-            )
-        return ()
+        named = self.signers or ((listed,) if listed is not None and vouched else ())
+        if self.required and not named:
+            hint = "name the signer with --signer: an identity, or the file of a public key"
+            raise RotationZooError(f"it is not known who should have signed {what}", hint)
+        return named
 
 
 class SignatureOptions(TypedDict, total=False):
     """Options on signatures. Without any of these, a signature is checked if there is one."""
 
-    signers: Sequence[str]
-    """Who may have signed: identities, or files of public keys (`.pem`)."""
+    signers: Sequence[str] | None
+    """Identities, or files of public keys (`.pem`)."""
     issuer: str | None
     """Who vouches for the identities; not needed for workflows of GitHub."""
     require_signature: bool
@@ -88,7 +84,7 @@ class SignatureOptions(TypedDict, total=False):
 def make_demand(**options: Unpack[SignatureOptions]) -> Demand:
     """The demand of a command's or a function's options. Raises `UsageError` for options that
     contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
-    named, issuer = options.get("signers", ()), options.get("issuer")
+    named, issuer = options.get("signers") or (), options.get("issuer")
     if isinstance(named, str):  # one signer, and not its letters
         named = [named]
     required = options.get("require_signature", False)
@@ -158,6 +154,7 @@ def _at(first: str, *path: str | int) -> Any:
 
 
 _Base64 = Annotated[bytes, BeforeValidator(_decode)]
+_InToto = Literal["application/vnd.in-toto+json"]
 
 
 class Bundle(Strict):
@@ -165,9 +162,7 @@ class Bundle(Strict):
 
     payload: Annotated[_Base64, _at("dsseEnvelope", "payload")]
     """The signed statement."""
-    payload_type: Annotated[
-        Literal["application/vnd.in-toto+json"], _at("dsseEnvelope", "payloadType")
-    ]
+    payload_type: Annotated[_InToto, _at("dsseEnvelope", "payloadType")]
     signature: Annotated[_Base64, _at("dsseEnvelope", "signatures", 0, "sig")]
     second: Annotated[None, _at("dsseEnvelope", "signatures", 1)] = None
     certificate: Annotated[
@@ -293,10 +288,8 @@ def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) ->
             return candidate
     actual = claimed or describe_key(bundle.key_sha256 or "")
     wanted = " or ".join(map(str, candidates))
-    raise RotationZooError(
-        f"{what} is signed by {actual}, not by {wanted}",
-        hint="do not use it; or if you trust that signer too, name it with --signer",
-    )
+    hint = "do not use it; or if you trust that signer too, name it with --signer"
+    raise RotationZooError(f"{what} is signed by {actual}, not by {wanted}", hint)
 
 
 def _load_trust(path: Path | None) -> "ClientTrustConfig":
@@ -310,15 +303,12 @@ def _load_trust(path: Path | None) -> "ClientTrustConfig":
 
     problem = "Sigstore's keys cannot be fetched"
     hint = "check the network, or name a file of keys with --trust-config"
-    if path is not None:
-        problem, hint = f"{path} cannot be read as a trust configuration", "check the file"
+    fetch = partial(ClientTrustConfig.production, constants.HF_HUB_OFFLINE)
     try:
-        if path is not None:
-            return ClientTrustConfig.from_json(path.read_text(encoding="utf-8"))
-        offline = constants.HF_HUB_OFFLINE
-        return limits.call_within(
-            _TRUST_SECONDS, lambda: ClientTrustConfig.production(offline), "Sigstore"
-        )
+        if path is None:
+            return limits.call_within(_TRUST_SECONDS, fetch, "Sigstore")
+        problem, hint = f"{path} cannot be read as a trust configuration", "check the file"
+        return ClientTrustConfig.from_json(path.read_text(encoding="utf-8"))
     except Exception as error:  # the libraries have no common type of error
         raise RotationZooError(f"{problem}: {first_sentence(error)}", hint=hint) from error
 
@@ -355,15 +345,14 @@ def _verify_key(bundle: Bundle, public_key: str, what: str) -> None:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    by_size: dict[int, type[hashes.SHA256 | hashes.SHA384 | hashes.SHA512]]
-    by_size = {256: hashes.SHA256, 384: hashes.SHA384, 521: hashes.SHA512}
+    by_size = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}
     kind = bundle.payload_type.encode()
     # The pre-authentication encoding of https://github.com/secure-systems-lab/dsse (protocol.md).
     message = b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(bundle.payload), bundle.payload)
     try:
         key = serialization.load_pem_public_key(public_key.encode())
         assert isinstance(key, ec.EllipticCurvePublicKey)
-        key.verify(bundle.signature, message, ec.ECDSA(by_size[key.curve.key_size]()))
+        key.verify(bundle.signature, message, ec.ECDSA(by_size[key.curve.key_size]))
     except InvalidSignature as error:
         raise _wrong(what, "it was not made with that key") from error
     except Exception as error:  # as above: an index may list any text as a key

@@ -14,8 +14,9 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
+from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.push import Destination, prepare_upload, push
-from rotationzoo.zoo.signed_index import IndexSigner, OwnIndex
+from rotationzoo.zoo.signed_index import IndexSigner
 from rotationzoo.zoo.signing import verify as signature_check
 from rotationzoo.zoo.signing.make import SigningTool
 
@@ -153,7 +154,7 @@ def test_nothing_is_signed_before_the_earlier_index_is_checked(keys, keyless):
         tool.signer = None
     tool.sign = lambda *_: pytest.fail("it was signed")
     entry = index.read(index.WHEEL_COPY).entries[0]
-    before = OwnIndex("huggingface", "a/b", index.Index(entries=[entry]), b"the file")
+    before = LoadedIndex(index.Index(entries=[entry]), "it", "huggingface", "a/b", data=b"the file")
     with pytest.raises(RotationZooError, match="the index of a/b has no signature"):
         IndexSigner(tool).sign(before, before.content)
 
