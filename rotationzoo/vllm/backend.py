@@ -6,7 +6,7 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ from rotationzoo.vllm import BACKENDS, SERVE
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
-from rotationzoo.vllm.prompts import new_scratch, scratch_sizes
+from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.settings import (
     cell_bytes,
     check_kernels,
@@ -153,7 +153,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
         self.most_tokens = config.scheduler_config.max_num_batched_tokens
-        self.pages: LayerPages | None = None
+        self.reader: LayerReader | None = None
         self.cache_config = config.cache_config
         self.reserved: torch.Tensor | None = None
 
@@ -189,20 +189,20 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         _, heads, tokens, cell = kv_cache.shape
         kv_cache = kv_cache.view(-1, heads, _page_tokens(tokens), cell)
         # To measure what graphs take, vLLM runs with a small tensor first.
-        if self.pages is None or not self.pages.holds(kv_cache):
+        if self.reader is None or not self.reader.pages.holds(kv_cache):
             index = extract_layer_index(layer.layer_name)
-            self.pages = self._open_pages(index, key, value, kv_cache)
+            self.reader = self._open_pages(index, key, value, kv_cache)
         tokens = attn_metadata.num_actual_tokens
         rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
-        self.pages.write(attn_metadata.step, rows)
+        self.reader.pages.write(attn_metadata.step, rows)
         into = output[:tokens].view(tokens, self.num_heads, self.head_size)
-        self.pages.attend(attn_metadata.step, query[:tokens], rows, self.scores, into)
+        self.reader.attend(attn_metadata.step, query[:tokens], rows, self.scores, into)
         return output
 
     def _reserve(self, like: torch.Tensor) -> None:
         """Take the memory that exact copies and prompts will take, so that vLLM leaves it on a
         GPU."""
-        is_first = self.reserved is None and self.pages is None
+        is_first = self.reserved is None and self.reader is None
         if like.is_cuda and is_first and self.cache_config.block_size:
             tokens = _page_tokens(self.cache_config.block_size)
             slots = count_slots(self.settings.layout, tokens, self.most_requests)
@@ -215,18 +215,17 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
 
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
-    ) -> LayerPages:
-        settings, self.reserved, self.pages = self.settings, None, None
+    ) -> LayerReader:
+        settings, self.reserved, self.reader = self.settings, None, None
         if self.ranks > 1:
             rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
             settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
         rows = (each.transpose(0, 1)[None] for each in (key, value))
         slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
-        scratch = partial(new_scratch, key.device)
-        if key.is_cuda:
-            scratch = current_workspace_manager().get_simultaneous
-        tools, settings = (self.attention, scratch), settings.for_layer(index, *rows)
-        return LayerPages(settings, index, kv_cache, slots, key.dtype, tools)
+        settings = settings.for_layer(index, *rows)
+        pages = LayerPages(settings, index, kv_cache, slots, key.dtype)
+        scratch = current_workspace_manager().get_simultaneous if key.is_cuda else None
+        return LayerReader(pages, self.attention, scratch)
 
 
 class RotatedBackend(AttentionBackend):  # type: ignore[misc]

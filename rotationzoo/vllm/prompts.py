@@ -5,17 +5,24 @@ the codes, and what they read is rotated back once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from rotationzoo.codec.attention import Scores, attend_rows
-from rotationzoo.vllm.segments import FEW
+from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Variant, build
+from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.rotations import SIDES
+from rotationzoo.vllm.pages import LayerPages, by_token
+from rotationzoo.vllm.segments import FEW, Exact, Segment
 from rotationzoo.vllm.steps import Step
 
-if TYPE_CHECKING:
-    from rotationzoo.vllm.pages import LayerPages
+_RESTORE = Path(__file__).with_name("restore.cu")
+"""Continues `codec/int2.cu`: both are compiled as one program."""
 
 Scratch = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
@@ -97,60 +104,206 @@ class TorchAttention:
         return Read(output, totals)
 
 
-def attend_prompts(  # noqa: PLR0913 (a step, its rows, and what computes with them)
-    layer: "LayerPages",
-    step: Step,
-    query: torch.Tensor,
-    rows: Rows,
-    scores: Scores,
-    output: torch.Tensor,
-    attention: Attention,
-    scratch: Scratch,
-) -> None:
-    """Write to `output` `[T, H_q, D]` what the queries `[T, H_q, D]` of a step's prompts read. The
-    keys and values of their new tokens are `rows` `[T, H, D]`."""
-    prompts = step.prompts
-    assert prompts is not None
-    new = prompts.bounds, prompts.longest
-    if not prompts.exact:
-        read = Packed((layer.exact_keys(rows["key"]), rows["value"]), *new)
-        attention.attend(Packed((query,), *new), read, scores, True, output)
-        return
-    room = max(attention.segment, *(group.read.room for group in prompts.exact))
-    sizes = scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
-    *free, keys, values = scratch(*sizes)
-    both = keys, values
+@dataclass(frozen=True)
+class Turns:
+    """What takes prompts' queries to the frame of the codes, and what they read back from it."""
 
-    def merge(first: Read, second: Read, output: torch.Tensor) -> Read:
-        merged = attention.merge(first, second, output)
-        free.extend((first.output, second.output))
-        return merged
+    query: torch.Tensor
+    """`[H_q, D, D]`, and so is the next one."""
+    output: torch.Tensor
+    mean: torch.Tensor | None
+    """Of values, `[H_q, D]`, where they are centered."""
 
-    into, totals = free.pop(), []
-    for group in prompts.exact:
-        layer.gather(step, group, rows, both)
-        own = Packed((query[group.tokens],), group.bounds, group.longest)
-        read = Packed(both, group.read.bounds, group.read.longest)
-        totals.append(attention.attend(own, read, scores, True, into[group.tokens]).totals)
-    exact = Read(into, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
 
-    # Attention sinks take part once.
-    scores = Scores(scores.scale, scores.soft_cap)
-    codes, turned = None, layer.to_codes(query, free.pop())
-    for segment in prompts.codes:
-        layer.restore(step, segment, both)
-        read = Packed(both, segment.bounds, segment.longest)
-        more = attention.attend(Packed((turned,), *new), read, scores, False, free.pop())
-        codes = more if codes is None else merge(codes, more, free.pop())
-    assert codes is not None
-    restored = Read(layer.from_codes(codes.output, free.pop()), codes.totals)
-    merge(exact, restored, output)
+class LayerReader:
+    """What the new tokens of a step read in one layer."""
+
+    def __init__(
+        self, pages: LayerPages, attention: Attention | None = None, scratch: Scratch | None = None
+    ):
+        """From these pages; prompts attend by default in plain torch, and in new memory."""
+        self.pages, self.attention = pages, attention or TorchAttention()
+        self.scratch = scratch or partial(new_scratch, pages.memory["key"].device)
+        self._made_turns: Turns | None = None
+
+    @torch.no_grad()
+    def attend(
+        self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
+    ) -> None:
+        """Write what the queries `[T, H_q, D]` of new tokens read to `output` `[T, H_q, D]`. Their
+        keys and values, `rows` `[T, H, D]`, are stored already.
+
+        A single new token reads as `LayerPages.attend` says. Several read themselves exact, and the
+        `recent` ones before them, and the sink.
+        """
+        prompts = step.prompts
+        if prompts is None:
+            self.pages.attend(step, query, scores, output)
+            return
+        if prompts.token:
+            singles = slice(prompts.token)
+            self.pages.attend(step, query[singles], scores, output[singles])
+        several = slice(prompts.token, None)
+        new = {side: of_side[several] for side, of_side in rows.items()}
+        self._attend_prompts(step, query[several], new, scores, output[several])
+
+    def _attend_prompts(
+        self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
+    ) -> None:
+        prompts = step.prompts
+        assert prompts is not None
+        new = prompts.bounds, prompts.longest
+        if not prompts.exact:
+            read = Packed((self._exact_keys(rows["key"]), rows["value"]), *new)
+            self.attention.attend(Packed((query,), *new), read, scores, True, output)
+            return
+        room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
+        sizes = scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
+        *free, keys, values = self.scratch(*sizes)
+        both = keys, values
+
+        def merge(first: Read, second: Read, output: torch.Tensor) -> Read:
+            merged = self.attention.merge(first, second, output)
+            free.extend((first.output, second.output))
+            return merged
+
+        into, totals = free.pop(), []
+        for group in prompts.exact:
+            self._gather(step, group, rows, both)
+            own = Packed((query[group.tokens],), group.bounds, group.longest)
+            read = Packed(both, group.read.bounds, group.read.longest)
+            totals.append(self.attention.attend(own, read, scores, True, into[group.tokens]).totals)
+        exact = Read(into, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
+
+        # Attention sinks take part once.
+        scores = Scores(scores.scale, scores.soft_cap)
+        codes, turned = None, self._to_codes(query, free.pop())
+        for segment in prompts.codes:
+            self._restore(step, segment, both)
+            read = Packed(both, segment.bounds, segment.longest)
+            more = self.attention.attend(Packed((turned,), *new), read, scores, False, free.pop())
+            codes = more if codes is None else merge(codes, more, free.pop())
+        assert codes is not None
+        restored = Read(self._from_codes(codes.output, free.pop()), codes.totals)
+        merge(exact, restored, output)
+
+    def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keys `[T, H, D]` without their mean, where they are centered."""
+        return self.pages.codec.keep_exact(rows.transpose(0, 1), self.pages.layer, "key").transpose(
+            0, 1
+        )
+
+    def _to_codes(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Queries `[T, H_q, D]` in the frame of dequantized keys, in `output`."""
+        return _multiply(query, self._turns(query).query, output)
+
+    def _from_codes(self, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """What was read of dequantized values `[T, H_q, D]` in the model's frame, in `output`."""
+        turns = self._turns(read)
+        _multiply(read, turns.output, output)
+        return output if turns.mean is None else output.add_(turns.mean)
+
+    def _turns(self, like: torch.Tensor) -> Turns:
+        """The matrices for queries `[T, H_q, D]` like these, made once."""
+        if self._made_turns is None:
+            group = like.shape[1] // self.pages.heads
+            key, value = (self.pages.codec.inverse(self.pages.layer, side) for side in SIDES)
+            mean = self.pages.codec.rotations[self.pages.layer]["value"].mean
+            # With key = stored @ matrix, query . key = (query @ matrix.T) . stored.
+            query, output = (each.to(like).repeat_interleave(group, 0) for each in (key.mT, value))
+            if mean is not None:
+                mean = mean.to(like).repeat_interleave(group, 0)
+            self._made_turns = Turns(query, output, mean)
+        return self._made_turns
+
+    def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
+        """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
+        each: copies, and then those of `rows` `[T, H, D]`; keys without their mean."""
+        prompts = step.prompts
+        assert prompts is not None
+        table, contexts = prompts.page_table[exact.prompts], prompts.contexts[exact.prompts]
+        new = {side: by_token(rows[side][exact.tokens], into[0].dtype) for side in SIDES}
+        if kernels_run_on(into[0].device):
+            mean = self.pages.codec.rotations[self.pages.layer].key.mean
+            mean = None if mean is None else mean.float()
+            source: list[Argument] = [
+                step.slot_of,
+                self.pages.memory["key"].stride(0),
+                contexts,
+                exact.bounds,
+                mean,
+                *(of_side.stride(0) for of_side in new.values()),
+                *self.pages.copies.values(),
+                *new.values(),
+                *into,
+            ]
+            self._launch("gather", exact.read, table, source, into[0].dtype)
+            return
+        prompt, position = exact.read.positions()
+        pages, at = self._places(table, prompt, position)
+        later = position - contexts[prompt]
+        number = exact.bounds[prompt] + later.clamp(min=0)
+        for side, target in zip(SIDES, into, strict=True):
+            copies = self.pages.copies[side][step.slot_of[pages], :, at]
+            gathered = torch.where((later >= 0)[:, None, None], new[side][number], copies)
+            target[: len(pages)] = self._exact_keys(gathered) if side == "key" else gathered
+
+    def _restore(self, step: Step, segment: Segment, into: Sequence[torch.Tensor]) -> None:
+        """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
+        assert step.prompts is not None
+        table = step.prompts.page_table
+        for side, target in zip(SIDES, into, strict=True):
+            layout, memory = self.pages.layouts[side], self.pages.memory[side]
+            if kernels_run_on(target.device):
+                source: list[Argument] = [memory, *layout.starts[1:4], target]
+                self._launch("restore_rows", segment, table, source, target.dtype, layout)
+                continue
+            pages, at = self._places(table, *segment.positions())
+            sections = (section[pages, :, at] for section in layout.view(memory))
+            target[: len(pages)] = layout.dequantize(Sections(*sections))
+
+    def _places(
+        self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of the pages of tokens, and the tokens' offsets there."""
+        number = (position // self.pages.tokens).clamp(max=table.shape[1] - 1)  # of new tokens: any
+        return table[prompt, number] // self.pages.memory["key"].stride(
+            0
+        ), position % self.pages.tokens
+
+    def _launch(
+        self,
+        name: str,
+        segment: Segment,
+        table: torch.Tensor,
+        source: Sequence[Argument],
+        dtype: torch.dtype,
+        layout: PageLayout | None = None,
+    ) -> None:
+        """Launch a kernel of `restore.cu`, for both sides where no layout is given."""
+        sides, layout = (1, layout) if layout else (2, self.pages.layouts["key"])
+        kernel = _restore_kernel(name, layout, dtype, table.device)
+        tokens = segment.bounds, segment.firsts, segment.jumps, segment.gaps, len(segment.firsts)
+        grid = -(-segment.room // kernel.block_rows), self.pages.heads, sides
+        arguments = *tokens, table, table.stride(0), *source
+        Launcher(table.device)(kernel.function, grid, kernel.threads, arguments, early=False)
+
+
+@cache
+def _restore_kernel(
+    name: str, layout: PageLayout, dtype: torch.dtype, device: torch.device
+) -> Kernel:
+    """A kernel of `restore.cu`, for pages of this layout and rows of this type."""
+    variant = Variant(layout.dim, layout.dim // layout.groups, dtype, layout.format)
+    macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
+    code = build(variant.source + _RESTORE.read_text(), macros, device)
+    return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
 
 
 def scratch_sizes(
     queries: Sequence[int], heads: int, room: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What `attend_prompts` takes of its scratch memory for queries `[T, H_q, D]`: their copies,
+    """What prompts take of scratch memory for queries `[T, H_q, D]`: their copies,
     and `room` keys and values."""
     return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
 
@@ -165,3 +318,9 @@ def new_scratch(
 def _ranges(bounds: torch.Tensor) -> list[tuple[int, int]]:
     numbers = bounds.tolist()
     return [*pairwise(numbers)]
+
+
+def _multiply(rows: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Rows `[T, H, D]` times the matrices of their heads `[H, D, D]`, without a copy of either."""
+    torch.bmm(rows.transpose(0, 1), matrices, out=output.transpose(0, 1))
+    return output

@@ -128,7 +128,7 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
     new = {side: torch.randn(size, dtype=torch.bfloat16, device="cuda") for side in SIDES}
 
     def read(layer: LayerPages) -> None:
-        layer.attend(step, query, new, scores, output)
+        layer.attend(step, query, scores, output)
 
     def whole(layer: LayerPages) -> None:
         layer.write(step, new)

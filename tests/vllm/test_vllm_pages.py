@@ -1,7 +1,6 @@
 """Pages of a server against a layer of the cache for transformers, which reads the same rows."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -21,9 +20,9 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import pages, segments, steps
+from rotationzoo.vllm import prompts, segments, steps
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.prompts import TorchAttention, new_scratch
+from rotationzoo.vllm.prompts import LayerReader, TorchAttention
 from rotationzoo.vllm.settings import cell_bytes, select_heads
 from rotationzoo.vllm.steps import Known, Planner
 
@@ -71,9 +70,9 @@ class Server:
         )
         attention = TorchAttention()
         attention.segment = segment
-        tools = attention, partial(new_scratch, cache.device)
         settings = settings.for_layer(0, like, like)
-        self.layer = LayerPages(settings, 0, cache, self.planner.slots, dtype, tools)
+        self.layer = LayerPages(settings, 0, cache, self.planner.slots, dtype)
+        self.reader = LayerReader(self.layer, attention)
         order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
         self.free, self.tables, self.lengths = order.tolist(), {}, {}
         self.device, self.dtype = device, dtype
@@ -115,7 +114,7 @@ class Server:
         query = query.to(self.device, self.dtype)
         output = torch.full_like(query, torch.nan)
         self.layer.write(step, both)
-        self.layer.attend(step, query, both, SCORES, output)
+        self.reader.attend(step, query, both, SCORES, output)
         parts = output.cpu().split([len(each["key"]) for each in rows.values()])
         return dict(zip(rows, parts, strict=True))
 
@@ -346,7 +345,7 @@ def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device
 
         def run(step=step):
             on_gpu.layer.write(step, new)
-            on_gpu.layer.attend(step, query, new, SCORES, output)
+            on_gpu.reader.attend(step, query, new, SCORES, output)
 
         if at == 20:
             run()  # compiles
@@ -390,11 +389,11 @@ def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypat
         for way, is_patched in zip(into, (False, True), strict=True):
             with monkeypatch.context() as patched:
                 if is_patched:
-                    patched.setattr(pages, "kernels_run_on", lambda device: False)
+                    patched.setattr(prompts, "kernels_run_on", lambda device: False)
                 if part in step.prompts.exact:
-                    on_gpu.layer.gather(step, part, new, way)
+                    on_gpu.reader._gather(step, part, new, way)
                 else:
-                    on_gpu.layer.restore(step, part, way)
+                    on_gpu.reader._restore(step, part, way)
         assert torch.equal(into[0], into[1])
         read.append(bool(into[0].any()))
     assert all(read[:2]), "windows and new tokens"
@@ -417,7 +416,7 @@ def test_few_tokens_are_stored_in_one_launch_as_in_many(format, device, monkeypa
         stored.append(server.layer)
         segment = server.plan({0: 3}).prompts.codes[0]
         into = torch.zeros(2, 40, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        server.layer.restore(server.plan({0: 3}), segment, into)
+        server.reader._restore(server.plan({0: 3}), segment, into)
         stored.append(into)
     assert torch.equal(stored[0].copies["key"], stored[2].copies["key"])
     assert torch.equal(stored[0].copies["value"], stored[2].copies["value"])
