@@ -40,7 +40,7 @@ def list_command(
             entries.append(entry)
     place = _place_options(index, repo, zoo_index, from_)
     if html is not None:
-        from rotationzoo.storage.files import replace
+        from rotationzoo.storage.writing import replace
         from rotationzoo.zoo.page import render_zoo_page
 
         replace(html, render_zoo_page(zoo_index, entries, place).encode())

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage.files import disk_errors, remove
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
 from rotationzoo.storage.settled import beside, put_back
+from rotationzoo.storage.writing import remove
 
 
 @contextmanager

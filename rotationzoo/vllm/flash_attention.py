@@ -12,9 +12,6 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.vllm.prompts import Attention, Packed, Read, TorchAttention
 from rotationzoo.vllm.segments import MOST
 
-_SINKS = 3
-"""The first version with attention sinks."""
-
 
 def choose_attention(
     head_size: int, dtype: torch.dtype, has_sinks: bool, is_cuda: bool
@@ -27,7 +24,7 @@ def choose_attention(
         version is not None
         and FlashAttentionBackend.supports_head_size(head_size)
         and dtype in (torch.float16, torch.bfloat16)
-        and (version >= _SINKS or not has_sinks)
+        and (version >= 3 or not has_sinks)
     )
     return FlashAttention(version) if takes else TorchAttention()
 

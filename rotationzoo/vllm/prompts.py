@@ -80,8 +80,8 @@ class TorchAttention:
     ) -> Read:
         """As in `Attention`."""
         totals = output.new_empty(output.shape[1::-1], dtype=torch.float32)
-        limits = zip(_ranges(queries.bounds), _ranges(read.bounds), strict=True)
-        for (begin, end), (first, last) in limits:
+        limits = (pairwise(each.bounds.tolist()) for each in (queries, read))
+        for (begin, end), (first, last) in zip(*limits, strict=True):
             keys, values = (rows[first:last].transpose(0, 1)[None] for rows in read.rows)
             position = torch.arange(last - first, device=output.device)
             before = last - first - (end - begin) if causal else last - first
@@ -313,11 +313,6 @@ def new_scratch(
 ) -> list[torch.Tensor]:
     """New memory, where nobody lends any."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-
-
-def _ranges(bounds: torch.Tensor) -> list[tuple[int, int]]:
-    numbers = bounds.tolist()
-    return [*pairwise(numbers)]
 
 
 def _multiply(rows: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

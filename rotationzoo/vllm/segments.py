@@ -97,12 +97,10 @@ def plan_exact(  # noqa: PLR0913 (what is known, and what the device has)
         end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
         part, first = slice(begin, end), int(firsts[begin])
         tokens = slice(first, first + int(new[part].sum()))
-        bounds = _bounds_of(counts[part])
-        room, longest = int(sizes[part].sum()), int(sizes[part].max())
-        jumps, gaps = starts[part], (recents - starts)[part]
-        read = Segment(bounds, none[part], jumps, gaps, room, longest)
-        queries = torch.nn.functional.pad(new[part].cumsum(0), (1, 0)).int()
-        yield Exact(part, tokens, _move(queries, starts.device), int(new[part].max()), read)
+        of_all = _bounds_of(counts[part]), none[part], starts[part], (recents - starts)[part]
+        read = Segment(*of_all, int(sizes[part].sum()), int(sizes[part].max()))
+        bounds = _move(_bounds_of(new[part]), starts.device)
+        yield Exact(part, tokens, bounds, int(new[part].max()), read)
         begin = end
 
 

@@ -23,7 +23,7 @@ from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import folders, growth, strict_json
+from rotationzoo.storage import folders, growth, strict_json, writing
 from rotationzoo.storage.settled import recover
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
@@ -107,7 +107,7 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
                 )
             check_matrices(read_pt(path))
         made = Lock(repo=copy.repo, revision=revision, files=files)
-        storage.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
+        writing.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
         folders.install(downloaded, target)
     hashes = {name: file.sha256 or "" for name, file in files.items()}
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
