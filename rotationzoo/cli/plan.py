@@ -11,7 +11,7 @@ from rotationzoo.codec.formats import FORMATS
 from rotationzoo.words import counted, size_words
 
 if TYPE_CHECKING:
-    from rotationzoo.capacity.job import Answer, Capacity
+    from rotationzoo.capacity.plan import Answer, Capacity
 
 _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 
@@ -47,7 +47,7 @@ def plan_command(
     """
     out = Output(json, quiet)
     from rotationzoo.capacity.cards import parse_card, several
-    from rotationzoo.capacity.job import Wish, measure_capacity
+    from rotationzoo.capacity.plan import Wish, measure_capacity
     from rotationzoo.capacity.shape import Storage
 
     card = several(parse_card(gpu), gpus)
@@ -59,7 +59,7 @@ def plan_command(
 
 def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
     """Print the plan for a wish: tables for people, one line, or one JSON object."""
-    from rotationzoo.capacity.job import capacity_json, judge_wish, remarks, zoo_entries
+    from rotationzoo.capacity.plan import capacity_json, judge_wish, remarks, zoo_entries
 
     answer = judge_wish(capacity, capacity.wish.card)
     entries = zoo_entries(capacity)

@@ -40,7 +40,7 @@ def pull_command(
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
-    from rotationzoo.zoo.signing.verify import make_demand
+    from rotationzoo.zoo.signing.check import make_demand
 
     demand = make_demand(**vars(signatures))
     hubs = options.chosen_hubs(from_)

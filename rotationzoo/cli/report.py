@@ -99,7 +99,7 @@ def _draw_report(
 def _describe_signature(artifact: "Artifact") -> "Badge":
     """The state of the signature, in the words of a page."""
     from rotationzoo.report.page import Badge
-    from rotationzoo.zoo.signing.verify import Demand, check_artifact
+    from rotationzoo.zoo.signing.check import Demand, check_artifact
 
     # The folder's name is that of one machine, and readers of a page have another.
     name = str(artifact.folder)

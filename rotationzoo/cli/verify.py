@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rotationzoo.calibration.soundness import Verification
     from rotationzoo.checks.membership import Agreement
     from rotationzoo.checks.server import ServerCheck
-    from rotationzoo.zoo.signing.verify import Finding
+    from rotationzoo.zoo.signing.check import Finding
 
 
 def verify_command(
@@ -41,7 +41,7 @@ def verify_command(
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.model.absorbed import model_words
-    from rotationzoo.zoo.signing.verify import check_artifact, make_demand
+    from rotationzoo.zoo.signing.check import check_artifact, make_demand
 
     demand = make_demand(**vars(signatures))
     opened = Artifact.open(artifact)

@@ -20,7 +20,7 @@ from rotationzoo.evaluation.pace import Pace, Tell, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probe import record_probes
 from rotationzoo.evaluation.real_cache import measure_drift
-from rotationzoo.evaluation.report import Results, assemble_report, decide_all, save_evaluation
+from rotationzoo.evaluation.results import Results, assemble_report, decide_all, save_evaluation
 from rotationzoo.evaluation.tasks.answering import (
     Asking,
     TaskAnswers,

@@ -10,7 +10,7 @@ from rotationzoo.zoo.hubs.registry import HUB_NAMES
 from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
 from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing.verify import SignatureOptions, make_demand
+from rotationzoo.zoo.signing.check import SignatureOptions, make_demand
 
 
 def pull(

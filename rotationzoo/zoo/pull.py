@@ -31,7 +31,7 @@ from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.ownership import check_entry
-from rotationzoo.zoo.signing.verify import Demand, Finding, Signed, check_signature, read_signature
+from rotationzoo.zoo.signing.check import Demand, Finding, Signed, check_signature, read_signature
 
 _WAY_OUT = "choose another place with --local-dir"  # on a full disk
 _OWNERS = "tell the owners of the repository"

@@ -25,7 +25,7 @@ from rotationzoo.zoo.hubs.protocol import Publication, Published
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
 from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
-from rotationzoo.zoo.signing import verify as signatures
+from rotationzoo.zoo.signing import check as signatures
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.signer import Signer
 

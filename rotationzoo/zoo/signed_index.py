@@ -11,8 +11,8 @@ from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex, read_index
+from rotationzoo.zoo.signing.check import OWNERS_HINT, Demand, Finding, Signed, check_signature
 from rotationzoo.zoo.signing.make import SigningTool
-from rotationzoo.zoo.signing.verify import OWNERS_HINT, Demand, Finding, Signed, check_signature
 
 NAME = f"{index.NAME}.sig"
 LIFETIME = timedelta(days=180)

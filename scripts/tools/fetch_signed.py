@@ -14,7 +14,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.zoo.lookup import read_index
 from rotationzoo.zoo.pull import pull
 from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing.verify import make_demand
+from rotationzoo.zoo.signing.check import make_demand
 
 HUB = "huggingface"
 

@@ -62,7 +62,7 @@ def matrix_rows(
 def runner_chooser(runners: str) -> Callable[[str, str], str]:
     """Chooses a label for a model and its revision, by the size of the weights on the hub."""
     from rotationzoo.capacity.cards import parse_card
-    from rotationzoo.capacity.job import Wish, measure_capacity
+    from rotationzoo.capacity.plan import Wish, measure_capacity
 
     cards = {}
     for runner in runners.split(","):

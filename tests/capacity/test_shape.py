@@ -11,7 +11,7 @@ from support.models import edit_config, save_family
 from support.popular import CONFIGS, PARAMETERS, shape_of
 
 from rotationzoo.capacity.cards import parse_card
-from rotationzoo.capacity.job import Wish, measure_capacity, remarks
+from rotationzoo.capacity.plan import Wish, measure_capacity, remarks
 from rotationzoo.capacity.shape import Shape, read_shape
 from rotationzoo.capacity.weights import weigh
 from rotationzoo.errors import ModelUnavailable

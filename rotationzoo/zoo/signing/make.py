@@ -11,8 +11,8 @@ from rotationzoo.artifact.store import CARD, SIGNATURE
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.network.tokens import check_token
 from rotationzoo.storage.folders import link
+from rotationzoo.zoo.signing.check import check_installed, claimed_signer, parse_bundle
 from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer, read_key
-from rotationzoo.zoo.signing.verify import check_installed, claimed_signer, parse_bundle
 
 # GitHub sets the second for jobs with `id-token: write` alone.
 _CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")

@@ -9,7 +9,7 @@ import pytest
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import digest
-from rotationzoo.zoo.signing.verify import (
+from rotationzoo.zoo.signing.check import (
     LIMIT,
     Signed,
     check_signature,

@@ -17,7 +17,7 @@ from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.push import Destination, prepare_upload, push
 from rotationzoo.zoo.signed_index import IndexSigner
-from rotationzoo.zoo.signing import verify as signature_check
+from rotationzoo.zoo.signing import check as signature_check
 from rotationzoo.zoo.signing.make import SigningTool
 
 SIGNATURE = "zoo_index.json.sig"

@@ -6,7 +6,7 @@ import pytest
 from support.popular import CONFIGS
 
 from rotationzoo.capacity.cards import parse_card
-from rotationzoo.capacity.job import Wish, capacity_json, judge_wish, measure_capacity, remarks
+from rotationzoo.capacity.plan import Wish, capacity_json, judge_wish, measure_capacity, remarks
 from rotationzoo.capacity.shape import Storage
 from rotationzoo.codec.formats import VLLM
 from rotationzoo.errors import UsageError
