@@ -253,7 +253,7 @@ def test_a_state_that_cannot_be_written_has_a_way_out(zoo, signed, words, monkey
     def fail():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(signed_index, "state_folder", fail)
+    monkeypatch.setattr(signed_index.folders, "state_folder", fail)
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
     assert "this user has no home" in text
     assert "XDG_STATE_HOME" in text

@@ -132,8 +132,10 @@ def wait_for_words(socket_path: str) -> list[str]:
     gc.freeze()  # what is shared stays shared
     words = serve(socket_path)
     sys.path[0] = os.getcwd()  # as `python -m` has it
-    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    # A fork of a server that is a fork has such files already, which must not close what they read.
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    shown = {"buffering": 1, "errors": "backslashreplace", "closefd": False}
+    sys.stderr = open(2, "w", **shown)  # noqa: SIM115
     return words
 
 

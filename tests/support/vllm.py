@@ -14,7 +14,7 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import full_attention_layers
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.vllm import command, plugin, settings
+from rotationzoo.vllm import command, plugin, server, settings
 from support.places import ROOT
 
 PYTHON = Path(os.environ.get("ROTATIONZOO_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -89,7 +89,7 @@ def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
     monkeypatch.setattr(command.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[-1]))
     monkeypatch.setattr(command, "read_command", _read_command)
-    monkeypatch.setattr(settings, "check_server", lambda config: None)
+    monkeypatch.setattr(server, "check_server", lambda config: None)
 
 
 def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
