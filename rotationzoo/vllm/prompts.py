@@ -189,9 +189,8 @@ class LayerReader:
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
         """Keys `[T, H, D]` without their mean, where they are centered."""
-        return self.pages.codec.keep_exact(rows.transpose(0, 1), self.pages.layer, "key").transpose(
-            0, 1
-        )
+        pages, by_head = self.pages, rows.transpose(0, 1)
+        return pages.codec.keep_exact(by_head, pages.layer, "key").transpose(0, 1)
 
     def _to_codes(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Queries `[T, H_q, D]` in the frame of dequantized keys, in `output`."""
@@ -266,10 +265,9 @@ class LayerReader:
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The numbers of the pages of tokens, and the tokens' offsets there."""
-        number = (position // self.pages.tokens).clamp(max=table.shape[1] - 1)  # of new tokens: any
-        return table[prompt, number] // self.pages.memory["key"].stride(
-            0
-        ), position % self.pages.tokens
+        tokens, stride = self.pages.tokens, self.pages.memory["key"].stride(0)
+        number = (position // tokens).clamp(max=table.shape[1] - 1)  # of new tokens: any
+        return table[prompt, number] // stride, position % tokens
 
     def _launch(
         self,
@@ -303,8 +301,8 @@ def _restore_kernel(
 def scratch_sizes(
     queries: Sequence[int], heads: int, room: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What prompts take of scratch memory for queries `[T, H_q, D]`: their copies,
-    and `room` keys and values."""
+    """What prompts take of scratch memory for queries `[T, H_q, D]`: their copies, and `room` keys
+    and values."""
     return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
 
 

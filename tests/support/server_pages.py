@@ -1,0 +1,128 @@
+"""A server with one layer, without vLLM: requests that take its pages, step by step."""
+
+from dataclasses import replace
+
+import torch
+
+from rotationzoo.artifact.fit import fit
+from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.formats import FINE, FORMATS
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.geometry import Layer
+from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.rotations import SIDES
+from rotationzoo.vllm import segments
+from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.prompts import LayerReader, TorchAttention
+from rotationzoo.vllm.settings import cell_bytes
+from rotationzoo.vllm.steps import Known, Planner
+from support.caches import with_factors, with_means
+from support.float64 import to_float64
+
+HEADS, DIM, TOKENS = 2, 16, 8
+GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
+STORED = FORMATS | {"fine": replace(FINE, fine_channels=DIM)}
+STORED["budget"] = FINE  # keys have a bit more in every channel, and values in none
+
+
+def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=False) -> CacheSettings:
+    def spend(_, side, rotation):
+        return replace(rotation, fine_channels=torch.tensor(DIM if side == "key" else 0))
+
+    rotations = with_factors(with_means(fit(None, PRESETS["random"], GEOMETRY)))
+    if format == "budget":
+        rotations = rotations.replace(spend)
+    if not kernel:
+        rotations = to_float64(rotations)
+    layout = CacheLayout(STORED[format], sink, recent, prefill_layout="window")
+    return CacheSettings(RotatedCodec(rotations, rounding=rounding), layout, block=8)
+
+
+class Server:
+    """A server with one layer, whose requests take pages in no order."""
+
+    def __init__(
+        self,
+        settings,
+        most_requests=4,
+        pages=40,
+        tokens=TOKENS,
+        device="cpu",
+        dtype=torch.float32,
+        segment=segments.FEW,
+    ):
+        self.tokens = tokens
+        size = pages, HEADS, tokens, cell_bytes(settings, DIM) // 2
+        cache = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        like = torch.zeros(1, HEADS, 1, DIM, device=device)
+        self.planner = Planner(
+            settings.layout, tokens, cache[0].nbytes, pages, most_requests, cache.device, segment
+        )
+        attention = TorchAttention()
+        attention.segment = segment
+        settings = settings.for_layer(0, like, like)
+        self.layer = LayerPages(settings, 0, cache, self.planner.slots, dtype)
+        self.reader = LayerReader(self.layer, attention)
+        order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
+        self.free, self.tables, self.lengths = order.tolist(), {}, {}
+        self.device, self.dtype = device, dtype
+
+    def begin(self, request, prefix_of=None, pages=0) -> None:
+        """Let a request begin, with pages of another one."""
+        self.tables[request] = self.tables.get(prefix_of, [])[:pages]
+        self.lengths[request] = pages * self.tokens
+
+    def end(self, request) -> None:
+        self.free += self.tables.pop(request)
+
+    def plan(self, counts: dict):
+        """Plan the step in which requests get so many new tokens."""
+        table, mapping = torch.zeros(len(counts), WIDTH, dtype=torch.int32), []
+        tokens = self.tokens
+        for row, (request, count) in enumerate(counts.items()):
+            pages, start = self.tables[request], self.lengths[request]
+            self.lengths[request] = end = start + count
+            while len(pages) * tokens < end:
+                pages.append(self.free.pop(0))
+            table[row, : len(pages)] = torch.tensor(pages)
+            mapping += [pages[at // tokens] * tokens + at % tokens for at in range(start, end)]
+        lengths = torch.tensor([self.lengths[request] for request in counts])
+        known = Known(torch.tensor([*counts.values()]), lengths, int(lengths.max()))
+        numbers = [lengths.int(), known.counts.int(), torch.tensor(mapping)]
+        return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
+
+    def run(self, rows: dict) -> dict:
+        """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in
+        vLLM, requests with one new token come first."""
+        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > 1))
+        step = self.plan({request: len(each["key"]) for request, each in rows.items()})
+        both = {
+            side: torch.cat([each[side] for each in rows.values()]).to(self.device, self.dtype)
+            for side in SIDES
+        }
+        query = torch.cat([query_of(each["key"]) for each in rows.values()])
+        query = query.to(self.device, self.dtype)
+        output = torch.full_like(query, torch.nan)
+        self.layer.write(step, both)
+        self.reader.attend(step, query, both, SCORES, output)
+        parts = output.cpu().split([len(each["key"]) for each in rows.values()])
+        return dict(zip(rows, parts, strict=True))
+
+
+WIDTH, SCORES = 12, Scores(DIM**-0.5)
+
+
+def query_of(key: torch.Tensor) -> torch.Tensor:
+    """Queries `[T, 2 H, D]` that find their token's key."""
+    return torch.cat([key, key.flip(1)], 2).view(len(key), -1, DIM) * 2
+
+
+def draw(tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {side: torch.randn(tokens, HEADS, DIM, generator=generator) for side in SIDES}
+
+
+def part_of(rows, begin: int, end: int) -> dict[str, torch.Tensor]:
+    return {side: each[begin:end] for side, each in rows.items()}
