@@ -13,7 +13,13 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
 
 pytestmark = on_cpu
-FORMATS = ["sglang", "vllm", "fine", "budget"]
+# Each is compiled anew; one with offsets and one with third bits tell most.
+FORMATS = [
+    "vllm",
+    "budget",
+    pytest.param("sglang", marks=pytest.mark.thorough),
+    pytest.param("fine", marks=pytest.mark.thorough),
+]
 
 
 @pytest.fixture
