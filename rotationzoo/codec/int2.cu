@@ -494,6 +494,37 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
   if (!valid) *refused = 1;
 }
 
+// What a lane has of a row, from the row's codes, third bits and numbers of groups, which are `apart` from one group to the next.
+// TOGETHER: third bits follow the codes of a row, so that rows begin at even addresses.
+template <bool TOGETHER>
+__device__ void dequantize_row(
+    float (&x)[4][RUN], Lane lane, const unsigned char* codes, const unsigned char* thirds, const Metadata* scales,
+    const Metadata* offsets, int apart) {
+  alignas(8) unsigned words[RUN / 4] = {};
+  if (lane.active) {
+#if STRIDED
+    if (TOGETHER) copy_codes<RUN>(words, codes + RUN * lane.index);
+    else copy<RUN>(words, codes + RUN * lane.index);
+#else
+    for (int k = 0; k < 4; k++)
+      copy<RUN / 4>(reinterpret_cast<unsigned char*>(words) + k * RUN / 4, codes + lane.channel(k) / 4);
+#endif
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const int bit = lane.channel(k) - FIRST_FINE, at = lane.group(k) * apart;
+    const bool fine = lane.active && is_fine(lane.channel(k));
+    const unsigned third = fine ? thirds[bit / 8] >> bit % 8 : 0;
+    const float scale = step_of(read(scales[at]), fine), offset = zero_of(SYMMETRIC ? 1.5f : read(offsets[at]), fine);
+#pragma unroll
+    for (int i = 0; i < RUN; i++) {
+      unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
+      if (fine) code = 2 * code | (third >> i & 1);
+      x[k][i] = restore(0x4b000000 | code, scale, offset);
+    }
+  }
+}
+
 // The inverse: codes and metadata as above -> rows `[heads, count, D]`; `rotation` is the transposed matrices.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
     const unsigned char* codes, const Metadata* metadata, long long count, const float* rotation, Element* rows) {
@@ -503,31 +534,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
   alignas(16) float x[LANE_ROWS][4][RUN] = {};
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++) {
-    long long row = head * count + min(first + r, count - 1);
+    const long long row = head * count + min(first + r, count - 1);
     const unsigned char* bytes = codes + row * ROW;
-    alignas(8) unsigned words[RUN / 4] = {};
-    if (lane.active) {
-#if STRIDED
-      copy_codes<RUN>(words, bytes + RUN * lane.index);
-#else
-      for (int k = 0; k < 4; k++)
-        copy<RUN / 4>(reinterpret_cast<unsigned char*>(words) + k * RUN / 4, bytes + lane.channel(k) / 4);
-#endif
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const Metadata* group = metadata + (row * GROUPS + lane.group(k)) * NUMBERS;
-      const bool fine = lane.active && is_fine(lane.channel(k));
-      const int bit = lane.channel(k) - FIRST_FINE;
-      const unsigned thirds = fine ? bytes[D / 4 + bit / 8] >> bit % 8 : 0;
-      const float scale = step_of(read(group[0]), fine), offset = zero_of(SYMMETRIC ? 1.5f : read(group[1]), fine);
-#pragma unroll
-      for (int i = 0; i < RUN; i++) {
-        unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
-        if (fine) code = 2 * code | (thirds >> i & 1);
-        x[r][k][i] = restore(0x4b000000 | code, scale, offset);
-      }
-    }
+    const Metadata* numbers = metadata + row * GROUPS * NUMBERS;
+    dequantize_row<true>(x[r], lane, bytes, bytes + D / 4, numbers, numbers + 1, NUMBERS);
   }
 #if ROTATE
   __shared__ float tiles[WARPS][WARP_ROWS * D];

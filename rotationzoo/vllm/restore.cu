@@ -45,29 +45,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
   const unsigned char *codes = page + row * (D / 4), *thirds = page + third_start + row * (FINE / 8);
   const Metadata* scales = reinterpret_cast<const Metadata*>(page + scale_start) + row * GROUPS;
   const Metadata* offsets = reinterpret_cast<const Metadata*>(page + offset_start) + row * GROUPS;
-  alignas(8) unsigned words[RUN / 4] = {};
-#if STRIDED
-  copy<RUN>(words, codes + RUN * lane.index);
-#else
-  for (int k = 0; k < 4; k++)
-    copy<RUN / 4>(reinterpret_cast<unsigned char*>(words) + k * RUN / 4, codes + lane.channel(k) / 4);
-#endif
+  alignas(16) float x[4][RUN];
+  dequantize_row<false>(x, lane, codes, thirds, scales, offsets, 1);
   Element* to = rows + (token * heads + head) * D;
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    const bool fine = is_fine(lane.channel(k));
-    const int bit = lane.channel(k) - FIRST_FINE, group = lane.group(k);
-    const unsigned third = fine ? thirds[bit / 8] >> bit % 8 : 0;
-    const float scale = step_of(read(scales[group]), fine), offset = zero_of(SYMMETRIC ? 1.5f : read(offsets[group]), fine);
-    alignas(16) float x[RUN];
-#pragma unroll
-    for (int i = 0; i < RUN; i++) {
-      unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
-      if (fine) code = 2 * code | (third >> i & 1);
-      x[i] = restore(0x4b000000 | code, scale, offset);
-    }
-    save(to + lane.channel(k), x);
-  }
+  for (int k = 0; k < 4; k++) save(to + lane.channel(k), x[k]);
 }
 
 // Keys and values [room, H, D] of copies [slots, H, TOKENS, D], and from the position `contexts` [C] of their prompt on, of new rows
