@@ -288,18 +288,27 @@ struct Header {
   float sums[KEY_GROUPS];   // ... + offset * sum: the query summed over a group, times the scale of scores
 };
 
-// query [B, H, columns, D], `query_stride` elements from one row of the batch to the next, matrix [H, D, D] with restored = stored @
-// matrix, mean [H, D] or null.
+// Queries or results [B, H_q, T, D]: column c of KV head h is token c % T of query head h * group + c / T.
+struct Strides {
+  Count row, head, token;  // elements from one to the next
+
+  __device__ Count at(Count batch, int kv_head, int columns, int tokens, int column) const {
+    return batch * row + (kv_head * (columns / tokens) + column / tokens) * head + column % tokens * token;
+  }
+};
+
+// query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, KEY_CHUNKS * 64], upper and lower bytes, and headers [B, H, padded], where padded is a
 // multiple of COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 16 bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
-    const Element* query, Count query_stride, Count columns, const float* matrix, const float* mean, double scale,
-    signed char* prepared, Header* headers) {
+    const Element* query, Count row_stride, Count head_stride, Count token_stride, Count columns, Count tokens, const float* matrix,
+    const float* mean, double scale, signed char* prepared, Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
   const Count row = Count(batch) * heads + head;
+  const Strides strides = {row_stride, head_stride, token_stride};
   const float* rows = matrix + Count(head) * D * D;
   // The matrix is on its way while the query is computed.
   float numbers[ROWS][EACH];
@@ -314,8 +323,8 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
   for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
-    int column = first + i / D;
-    given[i / D][i % D] = column < columns ? element(query[batch * query_stride + (head * columns + column) * D + i % D]) : 0.0f;
+    const int column = first + i / D;
+    given[i / D][i % D] = column < columns ? element(query[strides.at(batch, head, columns, tokens, column) + i % D]) : 0.0f;
   }
   __syncthreads();
   #pragma unroll
@@ -702,9 +711,20 @@ __device__ void accumulate(
   }
 }
 
-// Add a tile of which the first `valid` tokens count, without the first `skipped` ones.
+// Which packed tokens of a request the queries read: those from `start` to `end`, of which query number i of `tokens` does not
+// read the last `tokens` - 1 - i; but all read those before `floor`, unless they are later tokens: `exact` ones follow the `end`.
+struct Range {
+  int start, floor, end, exact, tokens, column;  // column: the block's first one
+
+  __device__ int end_of(int c) const {
+    const int later = tokens - 1 - (column + c) % tokens;
+    return min(max(floor, end - later), end + exact - later);
+  }
+};
+
+// Add a tile, whose first token is number `from`.
 __device__ void process(
-    State& state, unsigned stage, int skipped, int valid, const Query& query, const Place& place, bool first) {
+    State& state, unsigned stage, int from, const Range& range, const Query& query, const Place& place, bool first) {
   Scores scores, weights;
   Values values[HALVES];
   #pragma unroll
@@ -720,18 +740,20 @@ __device__ void process(
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
       }
   }
-  if (valid < TILE || skipped > 0)  // the last tile, or the first: what lies beyond may be anything, even NaN
+  if (range.floor - range.tokens < from + TILE || range.start > from)  // the last tiles, or the first: what lies beyond may be anything, even NaN
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
-      for (int r = 0; r < 2; r++)
-        if (const int token = 16 * half + place.token + 8 * r; token >= valid || token < skipped) {
-          #pragma unroll
-          for (int set = 0; set < SETS; set++) scores[half][set][r] = MINUS_INFINITY;
+      for (int r = 0; r < 2; r++) {
+        const int token = from + 16 * half + place.token + 8 * r;
+        #pragma unroll
+        for (int set = 0; set < SETS; set++)
+          if (token < range.start || token >= range.end_of(4 * set + place.part)) scores[half][set][r] = MINUS_INFINITY;
+        if (token < range.start || token >= range.end)
           #pragma unroll
           for (int group = 0; group < VALUE_GROUPS; group++)
             values[half].scales[group][r] = values[half].offsets[group][r] = 0.0f;
-        }
+      }
   #pragma unroll
   for (int half = 0; half < HALVES; half++)
     #pragma unroll

@@ -54,6 +54,10 @@ class PackedTokens:
     place of the first page."""
     starts: torch.Tensor | None = None
     """int32 `[B]` on the device: how many of these, the first ones, are not read. None: all are."""
+    floors: torch.Tensor | None = None
+    """int32 `[B]` on the device. With it, exact tokens move along with the new ones: a query reads
+    one packed token less, and one of the tail more, than the next query does, but all read the
+    first `floors` packed tokens up to their own. Only with a tail that has `starts`."""
 
     @property
     def sides(self) -> tuple[PackedSide, PackedSide]:
@@ -116,16 +120,25 @@ def attend(
     dtype = torch.promote_types(query.dtype, torch.float32)
     new = query.shape[2]
     keys, values, masks = [], [], []
+    # Of the new tokens at the end of the tail, a query does not read those after it.
+    later = torch.arange(new - 1, -1, -1, device=query.device)
+    lengths, moved = packed.lengths[:, None].expand(-1, new), torch.zeros_like(later)
+    if packed.floors is not None:
+        moved = torch.minimum(later, lengths - packed.floors[:, None])
+        # Of packed tokens, too, no query reads those after its own.
+        assert tail.starts is not None
+        moved = torch.maximum(moved, later - (_counts(tail) - tail.starts)[:, None])
     for window in (head, tail):
-        counts = _counts(window)
+        is_tail = window is tail
+        starts = None if window.starts is None else window.starts[:, None] - moved * is_tail
+        counts = _counts(window)[:, None] - later * is_tail
         keys.append(window.rows("key").to(dtype))
         values.append(window.rows("value").to(dtype))
-        # Of the new tokens at the end of the tail, a query does not read those after it.
-        later = torch.arange(new - 1, -1, -1, device=query.device) if window is tail else 0
-        masks.append(_reads(window.tokens, window.starts, counts[:, None] - later, new))
+        masks.append(_reads(window.tokens, starts, counts))
     keys.append(packed.key.restore().to(dtype))
     values.append(packed.value.restore().to(dtype))
-    masks.append(_reads(keys[-1].shape[2], packed.starts, packed.lengths[:, None], new))
+    starts = None if packed.starts is None else packed.starts[:, None]
+    masks.append(_reads(keys[-1].shape[2], starts, lengths - moved))
     # The order of tokens does not matter.
     read = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2)
     return attend_rows(query, *read, scores)[0]
@@ -166,13 +179,9 @@ def _counts(window: ExactWindow) -> torch.Tensor:
     return window.lengths.long()
 
 
-def _reads(
-    tokens: int, starts: torch.Tensor | None, counts: torch.Tensor, new: int
-) -> torch.Tensor:
-    """Boolean `[B, new, tokens]`: which of the tokens each query reads: the first `counts`
-    `[B, new or 1]` of them, without the first `starts` `[B]`."""
+def _reads(tokens: int, starts: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
+    """Boolean `[B, T, tokens]`: which of the tokens each query reads: the first `counts` `[B, T]`
+    of them, without the first `starts` `[B, T or 1]`."""
     position = torch.arange(tokens, device=counts.device)
     read = position < counts[..., None]
-    if starts is not None:
-        read = read & (position >= starts[:, None, None])
-    return read.expand(-1, new, -1)
+    return read if starts is None else read & (position >= starts[..., None])

@@ -14,16 +14,17 @@ struct Rows {
 
 struct Job {
   int head, heads, tile, tiles, batch, part, parts;
-  Count columns, tokens, query_stride;  // tokens: of the query; elements from one row of the batch to the next
+  Count columns, tokens;  // tokens: of the query
+  bool stores;            // whether the kernel before this one stores the new tokens, and not `prepare`, which has ended then
 
   __device__ Count at(int column) const {  // of what is written for a column
     return (((Count(batch) * heads + head) * tiles + tile) * COLUMNS + column) * parts + part;
   }
 };
 
-// Of the tiles from `begin` to `end`, the tokens from `start` to `length`.
+// Of the tiles from `begin` to `end`, the tokens of a range, of which new ones may be being stored.
 __device__ void attend_packed(
-    const Job& job, const Tables& tables, int begin, int end, int start, int length, const signed char* prepared,
+    const Job& job, const Tables& tables, int begin, int end, const Range& range, bool reads_new, const signed char* prepared,
     const Header* headers, float cap, float2* totals, float* outputs, char* shared) {
   const Place place;
   const int warp = threadIdx.x / 32, row = place.row, part = place.part;
@@ -34,6 +35,7 @@ __device__ void attend_packed(
   Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages,
                    tables.key_base, tables.value_base, job.head, job.heads, place.lane,
                    int(min(tables.key_pages, tables.value_pages))};
+  if (reads_new) wait_for_previous();
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
@@ -41,7 +43,7 @@ __device__ void attend_packed(
     end_group();
   }
 
-  wait_for_previous();
+  if (!job.stores) wait_for_previous();
   const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
   Query query;
   #pragma unroll
@@ -67,7 +69,7 @@ __device__ void attend_packed(
     const int ahead = tile + STAGES - 1, free = slot ? slot - 1 : STAGES - 1;
     if (ahead < last) cursor.fetch(ahead, ring + free * STAGE);
     end_group();
-    process(state, ring + slot * STAGE, start - tile * TILE, length - tile * TILE, query, place, tile == first);
+    process(state, ring + slot * STAGE, tile * TILE, range, query, place, tile == first);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   wait_groups<0>();
@@ -140,28 +142,30 @@ __device__ void attend_packed(
   }
 }
 
-// The exact tokens from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last ones.
+// The exact tokens from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last ones,
+// and as many more of the first ones, at most `moves`.
 __device__ void attend_exact(
-    const Job& job, const Rows& rows, int begin, int newest, const Element* query, float scale, float cap, float2* totals,
-    float* outputs, char* shared) {
+    const Job& job, const Rows& rows, int begin, int newest, int moves, const Element* query, const Strides& strides, float scale,
+    float cap, float2* totals, float* outputs, char* shared) {
   constexpr int SHARE = KEY_DIM / COMPARERS, PADDED = SHARE + 4;
   static_assert((COMPARERS * PADDED + WINDOW + 2) * COLUMNS * sizeof(float) <= SHARED && WINDOW <= 32, "too large");
   float* queries = reinterpret_cast<float*>(shared);                     // [COLUMNS][COMPARERS][PADDED]
   float* scores = queries + COLUMNS * COMPARERS * PADDED;                // [WINDOW][COLUMNS]
   float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
   const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
-  const Count from = job.batch * job.query_stride + job.head * job.columns * KEY_DIM;
   const int room = rows.room, piece = begin / room;
   const Count slot = rows.slots ? rows.slots[job.batch * rows.pieces + piece] : job.batch;
   const Count at = (slot * job.heads + job.head) * room + begin % room;  // of the first row
   const int length = rows.lengths ? rows.lengths[job.batch] : room * int(rows.pieces), count = min(WINDOW, length - begin);
-  const int skipped = rows.starts ? rows.starts[job.batch] - begin : 0;
+  const int start = rows.starts ? rows.starts[job.batch] - begin : 0, skipped = start - moves;  // of the last query, of the first
   const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
   for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
     const int c = i / KEY_DIM, d = i % KEY_DIM;
-    const float x = c < columns ? element(query[from + (first + c) * KEY_DIM + d]) : 0.0f;
+    const Count from = strides.at(job.batch, job.head, job.columns, job.tokens, first + c);
+    const float x = c < columns ? element(query[from + d]) : 0.0f;
     queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
   }
+  if (job.stores) wait_for_previous();
   float key[SHARE] = {};
   if (token >= skipped && token < count) load<SHARE>(key, rows.key + (at + token) * KEY_DIM + side * SHARE);
   // Values are on their way while keys are compared.
@@ -170,7 +174,7 @@ __device__ void attend_exact(
   #pragma unroll
   for (int i = 0; i < WINDOW; i++)
     values[i] = i >= skipped && i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
-  wait_for_previous();
+  if (!job.stores) wait_for_previous();
   __syncthreads();
   #pragma unroll 2
   for (int c = 0; c < COLUMNS; c++) {
@@ -186,7 +190,7 @@ __device__ void attend_exact(
     const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
     if (side == c % COMPARERS)
       scores[token * COLUMNS + c] =
-          token >= skipped && begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
+          token >= max(skipped, start - later) && begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
   }
   __syncthreads();
   const int lane = threadIdx.x % 32;
@@ -218,34 +222,41 @@ __device__ void attend_exact(
 }
 
 // Grid: x = windows + splits, where windows are the blocks of the sink and of the recent tokens; y = KV heads times tiles of
-// columns, z = batch. `lengths` [B]: how many tokens are packed; `starts` [B] or null: how many of these are not read.
+// columns, z = batch. `lengths` [B]: how many tokens are packed; `starts` [B] or null: how many of these are not read; `floors` [B] or
+// null: how many of these all queries read, where later ones read as many more packed and fewer recent tokens.
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
-    const Element* query, Count query_stride, Count columns, Count tokens, const signed char* prepared, const Header* headers,
-    const Address* keys, const Address* values, Address key_base, Address value_base, Count key_pages, Count value_pages,
-    const int* starts, const int* lengths, Count splits, Count tiles, const Element* sink_key, const Element* sink_value,
-    const int* sink_lengths, const int* sink_starts, const int* sink_slots, Count sink_room, Count sink_pieces,
-    const Element* recent_key, const Element* recent_value, const int* recent_lengths, const int* recent_starts,
-    const int* recent_slots, Count recent_room, Count recent_pieces, double scale, double cap, float2* totals, float* outputs) {
+    const Element* query, Count row_stride, Count head_stride, Count token_stride, Count columns, Count tokens,
+    const signed char* prepared, const Header* headers, const Address* keys, const Address* values, Address key_base,
+    Address value_base, Count key_pages, Count value_pages, const int* starts, const int* floors, const int* lengths, Count splits,
+    Count tiles, Count stores, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
+    const int* sink_slots, Count sink_room, Count sink_pieces, const Element* recent_key, const Element* recent_value,
+    const int* recent_lengths, const int* recent_starts, const int* recent_slots, Count recent_room, Count recent_pieces,
+    double scale, double cap, float2* totals, float* outputs) {
   __shared__ alignas(128) char shared[SHARED];
   const int windows = gridDim.x - splits;
   const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), int(blockIdx.z),
-                   int(blockIdx.x), int(gridDim.x), columns, tokens, query_stride};
+                   int(blockIdx.x), int(gridDim.x), columns, tokens, stores != 0};
   const float capped = float(cap) * LOG2E;
+  const int length = lengths[job.batch], floor = floors ? floors[job.batch] : length;
+  const Rows recent = {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, recent_room, recent_pieces};
   if (blockIdx.x < windows) {
     const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, block = blockIdx.x;
     const bool early = block < sinks;
     const Rows sink = {sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces};
-    const Rows recent = {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, recent_room, recent_pieces};
-    const int begin = (early ? block : block - sinks) * WINDOW;
-    attend_exact(job, early ? sink : recent, begin, !early, query, scale, capped, totals, outputs, shared);
+    const Strides strides = {row_stride, head_stride, token_stride};
+    const int begin = (early ? block : block - sinks) * WINDOW, moves = early ? 0 : min(int(tokens) - 1, length - floor);
+    attend_exact(job, early ? sink : recent, begin, !early, moves, query, strides, scale, capped, totals, outputs, shared);
     return;
   }
-  const int start = starts ? starts[job.batch] : 0, length = lengths[job.batch];
-  const int first = start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
+  const int exact = floors ? recent_lengths[job.batch] - recent_starts[job.batch] : tokens;
+  const Range range = {starts ? starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
+  const int first = range.start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
   const int begin = min(end, first + int(blockIdx.x - windows) * each);
   const Tables tables = {keys, values, key_base, value_base, key_pages, value_pages};
-  attend_packed(job, tables, begin, min(end, begin + each), start, length, prepared, headers, capped, totals, outputs, shared);
+  // A server's new tokens have no exact copies where its slots are all in use.
+  const bool reads_new = stores && recent_lengths[job.batch] - recent_starts[job.batch] < tokens;
+  attend_packed(job, tables, begin, min(end, begin + each), range, reads_new, prepared, headers, capped, totals, outputs, shared);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------------
@@ -253,13 +264,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
 // Merge the parts of TOGETHER columns, by as many groups of threads: packed parts, which come after `windows` exact ones, are
 // rotated back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM],
 // mean [H, VALUE_DIM] or null, sinks [H_q] or null (logits that take part in the softmax and read nothing), result
-// [B, H, columns, VALUE_DIM].
+// [B, H_q, tokens, VALUE_DIM].
 constexpr int LANES = VALUE_DIM <= 128 ? 128 : 256, GROUPS = 512 / LANES, MOST_TOTALS = 1024;  // columns times parts, of a block
 
 template <int TOGETHER>
 __device__ void merge(
     const float2* totals, const float* outputs, int columns, int padded, int parts, int windows, int tokens, const float* matrix,
-    const float* mean, const float* sinks, Element* result) {
+    const float* mean, const float* sinks, Element* result, const Strides& strides) {
   constexpr int D = VALUE_DIM, HELPERS = GROUPS / TOGETHER, SHARE = D / HELPERS;
   constexpr bool EARLY = SHARE <= 32;  // numbers of the matrix for a thread, where they fit into registers
   __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES];
@@ -320,18 +331,22 @@ __device__ void merge(
   float x = mean ? share * mean[head * D + d] : 0.0f;
   #pragma unroll
   for (int h = 0; h < HELPERS; h++) x += packed[base + h][d] + exact[base + h][d];
-  result[((Count(batch) * heads + head) * columns + column) * D + d] = rounded(total > 0.0f ? x / total : 0.0f);  // a row of padding reads nothing
+  result[strides.at(batch, head, columns, tokens, column) + d] = rounded(total > 0.0f ? x / total : 0.0f);  // a row of padding reads nothing
 }
 
 // One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.
-extern "C" __global__ void __launch_bounds__(512) finish(
+extern "C" __global__ void __launch_bounds__(512, 2) finish(
     const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
-    const float* matrix, const float* mean, const float* sinks, Element* result) {
-  merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
+    const float* matrix, const float* mean, const float* sinks, Element* result, Count row_stride, Count head_stride,
+    Count token_stride) {
+  const Strides strides = {row_stride, head_stride, token_stride};
+  merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result, strides);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 3) finish_many(
     const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
-    const float* matrix, const float* mean, const float* sinks, Element* result) {
-  merge<GROUPS>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
+    const float* matrix, const float* mean, const float* sinks, Element* result, Count row_stride, Count head_stride,
+    Count token_stride) {
+  const Strides strides = {row_stride, head_stride, token_stride};
+  merge<GROUPS>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result, strides);
 }

@@ -2,6 +2,7 @@
 kernels of `attention.cu` and `attention_parts.cu` read, in tiles of how many tokens, and how their
 work is cut up."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -181,10 +182,8 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     tail: ExactWindow,
     scores: Scores,
     splits: int | None = None,
-    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`; written to
-    `output`, where it is given.
+    """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`.
 
     `splits` is how many ranges the packed tokens of a row are cut into, one for a thread block
     each; by default as many as keep the GPU busy. Nothing waits for the GPU. The matrix of the keys
@@ -192,14 +191,34 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     Raises `RotationZooError` for what `supports` says no to, and for more rows, or more KV heads
     times queries, than a grid has blocks for.
     """
-    result_type, dtype = query.dtype, query.dtype
+    dtype = query.dtype
     for window in (head, tail):
         for exact_rows in (window.key, window.value):
             dtype = torch.promote_types(dtype, exact_rows.dtype)
-    query = query.to(dtype)
-    if len(query) and not query[0].is_contiguous():  # rows may lie apart
-        query = query.contiguous()
-    layout = packed.key.layout
+    output = query.new_empty(*query.shape[:3], packed.value.layout.dim, dtype=dtype)
+    prepare(query.to(dtype), packed, head, tail, scores, output, splits)()
+    return output.to(query.dtype)
+
+
+def prepare(  # noqa: PLR0913 (as above)
+    query: torch.Tensor,
+    packed: PackedTokens,
+    head: ExactWindow,
+    tail: ExactWindow,
+    scores: Scores,
+    output: torch.Tensor,
+    splits: int | None = None,
+    beside: int = 0,
+) -> Callable[..., None]:
+    """Begin what `attend` does: the result writes to `output` `[B, H_q, T, D_v]`, of the type of
+    queries and windows, when it is called.
+
+    It may be called with `stores=True` where the only kernels launched in between store the T last
+    tokens of the tail, as `vllm/store_few.cu` does: tokens that were packed before are then read
+    while that kernel works, which takes `beside` thread blocks. Rows `[D]` of `query` and `output`
+    are contiguous; any other dimension may have any stride.
+    """
+    dtype, layout = query.dtype, packed.key.layout
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
     soft_cap = scores.soft_cap is not None
@@ -207,17 +226,16 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     tiles = -(-columns // width)
     variant = AttentionVariant(layout, packed.value.layout, dtype, soft_cap, width)
     _check(variant, (batch, layout.heads * tiles), head, tail)
-    fits = output is not None and output.dtype == dtype and output.is_contiguous()
-    shape = batch, query_heads, tokens, variant.value.dim
-    result = output if output is not None and fits else query.new_empty(shape)
-    if not result.numel():  # CUDA refuses an empty grid
-        return result.to(result_type)
+    if not output.numel():  # CUDA refuses an empty grid
+        return lambda stores=False: None
+    if query.stride(3) != 1:
+        query = query.contiguous()
     kernels = compiled(variant, query.device)
     # A block of `finish` keeps a maximum and a sum of every part.
     windows = sum(-(-window.tokens // variant.window) for window in (head, tail))
     if splits is None:
-        room = len(packed.key.blocks) * layout.tokens
-        splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
+        room, blocks = len(packed.key.blocks) * layout.tokens, max(1, kernels.blocks - beside)
+        splits = choose_splits(blocks, batch * layout.heads * tiles, windows, room)
     splits = min(splits, _MOST_TOTALS - windows)
     parts, padded = windows + splits, tiles * width
 
@@ -225,7 +243,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     # wait for the kernel before them must not come from that one.
     transforms = [_transform(side) for side in packed.sides]
     tables = [side.addresses().contiguous() for side in packed.sides]
-    starts, lengths = _counts(packed.starts), _counts(packed.lengths)
+    counts = [_counts(each) for each in (packed.starts, packed.floors, packed.lengths)]
     exact = [*_window(head, dtype), *_window(tail, dtype)]
     sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
     rows = batch, layout.heads, padded
@@ -235,32 +253,31 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     launch = Launcher(query.device)
     scale, cap = float(scores.scale), float(scores.soft_cap or 0)
-    turned = query, query.stride(0), columns, *transforms[0], scale, prepared, headers
+    given: list[Argument] = [query, *query.stride()[:3], columns, tokens]
+    turned = *given, *transforms[0], scale, prepared, headers
     early = transforms[0][0] is packed.key.matrix  # no copy, which may have only just begun
     launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, turned, early)
 
-    pages = [table.shape[1] for table in tables]
-    bases = [side.base for side in packed.sides]
-    given = query, query.stride(0), columns, tokens
-    read: list[Argument] = [*given, prepared, headers, *tables, *bases, *pages]
-    cut = starts, lengths, splits, tiles
-    launch(
-        kernels.attend,
-        (parts, layout.heads * tiles, batch),
-        kernels.threads,
-        (*read, *cut, *exact, scale, cap, totals, outputs),
-    )
+    def read(stores: bool = False) -> None:
+        pages = [table.shape[1] for table in tables]
+        bases = [side.base for side in packed.sides]
+        cut = *counts, splits, tiles, int(stores)
+        launch(
+            kernels.attend,
+            (parts, layout.heads * tiles, batch),
+            kernels.threads,
+            (*given, prepared, headers, *tables, *bases, *pages, *cut, *exact, scale, cap)
+            + (totals, outputs),
+        )
+        groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
+        many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
+        merged = totals, outputs, columns, padded, parts, windows, tokens
+        last = *merged, *transforms[1], sinks, output, *output.stride()[:3]
+        blocks = -(-columns // groups) if many else columns
+        finish = kernels.finish_many if many else kernels.finish
+        launch(finish, (blocks, layout.heads, batch), _FINISH_THREADS, last)
 
-    groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
-    many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
-    merged = totals, outputs, columns, padded, parts, windows, tokens
-    last = *merged, *transforms[1], sinks, result
-    blocks = -(-columns // groups) if many else columns
-    finish = kernels.finish_many if many else kernels.finish
-    launch(finish, (blocks, layout.heads, batch), _FINISH_THREADS, last)
-    if output is not None and output is not result:
-        return output.copy_(result)
-    return result.to(result_type)
+    return read
 
 
 def _check(

@@ -43,7 +43,7 @@ from rotationzoo.vllm.settings import (
     select_heads,
     served_layers,
 )
-from rotationzoo.vllm.steps import Known, Planner, Step, count_slots
+from rotationzoo.vllm.steps import FEW, Known, Planner, Step, count_slots
 
 
 @dataclass
@@ -57,12 +57,12 @@ class RotatedMetadata(AttentionMetadata):  # type: ignore[misc]
 class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore[misc]
     """Plans each step for all layers."""
 
-    # A captured step has one new token of each request.
-    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    # A captured step has as many new tokens of each request.
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(FEW)
         self.tokens = _page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
 
@@ -194,9 +194,8 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             self.reader = self._open_pages(index, key, value, kv_cache)
         tokens = attn_metadata.num_actual_tokens
         rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
-        self.reader.pages.write(attn_metadata.step, rows)
         into = output[:tokens].view(tokens, self.num_heads, self.head_size)
-        self.reader.attend(attn_metadata.step, query[:tokens], rows, self.scores, into)
+        self.reader.run(attn_metadata.step, query[:tokens], rows, self.scores, into)
         return output
 
     def _reserve(self, like: torch.Tensor) -> None:

@@ -5,9 +5,9 @@ A page must be readable by itself: prefix caching hands it to another request, p
 and a prompt fills it in parts. So a token is written as codes as soon as it is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -33,6 +33,8 @@ from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 _STORE = Path(__file__).with_name("store.cu")
 _STORE_FEW = Path(__file__).with_name("store_few.cu")
 """Continues `codec/feedback.cu`: both are compiled as one program."""
+_AFTER_OTHERS, _AFTER_PREPARE = 0, 1  # of its `Order`
+Rows = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -100,18 +102,16 @@ class LayerPages:
         return self._place == (cache.data_ptr(), cache.shape)
 
     @torch.no_grad()
-    def write(self, step: Step, rows: dict[str, torch.Tensor]) -> None:
+    def write(self, step: Step, rows: Rows) -> None:
         """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
-        device = rows["key"].device
-        encoders = {
-            side: self.codec.encoder(self.layer, side, self.format, device) for side in SIDES
-        }
-        few = [encoder for encoder in encoders.values() if encoder and encoder.few]
-        if len(few) == len(SIDES) and few[0].is_for_few(len(rows["key"]) * self.heads):
-            self._store_few(step, rows, few)
+        few = self._store_few(step, rows)
+        for launch in few:
+            launch(_AFTER_OTHERS)
+        if few:
             return
+        device = rows["key"].device
         for side, of_side in rows.items():
-            encoder = encoders[side]
+            encoder = self.codec.encoder(self.layer, side, self.format, device)
             if encoder is not None:
                 rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
                 self._store(step, side, of_side, encoder.store(rotated))
@@ -139,13 +139,17 @@ class LayerPages:
         grid = len(rows), self.heads, 1
         Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
 
-    def _store_few(
-        self, step: Step, rows: dict[str, torch.Tensor], encoders: Sequence[Encoder]
-    ) -> None:
-        """Rotate rows, choose their codes by error feedback, and write these to pages and the rows
-        to copies: in one launch, or in two where keys and values have different bits."""
+    def _store_few(self, step: Step, rows: Rows) -> list[Callable[[int], None]]:
+        """Launches that rotate rows, choose their codes by error feedback, and write these to pages
+        and the rows to copies: one, or two where keys and values have different bits. Each takes
+        its `Order` of `store_few.cu`. None where rows are not few, or other kernels store them."""
+        device, count = rows["key"].device, len(rows["key"])
+        encoders = [self.codec.encoder(self.layer, side, self.format, device) for side in SIDES]
+        few = [encoder for encoder in encoders if encoder and encoder.few]
+        if len(few) < len(SIDES) or not few[0].is_for_few(count * self.heads):
+            return []
         sides = []
-        for side, encoder in zip(SIDES, encoders, strict=True):
+        for side, encoder in zip(SIDES, few, strict=True):
             copies = self.copies[side]
             of_side = by_token(rows[side], copies.dtype)
             mean = self.codec.rotations[self.layer][side].mean
@@ -154,15 +158,16 @@ class LayerPages:
             sides.append((*kept, self.memory[side], copies, encoder.refused))
         layouts = [self.layouts[side] for side in SIDES]
         alike = layouts[0] == layouts[1]
-        launches = [sides]
-        if not alike:
-            launches = [[each, each] for each in sides]
+        launches = [sides] if alike else [[each, each] for each in sides]
         tokens = step.pages, step.page_offsets, step.slots, self.memory["key"].stride(0)
-        for layout, both in zip(layouts, launches, strict=False):
-            kernel = _few_kernel(layout, self.copies["key"].dtype, step.pages.device)
-            arguments = *tokens, *layout.starts[1:4], *both[0], *both[1]
-            grid = len(rows["key"]), self.heads, 1 + alike
-            Launcher(step.pages.device)(kernel, grid, FEW_THREADS, arguments)
+        launcher, grid = Launcher(device), (count, self.heads, 1 + alike)
+
+        def store(layout: PageLayout, both: Sequence[Sequence[Argument]], order: int) -> None:
+            kernel = _few_kernel(layout, self.copies["key"].dtype, device)
+            arguments = *tokens, *layout.starts[1:4], *both[0], *both[1], order
+            launcher(kernel, grid, FEW_THREADS, arguments)
+
+        return [partial(store, *each) for each in zip(layouts, launches, strict=False)]
 
     @cached_property
     def _store_kernel(self) -> Any:
@@ -171,24 +176,65 @@ class LayerPages:
         return build(_STORE.read_text(), macros, self.memory["key"].device).get_kernel("store")
 
     @torch.no_grad()
+    def write_and_attend(
+        self, step: Step, rows: Rows, query: torch.Tensor, scores: Scores, output: torch.Tensor
+    ) -> None:
+        """Do as `write` and `attend` do. On a GPU, packed tokens are read while few new ones are
+        stored."""
+        few = self._store_few(step, rows)
+        if not few:
+            self.write(step, rows)
+        read = self._prepare(step, query, scores, output, 2 * len(rows["key"]) * self.heads)
+        for order, launch in enumerate(few, _AFTER_PREPARE):
+            launch(order)
+        read(bool(few))
+
+    @torch.no_grad()
     def attend(self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor) -> None:
-        """Write what the queries `[B, H_q, D]` of single new tokens, which are stored already, read
-        to `output` `[B, H_q, D]`: the last `recent` tokens, themselves included, and the sink
-        exact. Tokens without copies are read from their codes, and so are those before them in the
-        window."""
+        """Write what the queries `[T, H_q, D]` of few new tokens of each request, which are stored
+        already, read to `output` `[T, H_q, D]`: the last `recent` tokens, themselves included, and
+        the sink exact. Tokens without copies are read from their codes, and so are those before
+        them in the window."""
+        self._prepare(step, query, scores, output)(False)
+
+    def _prepare(
+        self,
+        step: Step,
+        query: torch.Tensor,
+        scores: Scores,
+        output: torch.Tensor,
+        beside: int = 0,
+    ) -> Callable[[bool], None]:
+        """What `attend` does when it is called, with the arguments of `cuda_attention.prepare`."""
         decode = step.decode
         key, value = (self._packed(decode, step.room, side) for side in SIDES)
-        packed = PackedTokens(key, value, decode.ends, decode.starts)
+        floors = decode.floors if decode.new > 1 else None
+        packed = PackedTokens(key, value, decode.ends, decode.starts, floors)
         windows = self._window(decode.sink), self._window(decode.recent)
         exact = sum(window.tokens for window in windows)
         has_kernel = kernels_run_on(query.device) and cuda_attention.supports(
             key.layout, value.layout, query.dtype, exact
         )
-        query, output = query[:, :, None], output[:, :, None]
+        spread = decode.spread
+        into = output if spread is None else query.new_empty(len(spread[0]), *query.shape[1:])
+        queries, results = (
+            each.unflatten(0, (-1, decode.new)).transpose(1, 2)
+            for each in (query if spread is None else query[spread[0]], into)
+        )
+        arguments = queries, packed, *windows, scores
+        read = None
         if has_kernel:
-            cuda_attention.attend(query, packed, *windows, scores, output=output)
-        else:
-            output[:] = attention.attend(query, packed, *windows, scores)
+            read = cuda_attention.prepare(*arguments, results, beside=beside)
+
+        def attend(stores: bool) -> None:
+            if read:
+                read(stores)
+            else:
+                results[:] = attention.attend(*arguments)
+            if spread is not None:
+                output.copy_(into[spread[1]])
+
+        return attend
 
     def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
         memory, table = self.memory[side], decode.page_table

@@ -1,14 +1,14 @@
-// The plan of a decoding step, in which each request has one new token: what `Planner` in steps.py computes with a hundred operations
+// The plan of a decoding step, in which each request has few new tokens: what `Planner` in steps.py computes with a hundred operations
 // of torch.
 //
-// Compile with -D: TOKENS (of a page), SINK and RECENT (tokens that are read exact), SINK_PAGES and RECENT_PAGES (that they touch).
+// Compile with -D: TOKENS (of a page), SINK and RECENT (tokens that are read exact), SINK_PAGES (that the sink touches).
 // No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 typedef long long Count;
 
-constexpr int THREADS = 1024, PAGES = SINK_PAGES + RECENT_PAGES;  // of `plan`, which is one block: what it reads is small
+constexpr int THREADS = 1024;  // of `plan`, which is one block: what it reads is small
 
-// The pages that have copies. Page 0 and slot 0 are nobody's.
+// The pages that have copies. Page 0 and slot 0 belong to no request.
 struct Copies {
   Count *slot_of, *page_of, *used;
   int slots;
@@ -17,11 +17,13 @@ struct Copies {
 
 struct Request {
   const int* table;  // its pages
-  int length;        // its tokens, with the new one; 0 for padding
-  int first;         // the first page of its recent window
+  int length;        // its tokens, with the new ones; 0 for padding
+  int context;       // those before the new ones
+  int first;         // the first page of the recent window of its first new token
 
-  __device__ Request(const int* tables, Count width, const int* lengths, int row)
-      : table(tables + row * width), length(lengths[row]), first(max(length - RECENT, 0) / TOKENS) {}
+  __device__ Request(const int* tables, Count width, const int* lengths, const int* counts, int row)
+      : table(tables + row * width), length(lengths[row]), context(length - counts[row]),
+        first(max(context + 1 - RECENT, 0) / TOKENS) {}
 
   // The n-th page that its windows touch; 0 if there is none.
   __device__ int page(int n) const {
@@ -54,27 +56,30 @@ __device__ int find_oldest(const Copies& copies) {
   return found;  // 0 where this step needs all of them
 }
 
-// table [B, width], lengths [B], mapping [B]: page times TOKENS plus place, or -1. The results are those of `Step` and `Reading`.
+// table [B, width], lengths [B], counts [B] of new tokens, mapping [T]: page times TOKENS plus place, or -1. The recent windows touch
+// at most `recent_pages`. The results are those of `Step` and `DecodeMetadata`.
 extern "C" __global__ void __launch_bounds__(THREADS) plan(
-    const int* table, Count width, const int* lengths, const Count* mapping, Count batch, Count* slot_of, Count* page_of, Count* used,
-    Count slots, Count now, Count* pages, Count* places, Count* new_slots, int* starts, int* ends, int* sink_slots, int* sink_lengths,
-    int* recent_slots, int* recent_starts, int* recent_lengths) {
+    const int* table, Count width, const int* lengths, const int* counts, Count batch, const Count* mapping, Count tokens,
+    Count recent_pages, Count* slot_of, Count* page_of, Count* used, Count slots, Count now, Count* pages, Count* places,
+    Count* new_slots, int* starts, int* floors, int* ends, int* sink_slots, int* sink_lengths, int* recent_slots, int* recent_starts,
+    int* recent_lengths) {
   __shared__ int beginning[THREADS];  // the pages that begin with a new token, or 0
   const Copies copies = {slot_of, page_of, used, int(slots), now};
-  for (int from = 0; from < batch; from += THREADS) {
+  const int touched = SINK_PAGES + int(recent_pages);
+  for (int from = 0; from < tokens; from += THREADS) {
     // Pages that begin forget their former tokens.
-    const int row = from + threadIdx.x;
-    const bool begins = row < batch && mapping[row] >= 0 && mapping[row] % TOKENS == 0;
-    const int page = begins ? mapping[row] / TOKENS : 0;
+    const int at = from + threadIdx.x;
+    const bool begins = at < tokens && mapping[at] >= 0 && mapping[at] % TOKENS == 0;
+    const int page = begins ? mapping[at] / TOKENS : 0;
     beginning[threadIdx.x] = page;
     if (const Count slot = slot_of[page]) used[slot] = 0, slot_of[page] = 0;
     __syncthreads();
     // All windows stay.
     if (!from)
-      for (int i = threadIdx.x; i < batch * PAGES; i += THREADS)
-        if (const Count slot = slot_of[Request(table, width, lengths, i / PAGES).page(i % PAGES)]) used[slot] = now;
+      for (int i = threadIdx.x; i < batch * touched; i += THREADS)
+        if (const Count slot = slot_of[Request(table, width, lengths, counts, i / touched).page(i % touched)]) used[slot] = now;
     __syncthreads();
-    for (int i = 0; i < min(Count(THREADS), batch - from); i++) {
+    for (int i = 0; i < min(Count(THREADS), tokens - from); i++) {
       if (!beginning[i]) continue;
       const int slot = find_oldest(copies);
       if (!threadIdx.x && slot) {
@@ -85,8 +90,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     }
     __syncthreads();  // nobody looks for the next beginnings while others still pass these
   }
+  for (int at = threadIdx.x; at < tokens; at += THREADS) {
+    const Count stored = max(mapping[at], Count(0));
+    pages[at] = stored / TOKENS, places[at] = stored % TOKENS, new_slots[at] = slot_of[stored / TOKENS];
+  }
   for (int row = threadIdx.x; row < batch; row += THREADS) {
-    const Request request(table, width, lengths, row);
+    const Request request(table, width, lengths, counts, row);
     const int length = request.length, skipped = request.first * TOKENS;
     bool whole = true;
     for (int n = 0; n < SINK_PAGES; n++) {
@@ -94,16 +103,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
       sink_slots[row * SINK_PAGES + n] = slot, whole &= slot || n * TOKENS >= length;
     }
     int missing = 0;
-    for (int n = 0; n < RECENT_PAGES; n++) {
+    for (int n = 0; n < recent_pages; n++) {
       const int slot = slot_of[request.page(SINK_PAGES + n)];
-      recent_slots[row * RECENT_PAGES + n] = slot;
+      recent_slots[row * recent_pages + n] = slot;
       if (!slot && skipped + n * TOKENS < length) missing = n + 1;
     }
-    const int sink = whole ? min(length, SINK) : 0;
-    const int begin = min(max(max(length - RECENT, skipped + missing * TOKENS), sink), length);
-    starts[row] = sink_lengths[row] = sink, ends[row] = begin;
-    recent_starts[row] = begin - skipped, recent_lengths[row] = length - skipped;
-    const Count stored = max(mapping[row], Count(0));
-    pages[row] = stored / TOKENS, places[row] = stored % TOKENS, new_slots[row] = slot_of[stored / TOKENS];
+    const int sink = whole ? max(min(request.context, SINK), 0) : 0;
+    const int floor = min(max(max(request.context + 1 - RECENT, skipped + missing * TOKENS), sink), length);
+    const int end = request.context < SINK ? floor : max(floor, length - RECENT);  // new tokens of the sink are read exact
+    starts[row] = sink_lengths[row] = sink, floors[row] = floor, ends[row] = end;
+    recent_starts[row] = end - skipped, recent_lengths[row] = length - skipped;
   }
 }

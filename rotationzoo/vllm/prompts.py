@@ -17,7 +17,7 @@ from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm.pages import LayerPages, by_token
+from rotationzoo.vllm.pages import LayerPages, Rows, by_token
 from rotationzoo.vllm.segments import FEW, Exact, Segment
 from rotationzoo.vllm.steps import Step
 
@@ -26,7 +26,6 @@ _RESTORE = Path(__file__).with_name("restore.cu")
 
 Scratch = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
-Rows = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -127,25 +126,26 @@ class LayerReader:
         self._made_turns: Turns | None = None
 
     @torch.no_grad()
-    def attend(
+    def run(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
-        """Write what the queries `[T, H_q, D]` of new tokens read to `output` `[T, H_q, D]`. Their
-        keys and values, `rows` `[T, H, D]`, are stored already.
+        """Store new tokens, keys and values `rows` `[T, H, D]`, and write what their queries
+        `[T, H_q, D]` read to `output` `[T, H_q, D]`.
 
-        A single new token reads as `LayerPages.attend` says. Several read themselves exact, and the
-        `recent` ones before them, and the sink.
+        Few new tokens of a request read as `LayerPages.attend` says. Many read themselves exact,
+        and the `recent` ones before them, and the sink.
         """
         prompts = step.prompts
         if prompts is None:
-            self.pages.attend(step, query, scores, output)
+            self.pages.write_and_attend(step, rows, query, scores, output)
             return
+        self.pages.write(step, rows)
         if prompts.token:
-            singles = slice(prompts.token)
-            self.pages.attend(step, query[singles], scores, output[singles])
-        several = slice(prompts.token, None)
-        new = {side: of_side[several] for side, of_side in rows.items()}
-        self._attend_prompts(step, query[several], new, scores, output[several])
+            few = slice(prompts.token)
+            self.pages.attend(step, query[few], scores, output[few])
+        many = slice(prompts.token, None)
+        new = {side: of_side[many] for side, of_side in rows.items()}
+        self._attend_prompts(step, query[many], new, scores, output[many])
 
     def _attend_prompts(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor

@@ -54,7 +54,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The C requests of a step that have several new tokens each. They are its last ones."""
+    """The C requests of a step that have many new tokens each. They are its last ones."""
 
     token: int
     """The number of the first of their tokens, among the new ones of the step."""
@@ -89,7 +89,7 @@ def plan_exact(  # noqa: PLR0913 (what is known, and what the device has)
     Nothing waits for the device, and nothing loops over prompts.
     """
     sizes = known.clamp(max=windows) + new
-    counts = starts + contexts - recents + _move(new.int(), starts.device)
+    counts = starts + contexts - recents + move(new.int(), starts.device)
     none, begin = torch.zeros_like(starts), 0
     ends, firsts = sizes.cumsum(0), new.cumsum(0) - new
     while begin < len(sizes):
@@ -99,7 +99,7 @@ def plan_exact(  # noqa: PLR0913 (what is known, and what the device has)
         tokens = slice(first, first + int(new[part].sum()))
         of_all = _bounds_of(counts[part]), none[part], starts[part], (recents - starts)[part]
         read = Segment(*of_all, int(sizes[part].sum()), int(sizes[part].max()))
-        bounds = _move(_bounds_of(new[part]), starts.device)
+        bounds = move(_bounds_of(new[part]), starts.device)
         yield Exact(part, tokens, bounds, int(new[part].max()), read)
         begin = end
 
@@ -113,7 +113,7 @@ def plan_codes(
     edges = torch.arange(0, int(known.sum()), most)[:, None]
     parts = torch.stack([edges - begins, edges + most - begins]).clamp(min=0)
     parts = torch.minimum(parts, known)
-    offsets, stops = _move(parts.int(), starts.device)
+    offsets, stops = move(parts.int(), starts.device)
     counts = (torch.minimum(stops, recents - starts) - offsets).clamp(min=0)
     none, firsts = torch.zeros_like(starts), offsets + starts
     several = zip(_bounds_of(counts), firsts, parts[1] - parts[0], strict=True)
@@ -127,7 +127,7 @@ def _bounds_of(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(-1, dtype=torch.int32), (1, 0))
 
 
-def _move(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Numbers on a device, without waiting for it."""
     if device.type == "cuda":  # from memory that is not pinned, the copy would wait
         numbers = numbers.pin_memory()

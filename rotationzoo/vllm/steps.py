@@ -19,6 +19,10 @@ from rotationzoo.vllm.segments import Prompts
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
+_BOUNDS = "starts", "floors", "ends"
+FEW = 4
+"""So many new tokens of a request are read with the kernel of decoding steps. On an H200, it takes
+less time than restoring what a prompt reads for up to 22 tokens after 64,000, by its parts."""
 _NEVER = 2**62
 """When slot 0 is used next: it takes copies that are never read."""
 
@@ -42,26 +46,29 @@ class CopiedTokens:
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """What the single new tokens of B requests read."""
+    """What the few new tokens of B requests read, as if each were a step of its own."""
 
+    new: int
+    """Of each request, the last `new` tokens read."""
+    spread: tuple[torch.Tensor, torch.Tensor] | None
+    """int64: for `new` queries of each request, in whose row they are, any where a request has
+    fewer, `[B new]`; and back, for every row. None: rows are those of the requests in turn."""
     page_table: torch.Tensor
     """int64 `[B, N]`: where their pages begin, in bytes after page 0."""
     starts: torch.Tensor
     """int32 `[B]`: the first token that is read from its codes."""
+    floors: torch.Tensor
+    """int32 `[B]`: the token after the last one that the first new token reads from its codes."""
     ends: torch.Tensor
-    """int32 `[B]`: the token after the last one that is read from its codes."""
+    """int32 `[B]`: the same of the last new token."""
     sink: CopiedTokens
     recent: CopiedTokens
 
     def first(self, rows: int) -> "DecodeMetadata":
         """That of the first requests."""
-        return DecodeMetadata(
-            self.page_table[:rows],
-            self.starts[:rows],
-            self.ends[:rows],
-            self.sink.first(rows),
-            self.recent.first(rows),
-        )
+        tensors = {name: getattr(self, name)[:rows] for name in ("page_table", *_BOUNDS)}
+        windows = {"sink": self.sink.first(rows), "recent": self.recent.first(rows)}
+        return replace(self, **tensors, **windows)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Step:
     slots: torch.Tensor
     """int64 `[T]`: the slot of the copies of its page. Slot 0 belongs to no page."""
     decode: DecodeMetadata
-    """Of the requests with one new token, which come first."""
+    """Of the requests with few new tokens, which come first."""
     room: int
     """No request has more pages."""
     prompts: Prompts | None
@@ -90,22 +97,41 @@ class Known:
     """What is known of a step without waiting for a device: int64 tensors on the CPU."""
 
     counts: torch.Tensor
-    """`[B]`: new tokens of each request. Requests with one come before those with several."""
+    """`[B]`: new tokens of each request. Requests with few come before those with many."""
     lengths: torch.Tensor
-    """`[B]`: tokens of each request, right where several are new."""
+    """`[B]`: tokens of each request, right where many are new."""
     most_tokens: int
     """No request has more tokens."""
+    few: int = FEW
+    """So many new tokens are few."""
 
     @cached_property
-    def singles(self) -> int:
-        """How many requests come before the first with several new tokens."""
-        several = (self.counts > 1).nonzero()
-        return int(several[0]) if len(several) else len(self.counts)
+    def decodes(self) -> int:
+        """How many requests come before the first with many new tokens."""
+        many = (self.counts > self.few).nonzero()
+        return int(many[0]) if len(many) else len(self.counts)
+
+    @cached_property
+    def most_new(self) -> int:
+        """None of these has more new tokens."""
+        return max(1, int(self.counts[: self.decodes].max())) if self.decodes else 1
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any request has several new tokens."""
-        return self.singles < len(self.counts)
+        """Whether any request has many new tokens."""
+        return self.decodes < len(self.counts)
+
+    def spread(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `DecodeMetadata` says of the first requests, which have so many rows."""
+        counts, new = self.counts[: self.decodes], self.most_new
+        # Without tokens are requests that fill up the batch of a graph.
+        if ((counts == new) | (counts == 0)).all() and tokens == len(counts) * new:
+            return None
+        ends, request = counts.cumsum(0), torch.repeat_interleave(counts)
+        rows = (ends[:, None] - new + torch.arange(new)).clamp(min=0).flatten()
+        back = torch.arange(len(request)) - ends[request] + (request + 1) * new
+        back = torch.nn.functional.pad(back, (0, tokens - len(back)))
+        return segments.move(rows, device), segments.move(back, device)
 
 
 class Planner:
@@ -129,9 +155,10 @@ class Planner:
     ):
         """For pages of so many tokens and bytes on this device. Page 0 belongs to no request.
         Prompts read `segment` earlier tokens at a time."""
-        self.tokens, self.page_bytes, self.sink = tokens, page_bytes, layout.sink
+        self.layout, self.tokens, self.page_bytes = layout, tokens, page_bytes
+        self.sink = layout.sink
         self.recent = layout.recent  # at least 1: a token reads itself exact
-        self.sink_pages, self.recent_pages = _window_pages(layout, tokens)
+        self.sink_pages, self.recent_pages = _window_pages(layout, tokens, 1)
         self.slots = count_slots(layout, tokens, most_requests)
         self.slot_of = torch.zeros(pages, dtype=torch.int64, device=device)
         self._page_of = torch.zeros(self.slots, dtype=torch.int64, device=device)
@@ -158,8 +185,9 @@ class Planner:
         graphs that replay.
         """
         self._now += 1
-        rows, device = len(lengths), table.device
-        # Graphs replay single tokens alone. The tokens of a prompt must not move their buffers.
+        rows, device, new = len(lengths), table.device, known.most_new
+        recent_pages = _window_pages(self.layout, self.tokens, new)[1]
+        # Graphs replay few tokens alone. The tokens of a prompt must not move their buffers.
         make = _new if known.has_prompts else self._buffer
         like = partial(make, device=device)
         page_table = like("page_table", rows, table.shape[1], dtype=torch.int64)
@@ -168,16 +196,18 @@ class Planner:
             like(name, len(mapping), dtype=torch.int64)
             for name in ("pages", "page_offsets", "slots")
         )
-        starts, ends = like("starts", rows), like("ends", rows)
+        bounds = [like(name, rows) for name in _BOUNDS]
         sink = CopiedTokens(
             like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows)
         )
         recent = CopiedTokens(
-            like("recent slots", rows, self.recent_pages),
+            like("recent slots", rows, recent_pages),
             like("recent starts", rows),
             like("recent lengths", rows),
         )
-        decode = DecodeMetadata(page_table, starts, ends, sink, recent)
+        of_few = int(known.counts[: known.decodes].sum()) if known.has_prompts else len(mapping)
+        spread = known.spread(of_few, device)
+        decode = DecodeMetadata(new, spread, page_table, *bounds, sink, recent)
         step = Step(
             pages,
             page_offsets,
@@ -188,35 +218,35 @@ class Planner:
             self.slot_of,
         )
         if not known.has_prompts and kernels_run_on(device):
-            self._plan_in_kernel(step, table, lengths, mapping)
+            self._plan_in_kernel(step, table, lengths, counts, mapping)
             return step
         numbers = table.long(), lengths.long(), counts.long(), mapping.long()
         self._plan_in_torch(step, *numbers)
         if not known.has_prompts:
             return step
-        prompts = self._plan_prompts(known, page_table, starts, *numbers[:3])
-        return replace(step, decode=decode.first(known.singles), prompts=prompts)
+        prompts = self._plan_prompts(known, of_few, page_table, decode.starts, *numbers[:3])
+        return replace(step, decode=decode.first(known.decodes), prompts=prompts)
 
     def _plan_prompts(
         self,
         known: Known,
+        first: int,
         page_table: torch.Tensor,
         sink: torch.Tensor,
         table: torch.Tensor,
         lengths: torch.Tensor,
         counts: torch.Tensor,
     ) -> Prompts:
-        """What requests with several new tokens read beside them; `sink` int32 `[B]` says how many
-        of their first tokens are read exact."""
-        row, part = known.singles, slice(known.singles, None)
-        new, first = known.counts[part], int(known.counts[:row].sum())
+        """What requests with many new tokens, the `first` of the step and later ones, read beside
+        them; `sink` int32 `[B]` says how many of the tokens before are the first ones of their
+        request and read exact."""
+        part = slice(known.decodes, None)
+        new = known.counts[part]
         context = known.lengths[part] - new
         bounds = torch.nn.functional.pad(counts[part].cumsum(0), (1, 0)).int()
         contexts = lengths - counts
-        recents = self._find_recent(table, contexts, sink)[0]
-        contexts, recents = contexts[part].int(), recents[part].int()
-        # A chunk that begins in the sink has less of it before.
-        starts = torch.minimum(sink[part], contexts)
+        recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]
+        contexts, recents, starts = contexts[part].int(), recents[part].int(), sink[part]
         exact, codes = [], []
         if context.any():
             windows, most = self.sink + self.recent, self._segment
@@ -236,17 +266,24 @@ class Planner:
         return buffer[:rows]
 
     def _plan_in_kernel(
-        self, step: Step, table: torch.Tensor, lengths: torch.Tensor, mapping: torch.Tensor
+        self,
+        step: Step,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+        mapping: torch.Tensor,
     ) -> None:
-        """What `_plan_in_torch` computes for single tokens, in one launch."""
+        """What `_plan_in_torch` computes for few tokens, in one launch."""
         decode = step.decode
-        given = table.int().contiguous(), lengths.int().contiguous(), mapping.long().contiguous()
+        table, lengths, counts = (each.int().contiguous() for each in (table, lengths, counts))
+        recent_slots = decode.recent.slots
         arguments = (
-            *(given[0], table.shape[1], *given[1:], len(lengths)),
+            *(table, table.shape[1], lengths, counts, len(lengths)),
+            *(mapping.long().contiguous(), len(mapping), recent_slots.shape[1]),
             *(self.slot_of, self._page_of, self._used, self.slots, self._now),
-            *(step.pages, step.page_offsets, step.slots, decode.starts, decode.ends),
-            *(decode.sink.slots, decode.sink.lengths),
-            *(decode.recent.slots, decode.recent.starts, decode.recent.lengths),
+            *(step.pages, step.page_offsets, step.slots),
+            *(decode.starts, decode.floors, decode.ends, decode.sink.slots, decode.sink.lengths),
+            *(recent_slots, decode.recent.starts, decode.recent.lengths),
         )
         Launcher(table.device)(self._kernel, (1, 1, 1), _THREADS, arguments, early=False)
 
@@ -257,7 +294,6 @@ class Planner:
             "SINK": self.sink,
             "RECENT": self.recent,
             "SINK_PAGES": self.sink_pages,
-            "RECENT_PAGES": self.recent_pages,
         }
         named = tuple((name, str(number)) for name, number in macros.items())
         return build(_SOURCE.read_text(), named, self.slot_of.device).get_kernel("plan")
@@ -270,22 +306,29 @@ class Planner:
         counts: torch.Tensor,
         mapping: torch.Tensor,
     ) -> None:
-        starts, stored = lengths - counts, mapping.clamp(min=0)
+        contexts, stored = lengths - counts, mapping.clamp(min=0)
+        decode, pages = step.decode, step.decode.recent.slots.shape[1]
         step.pages.copy_(stored // self.tokens)
         step.page_offsets.copy_(stored % self.tokens)
         self._forget(torch.where(step.page_offsets == 0, step.pages, 0))
-        self._copy_windows(table, starts, lengths)
+        # Of few new tokens, the first one has a window of its own.
+        firsts = torch.where(counts > decode.new, lengths, contexts + 1)
+        self._copy_windows(table, contexts, firsts, lengths, pages)
         step.slots.copy_(self.slot_of[step.pages])
-        sink, sink_slots = self._find_sink(table, lengths)
-        begin, recent_slots, skipped = self._find_recent(table, lengths, sink)
-        decode = step.decode
+        sink, sink_slots = self._find_sink(table, contexts, lengths)
+        floors, recent_slots, skipped = self._find_recent(table, firsts, lengths, sink, pages)
+        # New tokens of the sink are read exact as well, and so are the few after them.
+        ends = torch.where(
+            contexts < self.sink, floors, torch.maximum(floors, lengths - self.recent)
+        )
         for target, source in (
             (decode.starts, sink),
-            (decode.ends, begin),
+            (decode.floors, floors),
+            (decode.ends, ends),
             (decode.sink.slots, sink_slots),
             (decode.sink.lengths, sink),
             (decode.recent.slots, recent_slots),
-            (decode.recent.starts, begin - skipped),
+            (decode.recent.starts, ends - skipped),
             (decode.recent.lengths, lengths - skipped),
         ):
             assert target is not None
@@ -298,24 +341,31 @@ class Planner:
         self.slot_of[pages] = 0
 
     def _copy_windows(
-        self, table: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+        self,
+        table: torch.Tensor,
+        starts: torch.Tensor,
+        firsts: torch.Tensor,
+        lengths: torch.Tensor,
+        recent_pages: int,
     ) -> None:
-        """Keep the copies in the windows of these requests, and give a slot to those of their pages
-        that begin with a new token."""
+        """Keep the copies in the windows of these requests, from that before `firsts` on, and give
+        a slot to those of their pages that begin with a new token, one of those after `starts`."""
         device = table.device
-        after = (lengths - self.recent).clamp(min=0) // self.tokens
+        after = (firsts - self.recent).clamp(min=0) // self.tokens
         before = (starts - self.recent).clamp(min=0) // self.tokens
         sinks = torch.arange(self.sink_pages, device=device).expand(len(table), -1)
-        recent = torch.arange(self.recent_pages, device=device)
+        recent = torch.arange(recent_pages, device=device)
         number = torch.cat([sinks, after[:, None] + recent, before[:, None] + recent], 1)
         # No page twice: a slot would be given to it twice.
         counts = number * self.tokens < lengths[:, None]
         counts[:, self.sink_pages :] &= number[:, self.sink_pages :] >= self.sink_pages
-        counts[:, -self.recent_pages :] &= number[:, -self.recent_pages :] < after[:, None]
-        # A single token reads what is before it in the window that ends with itself.
-        counts[:, -self.recent_pages :] &= (lengths - starts > 1)[:, None]
+        counts[:, -recent_pages:] &= number[:, -recent_pages:] < after[:, None]
+        # Few tokens read what is before them in windows that end with themselves.
+        counts[:, -recent_pages:] &= (firsts > starts + 1)[:, None]
         pages = self._pages(table, number, counts).flatten()
-        begins = (number * self.tokens >= starts[:, None]).flatten() & (pages > 0)
+        begins = number * self.tokens >= starts[:, None]
+        begins[:, -recent_pages:] = False  # those between the windows
+        begins = begins.flatten() & (pages > 0)
         self._used[self.slot_of[pages]] = self._now
         self._used[0] = _NEVER
         # The n-th page that needs a slot gets the slot that was used n-th least recently.
@@ -336,30 +386,35 @@ class Planner:
         return torch.where(counts, table.gather(1, number.clamp(max=table.shape[1] - 1)), 0)
 
     def _find_sink(
-        self, table: torch.Tensor, lengths: torch.Tensor
+        self, table: torch.Tensor, contexts: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many of the first tokens are read exact `[B]`, all of the sink or none, and the slots
-        of their copies `[B, pages of the sink]`."""
+        """How many of the first tokens are read exact, of those before the new ones `[B]`, all of
+        the sink or none, and the slots of their copies `[B, pages of the sink]`."""
         number = torch.arange(self.sink_pages, device=table.device).expand(len(table), -1)
         counts = number * self.tokens < lengths[:, None]
         slots = self.slot_of[self._pages(table, number, counts)]
         whole = ((slots > 0) | ~counts).all(1)
-        return torch.where(whole, lengths.clamp(max=self.sink), 0), slots
+        return torch.where(whole, contexts.clamp(min=0, max=self.sink), 0), slots
 
     def _find_recent(
-        self, table: torch.Tensor, lengths: torch.Tensor, sink: torch.Tensor
+        self,
+        table: torch.Tensor,
+        firsts: torch.Tensor,
+        lengths: torch.Tensor,
+        sink: torch.Tensor,
+        pages: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """From which token on `[B]` the last ones before `lengths` `[B]` are read exact: all of
-        them have copies. Then the slots of these `[B, pages of the window]`, and how many tokens
-        come before the first slot's `[B]`."""
-        first = (lengths - self.recent).clamp(min=0) // self.tokens
-        number = first[:, None] + torch.arange(self.recent_pages, device=table.device)
+        """From which token on `[B]` the last ones before `firsts` `[B]` are read exact: all of
+        them have copies, and so have those up to `lengths` `[B]`. Then the slots of these
+        `[B, pages]`, and how many tokens come before the first slot's `[B]`."""
+        first = (firsts - self.recent).clamp(min=0) // self.tokens
+        number = first[:, None] + torch.arange(pages, device=table.device)
         counts = number * self.tokens < lengths[:, None]
         slots = self.slot_of[self._pages(table, number, counts)]
         copied = (slots > 0) | ~counts
         # Pages up to the last one that lacks its copies.
-        missing = self.recent_pages - copied.flip(1).long().cumprod(1).sum(1)
-        begin = torch.maximum(lengths - self.recent, (first + missing) * self.tokens)
+        missing = pages - copied.flip(1).long().cumprod(1).sum(1)
+        begin = torch.maximum(firsts - self.recent, (first + missing) * self.tokens)
         begin = torch.minimum(torch.maximum(begin, sink), lengths)
         return begin, slots, first * self.tokens
 
@@ -373,11 +428,12 @@ def _new(
 def count_slots(layout: CacheLayout, tokens: int, most_requests: int) -> int:
     """The slots for exact copies of pages with so many tokens: as many as the windows of all
     requests touch, another window for the chunk of a prompt, and slot 0."""
-    sink, recent = _window_pages(layout, tokens)
+    sink, recent = _window_pages(layout, tokens, 1)
     return (sink + recent) * most_requests + recent + 1
 
 
-def _window_pages(layout: CacheLayout, tokens: int) -> tuple[int, int]:
-    """How many pages the sink and the recent window of a request touch at most."""
+def _window_pages(layout: CacheLayout, tokens: int, new: int) -> tuple[int, int]:
+    """How many pages the sink and the recent windows of so many new tokens of a request touch at
+    most."""
     # The recent window may begin and end inside a page.
-    return -(-layout.sink // tokens), -(-(layout.recent - 1) // tokens) + 1
+    return -(-layout.sink // tokens), -(-(layout.recent + new - 2) // tokens) + 1

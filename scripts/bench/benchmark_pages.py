@@ -9,7 +9,9 @@ cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In
 
 * `kernel`: the decode kernel over pages and windows of a request that lie together;
 * `pages, reading`: the same kernel over the server's pages, windows in slots of the copies;
-* `pages, whole step`: that, and storing the new tokens as codes, with error feedback;
+* `pages, storing`: storing the new tokens as codes, with error feedback;
+* `pages, whole step`: both, as a server does it: reading begins before storing has ended;
+* `pages, 4 tokens`: the same of four new tokens of each request;
 * `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
@@ -20,6 +22,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,11 +108,11 @@ class Server:
         """The step in which the first requests get so many new tokens."""
         return self.planner.plan(*self.numbers(counts, lengths))
 
-    def decode(self) -> Step:
+    def decode(self, new: int = 1) -> Step:
         """A decoding step of all requests, whose windows have copies."""
         batch, context = self.shape.batch, self.shape.context
-        self.plan([context - 1] * batch, [context - 1] * batch)
-        return self.plan([1] * batch, [context] * batch)
+        self.plan([context - new] * batch, [context - new] * batch)
+        return self.plan([new] * batch, [context] * batch)
 
 
 def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
@@ -123,25 +126,27 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
     del caches
     torch.cuda.empty_cache()
     server = Server(shape, settings, copies)
-    step, output = server.decode(), torch.empty_like(query)
-    size = shape.batch, shape.kv_heads, shape.dim
-    new = {side: torch.randn(size, dtype=torch.bfloat16, device="cuda") for side in SIDES}
-
-    def read(layer: LayerPages) -> None:
-        layer.attend(step, query, scores, output)
-
-    def whole(layer: LayerPages) -> None:
-        layer.write(step, new)
-        read(layer)
-
-    yield "pages, reading", timed(read, server.layers)
-    yield "pages, whole step", timed(whole, server.layers)
+    for new in (1, 4):
+        step, rows = server.decode(new), new * shape.batch
+        draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        query = draw(rows, shape.heads, shape.dim)
+        given = {side: draw(rows, shape.kv_heads, shape.dim) for side in SIDES}
+        output = torch.empty_like(query)
+        ways = {
+            "reading": lambda layer: layer.attend(step, query, scores, output),
+            "storing": lambda layer: layer.write(step, given),
+            "whole step": lambda layer: layer.write_and_attend(step, given, query, scores, output),
+        }
+        if new > 1:
+            ways = {f"{new} tokens": ways["whole step"]}
+        for name, way in ways.items():
+            yield f"pages, {name}", timed(way, server.layers)
     numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch)
     planner = server.planner
     yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
     torch.cuda.empty_cache()
-    yield from time_bfloat16(shape, query)
+    yield from time_bfloat16(shape, query[: shape.batch])
 
 
 def time_bfloat16(shape: Shape, query: torch.Tensor) -> Iterator[tuple[str, float]]:

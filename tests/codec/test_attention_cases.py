@@ -76,6 +76,16 @@ def slots() -> Iterator[Case]:
     yield replace(case, dim=256, group=8, means=True)
 
 
+def sliding() -> Iterator[Case]:
+    """Windows that move along with the new tokens of a request, as far as their copies reach."""
+    sizes = {"lengths": (35, 500, 64, 333, 3000), "pooled": (34, 64, 62, 45, 2000)}
+    case = Case("sliding", head=(40, 64, 3, 0, 64), tail=(9, 256, 40, 11, 100), **sizes)
+    floors = (34, 490, 63, 333, 2998)
+    for format, new in itertools.product(("sglang", "vllm", "fine"), (2, 3, 4, 7)):
+        yield replace(case, format=format, floors=floors, new=new, unread=torch.nan)
+    yield replace(case, floors=floors, dim=256, group=8, new=4, means=True, soft_cap=20.0)
+
+
 def scores() -> Iterator[Case]:
     """Soft caps, sinks and means, alone and together."""
     for cap, sinks, means in itertools.product((None, 20.0), (False, True), (False, True)):
@@ -153,12 +163,13 @@ def quick() -> Iterator[Case]:
     yield from (replace(case, dim=80, format="mlx"), replace(case, soft_cap=20.0))
     yield replace(case, dim=256, lengths=(2000, 700, 1))
     yield replace(case, pooled=(70, 0, 33))
+    yield replace(case, pooled=(70, 0, 31), floors=(296, 0, 32), tail=(40, 6, 9), new=4)
     yield replace(case, format="fine", fine=(48, 16))
     yield replace(case, dim=96, value_dim=64, new=1)
 
 
 CASES = (
-    formats, third_bits, ratios, lengths, slots, scores, types, peaks, magnitudes, long_contexts,
+    formats, third_bits, ratios, lengths, slots, sliding, scores, types, peaks, magnitudes, long_contexts,
     splits, graphs,
 )  # fmt: skip
 EVERY = [case for cases in CASES for case in cases()]

@@ -138,7 +138,7 @@ def scattered(inputs: Inputs) -> Inputs:
         replace(side, matrix=spread(side.matrix), mean=spread(side.mean))
         for side in inputs.packed.sides
     ]
-    counts = inputs.packed.lengths, inputs.packed.starts
+    counts = inputs.packed.lengths, inputs.packed.starts, inputs.packed.floors
     packed = PackedTokens(
         *sides, *(each if each is None else spread(each.long()) for each in counts)
     )
@@ -248,6 +248,10 @@ def _compiled(
         ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
         ("vllm", {"dim": 80, "group": 5, "sinks": True}),
         ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
+        (
+            "vllm",
+            {"dim": 64, "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": (12, 7, 9)},
+        ),
         ("fine", {"dim": 128, "group": 7}),
         ("fine", {"dim": 96, "fine": (16, 96), "soft_cap": 20, "means": True}),
         ("fine", {"dim": 160, "group_size": 32, "fine": (80, 0), "pooled": (0, 0, 50)}),

@@ -43,6 +43,9 @@ class Case:
     pooled: tuple[int, ...] = ()
     """How many of the packed tokens of each row are not read. With them, windows lie in slots of 32
     tokens, their first two tokens are not read, and tables count from a base."""
+    floors: tuple[int, ...] = ()
+    """How many packed tokens of each row every query reads: exact tokens move along with the new
+    ones. Only with `pooled`."""
     query_type: torch.dtype = torch.bfloat16
     window_type: torch.dtype = torch.bfloat16
     soft_cap: float | None = None
@@ -138,11 +141,12 @@ class Drawing:
             mean = self.normal(case.kv_heads, rows.shape[-1]) if case.means else None
             sides.append(self.side(layout, rows, mean))
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self.device)
-        starts = None
-        if case.pooled:
-            starts = torch.tensor(case.pooled, dtype=torch.int32, device=self.device)
+        starts, floors = (
+            torch.tensor(each, dtype=torch.int32, device=self.device) if each else None
+            for each in (case.pooled, case.floors)
+        )
         key, value = sides
-        return PackedTokens(key, value, lengths, starts)
+        return PackedTokens(key, value, lengths, starts, floors)
 
     def layouts(self) -> tuple[PageLayout, PageLayout]:
         case, format, both = self.case, LAYOUTS[self.case.format], []
@@ -203,10 +207,11 @@ class Drawing:
         for row, count in enumerate(every):
             key[row, :, count:] = value[row, :, count:] = case.unread
         window = ExactWindow(key.to(case.window_type), value.to(case.window_type), lengths)
-        return self.in_slots(window) if case.pooled else window
+        return self.in_slots(window, part == "tail") if case.pooled else window
 
-    def in_slots(self, window: ExactWindow) -> ExactWindow:
-        """The same in a pool, where a row's first two tokens are not read."""
+    def in_slots(self, window: ExactWindow, is_tail: bool) -> ExactWindow:
+        """The same in a pool, where a row's first two tokens are not read, nor by its last query
+        those that it reads packed, and earlier ones do not."""
         pieces = -(-window.key.shape[2] // 32)
         slots = torch.randperm(self.batch * pieces, generator=self.generator, device=self.device)
         pools = []
@@ -219,6 +224,12 @@ class Drawing:
         if lengths is None:
             lengths = torch.full((self.batch,), window.key.shape[2], device=self.device)
         starts = lengths.clamp(max=2).int()
+        if is_tail and self.case.floors:
+            packed, floors = (
+                torch.tensor(each, device=self.device)
+                for each in (self.case.lengths, self.case.floors)
+            )
+            starts += (packed - floors).clamp(max=self.case.new - 1).int()
         return ExactWindow(*pools, lengths.int(), starts, slots.int().unflatten(0, (-1, pieces)))
 
 
@@ -230,37 +241,42 @@ def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
 
 
 def reference(inputs: Inputs) -> torch.Tensor:
-    """What `attend` should return, in float64: each row of the batch by itself, over exactly those
-    tokens that it reads."""
-    packed, outputs = inputs.packed, []
-    batch, heads, new, _ = inputs.query.shape
-    for row in range(batch):
-        parts = []
-        for window in (inputs.head, inputs.tail):
-            count = window.tokens if window.lengths is None else int(window.lengths[row])
-            first = 0 if window.starts is None else int(window.starts[row])
-            rows = [window.rows(side)[row, :, first:count] for side in ("key", "value")]
-            parts.append([each.double() for each in rows])
-        length = int(packed.lengths[row])
-        first = 0 if packed.starts is None else int(packed.starts[row])
-        stored = [restore(side, row, length)[:, first:] for side in (packed.key, packed.value)]
-        # The tail comes last, because its last tokens are those that queries do not all read.
-        key, value = (torch.cat(sides, 1) for sides in zip(parts[0], stored, parts[1], strict=True))
-        group = heads // key.shape[0]
-        query = inputs.query[row].double().unflatten(0, (-1, group))
-        logits = query @ key.mT[:, None] * inputs.scores.scale
-        cap, sinks = inputs.scores.soft_cap, inputs.scores.sinks
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        later = torch.arange(new - 1, -1, -1, device=logits.device)[:, None]
-        position = torch.arange(key.shape[1], device=logits.device)
-        logits = logits.masked_fill(position >= key.shape[1] - later, -torch.inf)
-        if sinks is not None:
-            column = sinks.double().view(-1, group, 1, 1).expand(*logits.shape[:3], 1)
-            logits = torch.cat([logits, column], -1)
-        weights = logits.softmax(-1)[..., : key.shape[1]]
-        outputs.append((weights @ value[:, None]).flatten(0, 1))
+    """What `attend` should return, in float64: each query by itself, over exactly those tokens that
+    it reads."""
+    new = inputs.query.shape[2]
+    rows = range(len(inputs.query))
+    outputs = [torch.stack([_read(inputs, row, at) for at in range(new)], 1) for row in rows]
     return torch.stack(outputs)
+
+
+def _read(inputs: Inputs, row: int, at: int) -> torch.Tensor:
+    """What query number `at` of a row of the batch reads `[H_q, D_v]`, float64."""
+    packed, heads, new = inputs.packed, *inputs.query.shape[1:3]
+    later = new - 1 - at
+    length = int(packed.lengths[row])
+    moved = 0 if packed.floors is None else min(later, length - int(packed.floors[row]))
+    parts = []
+    for window in (inputs.head, inputs.tail):
+        is_tail = window is inputs.tail
+        count = window.tokens if window.lengths is None else int(window.lengths[row])
+        first = 0 if window.starts is None else int(window.starts[row])
+        read = slice(first - moved * is_tail, max(count - later * is_tail, 0))
+        rows = [window.rows(side)[row, :, read] for side in ("key", "value")]
+        parts.append([each.double() for each in rows])
+    first = 0 if packed.starts is None else int(packed.starts[row])
+    sides = packed.key, packed.value
+    parts.append([restore(side, row, length - moved)[:, first:] for side in sides])
+    key, value = (torch.cat(sides, 1) for sides in zip(*parts, strict=True))
+    group = heads // key.shape[0]
+    query = inputs.query[row, :, at].double().unflatten(0, (-1, group))
+    logits = query @ key.mT * inputs.scores.scale
+    cap, sinks = inputs.scores.soft_cap, inputs.scores.sinks
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double().view(-1, group, 1)], -1)
+    weights = logits.softmax(-1)[..., : key.shape[1]]
+    return (weights @ value).flatten(0, 1)
 
 
 def restore(side: PackedSide, row: int, length: int) -> torch.Tensor:

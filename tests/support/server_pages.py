@@ -13,7 +13,7 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import segments
+from rotationzoo.vllm import segments, steps
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.prompts import LayerReader, TorchAttention
 from rotationzoo.vllm.settings import cell_bytes
@@ -95,8 +95,8 @@ class Server:
 
     def run(self, rows: dict) -> dict:
         """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in
-        vLLM, requests with one new token come first."""
-        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > 1))
+        vLLM, requests with few new tokens come first."""
+        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > steps.FEW))
         step = self.plan({request: len(each["key"]) for request, each in rows.items()})
         both = {
             side: torch.cat([each[side] for each in rows.values()]).to(self.device, self.dtype)
@@ -105,8 +105,7 @@ class Server:
         query = torch.cat([query_of(each["key"]) for each in rows.values()])
         query = query.to(self.device, self.dtype)
         output = torch.full_like(query, torch.nan)
-        self.layer.write(step, both)
-        self.reader.attend(step, query, both, SCORES, output)
+        self.reader.run(step, query, both, SCORES, output)
         parts = output.cpu().split([len(each["key"]) for each in rows.values()])
         return dict(zip(rows, parts, strict=True))
 

@@ -123,6 +123,12 @@ template <class T>
 static T __shfl_xor_sync(unsigned, T x, int step) {
   return together({bits_as<unsigned>(x)}, [=](Numbers all, int lane) { return bits_as<T>(all[lane ^ step][0]); });
 }
+static long long __shfl_xor_sync(unsigned, long long x, int step) {
+  return together({unsigned(x), unsigned(x >> 32)}, [=](Numbers all, int lane) {
+    const unsigned* of = all[lane ^ step];
+    return (long long)(of[0] | (unsigned long long)of[1] << 32);
+  });
+}
 static bool __any_sync(unsigned, bool x) {
   return together({x}, [](Numbers all, int) {
     bool any = false;

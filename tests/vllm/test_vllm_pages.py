@@ -1,10 +1,13 @@
 """Pages of a server against a layer of the cache for transformers, which reads the same rows."""
 
+import copy
 from dataclasses import replace
 
+import benchmark_pages
 import pytest
 import torch
-from support.codec import on_gpu
+from decode_caches import Shape
+from support.codec import CpuLauncher, compile_for_cpu, on_cpu, on_gpu
 from support.server_pages import (
     DIM,
     GEOMETRY,
@@ -92,6 +95,35 @@ def test_requests_in_one_step_read_what_each_alone_reads(segment):
         now = {r: each[step - r] for r, each in calls.items() if 0 <= step - r < len(CALLS)}
         for request, output in server.run(now).items():
             assert (output - alone[request][step - request]).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize(("format", "sink", "recent"), [("vllm", 3, 6), ("budget", 12, 4)])
+def test_few_tokens_in_one_step_read_what_each_reads_in_a_step_of_its_own(format, sink, recent):
+    """From the first token on, inside the sink, and at the end of a page. Every step comes twice:
+    the tokens of the first are drafts that are taken back."""
+    settings = settings_of(format, sink=sink, recent=recent)
+    server, done = Server(settings), {0: 0, 1: 9, 2: 14}
+    rows = {request: draw(50, seed=request) for request in done}
+    expected = {}
+    for request, prompt in done.items():
+        calls = [prompt][: prompt > 0] + [1] * (50 - prompt)
+        expected[request] = torch.cat(read_in_transformers(settings, rows[request], calls))
+        server.begin(request)
+        if prompt:
+            server.run({request: part_of(rows[request], 0, prompt)})
+    for counts in [(4, 4, 4), (1, 3, 2), (2, 2, 2), (4, 1, 1), (3, 4, 2), (1, 1, 1), (4, 4, 4)] * 2:
+        for is_draft in (True, False):
+            new = {}
+            for request, count in enumerate(counts):
+                start = done[request]
+                server.lengths[request] = start
+                own = part_of(rows[request], start, start + count)
+                new[request] = draw(count, seed=start) if is_draft else own
+            read = server.run(new)
+        for request, count in enumerate(counts):
+            own = expected[request][done[request] :][:count]
+            assert (read[request] - own).abs().max() < CLOSE
+            done[request] += count
 
 
 def test_a_prefix_is_read_by_another_request_with_its_copies():
@@ -192,18 +224,39 @@ def test_a_process_holds_its_heads():
 
 @on_gpu
 def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
+    assert_kernel_plans(monkeypatch, lambda server: None, device)
+
+
+@on_cpu
+def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch, tmp_path):
+    monkeypatch.setattr(steps, "Launcher", CpuLauncher)
+
+    def compile(server):
+        planner = server.planner
+        macros = {"TOKENS": TOKENS, "SINK": planner.sink, "RECENT": planner.recent}
+        macros |= {"SINK_PAGES": planner.sink_pages, "SHARED": 0}
+        named = [(name, str(number)) for name, number in macros.items()]
+        library = compile_for_cpu(tmp_path, steps._SOURCE.read_text(), ["plan"], named)
+        planner.__dict__["_kernel"] = library.launch_plan
+
+    assert_kernel_plans(monkeypatch, compile, "cpu")
+
+
+def assert_kernel_plans(monkeypatch, compile, device) -> None:
     """Requests that begin, grow and end, with more pages in windows than there are slots."""
     settings = settings_of(kernel=True)
     plans = {}
     for way in ("kernel", "torch"):
-        if way == "torch":
-            monkeypatch.setattr(steps, "kernels_run_on", lambda device: False)
+        monkeypatch.setattr(steps, "kernels_run_on", lambda device, way=way: way == "kernel")
         server, plans[way] = Server(settings, 3, 120, device=device), []
+        if way == "kernel":
+            compile(server)
         for request in range(6):
             server.begin(request)
             server.plan({request: 5 * request + 1})
-            for _ in range(9):
-                step = server.plan(dict.fromkeys([*server.tables], 1))
+            for number in range(9):
+                counts = {each: 1 + (number + each) % 4 * (number > 4) for each in server.tables}
+                step = server.plan(counts)
                 plans[way].append(describe(server, step))
             if request % 3 == 2:
                 server.end(request - 1)
@@ -214,7 +267,7 @@ def describe(server, step) -> list:
     """A plan without the numbers of slots, of which any that is free may be taken."""
     decode, page_of = step.decode, server.planner._page_of
     windows = [decode.sink, decode.recent]
-    tensors = [decode.starts, decode.ends, decode.recent.starts, decode.page_table]
+    tensors = [decode.starts, decode.floors, decode.ends, decode.recent.starts, decode.page_table]
     tensors += [step.pages, step.page_offsets, page_of[step.slots]]
     tensors += [window.lengths for window in windows]
     tensors += [page_of[window.slots.long()] for window in windows]
@@ -222,8 +275,9 @@ def describe(server, step) -> list:
 
 
 @on_gpu
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
-def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device):
+def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count, device):
     """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
     stay where they are."""
     settings = settings_of(format, "feedback", kernel=True)
@@ -234,20 +288,19 @@ def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device
         for request, each in rows.items():
             server.begin(request)
             server.run({request: part_of(each, 0, 20 + 7 * request)})
-    new = {side: torch.zeros(2, HEADS, DIM, dtype=torch.bfloat16, device=device) for side in SIDES}
-    query = torch.zeros(2, 2 * HEADS, DIM, dtype=torch.bfloat16, device=device)
+    query = torch.zeros(2 * count, 2 * HEADS, DIM, dtype=torch.bfloat16, device=device)
+    new = {side: torch.zeros_like(query[:, :HEADS]) for side in SIDES}
     output, graph = torch.zeros_like(query), torch.cuda.CUDAGraph()
-    for at in range(20, 50):
-        now = {r: part_of(each, at + 7 * r, at + 7 * r + 1) for r, each in rows.items()}
-        step = on_gpu.plan({0: 1, 1: 1})
+    for at in range(20, 50, count):
+        now = {r: part_of(each, at + 7 * r, at + 7 * r + count) for r, each in rows.items()}
+        step = on_gpu.plan({0: count, 1: count})
         step = replace(step, room=WIDTH)
         for side in SIDES:
             new[side].copy_(torch.cat([each[side] for each in now.values()]))
         query.copy_(torch.cat([query_of(each["key"]) for each in now.values()]))
 
         def run(step=step):
-            on_gpu.layer.write(step, new)
-            on_gpu.reader.attend(step, query, new, SCORES, output)
+            on_gpu.reader.run(step, query, new, SCORES, output)
 
         if at == 20:
             run()  # compiles
@@ -259,6 +312,33 @@ def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device
         expected = torch.cat([*on_cpu.run(now).values()])
         # Rounding the output to bfloat16 makes 1.7e-3 by itself, and a code may flip.
         assert (output.cpu() - expected).norm() / expected.norm() < 0.02
+
+
+@on_gpu
+@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize(("batch", "context"), [(1, 20_000), (8, 3000), (1, 300)])
+def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
+    """In pages and windows of an 8B model's shape, whose new tokens weigh more than all others."""
+    shape = Shape(batch, context)
+    settings = benchmark_pages.settings_of(shape, "vllm")
+    server = benchmark_pages.Server(shape, settings, 1)
+    layers = [server.layers[0], copy.deepcopy(server.layers[0])]
+    step = server.decode(new)
+    for seed in range(50):
+        generator = torch.Generator(device).manual_seed(seed)
+        size = batch * new, shape.kv_heads, shape.dim
+        drawn = torch.randn(2, *size, generator=generator, device=device).bfloat16()
+        rows = dict(zip(SIDES, drawn, strict=True))
+        query = rows["key"].repeat_interleave(shape.heads // shape.kv_heads, 1)
+        outputs = [torch.full_like(query, torch.nan) for _ in layers]
+        layers[0].write_and_attend(step, rows, query, SCORES, outputs[0])
+        layers[1].write(step, rows)
+        layers[1].attend(step, query, SCORES, outputs[1])
+        # Parts are cut elsewhere. bfloat16 rounds to 2e-3.
+        assert (outputs[0] - outputs[1]).norm() / outputs[1].norm() < 0.01
+        for side in SIDES:
+            for name in ("memory", "copies"):
+                assert torch.equal(*(getattr(layer, name)[side][1:] for layer in layers))
 
 
 @on_gpu
@@ -316,9 +396,9 @@ def test_few_tokens_are_stored_in_one_launch_as_in_many(format, device, monkeypa
             step = server.plan({0: len(new["key"])})
             server.layer.write(step, {side: each.bfloat16() for side, each in new.items()})
         stored.append(server.layer)
-        segment = server.plan({0: 3}).prompts.codes[0]
+        segment = server.plan({0: 5}).prompts.codes[0]
         into = torch.zeros(2, 40, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        server.reader._restore(server.plan({0: 3}), segment, into)
+        server.reader._restore(server.plan({0: 5}), segment, into)
         stored.append(into)
     assert torch.equal(stored[0].copies["key"], stored[2].copies["key"])
     assert torch.equal(stored[0].copies["value"], stored[2].copies["value"])
