@@ -15,17 +15,16 @@ struct Rows {
 struct Job {
   int head, heads, tile, tiles, batch, part, parts;
   Count columns, tokens;  // tokens: of the query
-  bool stores;            // whether the kernel before this one stores the new tokens, and not `prepare`, which has ended then
 
   __device__ Count at(int column) const {  // of what is written for a column
     return (((Count(batch) * heads + head) * tiles + tile) * COLUMNS + column) * parts + part;
   }
 };
 
-// Of the tiles from `begin` to `end`, the tokens of a range, of which new ones may be being stored.
+// Of the tiles from `begin` to `end`, the tokens of a range.
 __device__ void attend_packed(
-    const Job& job, const Tables& tables, int begin, int end, const Range& range, bool reads_new, const signed char* prepared,
-    const Header* headers, float cap, float2* totals, float* outputs, char* shared) {
+    const Job& job, const Tables& tables, int begin, int end, const Range& range, const signed char* prepared, const Header* headers,
+    float cap, float2* totals, float* outputs, char* shared) {
   const Place place;
   const int warp = threadIdx.x / 32, row = place.row, part = place.part;
   const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
@@ -35,7 +34,6 @@ __device__ void attend_packed(
   Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages,
                    tables.key_base, tables.value_base, job.head, job.heads, place.lane,
                    int(min(tables.key_pages, tables.value_pages))};
-  if (reads_new) wait_for_previous();
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
@@ -43,7 +41,7 @@ __device__ void attend_packed(
     end_group();
   }
 
-  if (!job.stores) wait_for_previous();
+  wait_for_previous();
   const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
   Query query;
   #pragma unroll
@@ -165,7 +163,6 @@ __device__ void attend_exact(
     const float x = c < columns ? element(query[from + d]) : 0.0f;
     queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
   }
-  if (job.stores) wait_for_previous();
   float key[SHARE] = {};
   if (token >= skipped && token < count) load<SHARE>(key, rows.key + (at + token) * KEY_DIM + side * SHARE);
   // Values are on their way while keys are compared.
@@ -174,7 +171,7 @@ __device__ void attend_exact(
   #pragma unroll
   for (int i = 0; i < WINDOW; i++)
     values[i] = i >= skipped && i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
-  if (!job.stores) wait_for_previous();
+  wait_for_previous();
   __syncthreads();
   #pragma unroll 2
   for (int c = 0; c < COLUMNS; c++) {
@@ -229,14 +226,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count row_stride, Count head_stride, Count token_stride, Count columns, Count tokens,
     const signed char* prepared, const Header* headers, const Address* keys, const Address* values, Address key_base,
     Address value_base, Count key_pages, Count value_pages, const int* starts, const int* floors, const int* lengths, Count splits,
-    Count tiles, Count stores, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
+    Count tiles, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
     const int* sink_slots, Count sink_room, Count sink_pieces, const Element* recent_key, const Element* recent_value,
     const int* recent_lengths, const int* recent_starts, const int* recent_slots, Count recent_room, Count recent_pieces,
     double scale, double cap, float2* totals, float* outputs) {
   __shared__ alignas(128) char shared[SHARED];
   const int windows = gridDim.x - splits;
   const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), int(blockIdx.z),
-                   int(blockIdx.x), int(gridDim.x), columns, tokens, stores != 0};
+                   int(blockIdx.x), int(gridDim.x), columns, tokens};
   const float capped = float(cap) * LOG2E;
   const int length = lengths[job.batch], floor = floors ? floors[job.batch] : length;
   const Rows recent = {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, recent_room, recent_pieces};
@@ -254,9 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   const int first = range.start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
   const int begin = min(end, first + int(blockIdx.x - windows) * each);
   const Tables tables = {keys, values, key_base, value_base, key_pages, value_pages};
-  // A server's new tokens have no exact copies where its slots are all in use.
-  const bool reads_new = stores && recent_lengths[job.batch] - recent_starts[job.batch] < tokens;
-  attend_packed(job, tables, begin, min(end, begin + each), range, reads_new, prepared, headers, capped, totals, outputs, shared);
+  attend_packed(job, tables, begin, min(end, begin + each), range, prepared, headers, capped, totals, outputs, shared);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 kernels of `attention.cu` and `attention_parts.cu` read, in tiles of how many tokens, and how their
 work is cut up."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,7 +17,9 @@ _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
-_SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
+# Tokens of a range: shorter ones take longer to merge than to read, and are worth it only where
+# half of the GPU would be idle.
+_SHORTEST_SPLIT, _LONGEST_SPLIT = 512, 1024
 _WAVES = 3
 """How often all blocks that a GPU holds at once should be replaced, so that none is left alone with
 the last of them."""
@@ -148,12 +149,12 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
     """Into how many ranges `tokens` packed tokens of each of so many heads (of all rows and tiles
     of columns) are cut, where a GPU holds `blocks` thread blocks at once and `windows` more are
     needed for the exact tokens of each head."""
-    longest = max(1, tokens // _SHORTEST_SPLIT)
-    # A single wave that is full, or several, of which the last may be half empty.
-    wanted = blocks // heads - windows
-    if wanted < 4:
-        wanted = -(-_WAVES * blocks // heads)
-    return max(1, min(wanted, longest))
+    # A single wave, or several, where exact tokens would take half of it.
+    most = blocks // heads - windows
+    if 2 * most * heads < blocks:
+        most = -(-_WAVES * blocks // heads)
+    fewest = min(blocks // (2 * heads), tokens // _SHORTEST_SPLIT)
+    return max(1, min(most, max(fewest, tokens // _LONGEST_SPLIT)))
 
 
 @cache
@@ -175,50 +176,34 @@ def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     )
 
 
-def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
+def attend(  # noqa: PLR0913 (those of the definition, and three of a GPU)
     query: torch.Tensor,
     packed: PackedTokens,
     head: ExactWindow,
     tail: ExactWindow,
     scores: Scores,
     splits: int | None = None,
+    output: torch.Tensor | None = None,
+    query_is_there: bool = False,
 ) -> torch.Tensor:
-    """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`.
+    """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`; written to
+    `output`, where it is given, of the type of queries and windows.
 
     `splits` is how many ranges the packed tokens of a row are cut into, one for a thread block
     each; by default as many as keep the GPU busy. Nothing waits for the GPU. The matrix of the keys
-    may be read before the last kernel of the stream has ended, so that kernel must not write it.
+    may be read before the last kernel of the stream has ended, so that kernel must not write it;
+    and so may the query, where it `query_is_there`: that kernel has begun after it was written.
     Raises `RotationZooError` for what `supports` says no to, and for more rows, or more KV heads
     times queries, than a grid has blocks for.
     """
-    dtype = query.dtype
+    result_type, dtype = query.dtype, query.dtype
     for window in (head, tail):
         for exact_rows in (window.key, window.value):
             dtype = torch.promote_types(dtype, exact_rows.dtype)
-    output = query.new_empty(*query.shape[:3], packed.value.layout.dim, dtype=dtype)
-    prepare(query.to(dtype), packed, head, tail, scores, output, splits)()
-    return output.to(query.dtype)
-
-
-def prepare(  # noqa: PLR0913 (as above)
-    query: torch.Tensor,
-    packed: PackedTokens,
-    head: ExactWindow,
-    tail: ExactWindow,
-    scores: Scores,
-    output: torch.Tensor,
-    splits: int | None = None,
-    beside: int = 0,
-) -> Callable[..., None]:
-    """Begin what `attend` does: the result writes to `output` `[B, H_q, T, D_v]`, of the type of
-    queries and windows, when it is called.
-
-    It may be called with `stores=True` where the only kernels launched in between store the T last
-    tokens of the tail, as `vllm/store_few.cu` does: tokens that were packed before are then read
-    while that kernel works, which takes `beside` thread blocks. Rows `[D]` of `query` and `output`
-    are contiguous; any other dimension may have any stride.
-    """
-    dtype, layout = query.dtype, packed.key.layout
+    query = query.to(dtype)
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    layout = packed.key.layout
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
     soft_cap = scores.soft_cap is not None
@@ -226,16 +211,16 @@ def prepare(  # noqa: PLR0913 (as above)
     tiles = -(-columns // width)
     variant = AttentionVariant(layout, packed.value.layout, dtype, soft_cap, width)
     _check(variant, (batch, layout.heads * tiles), head, tail)
-    if not output.numel():  # CUDA refuses an empty grid
-        return lambda stores=False: None
-    if query.stride(3) != 1:
-        query = query.contiguous()
+    shape = batch, query_heads, tokens, variant.value.dim
+    result = query.new_empty(shape) if output is None else output
+    if not result.numel():  # CUDA refuses an empty grid
+        return result.to(result_type)
     kernels = compiled(variant, query.device)
     # A block of `finish` keeps a maximum and a sum of every part.
     windows = sum(-(-window.tokens // variant.window) for window in (head, tail))
     if splits is None:
-        room, blocks = len(packed.key.blocks) * layout.tokens, max(1, kernels.blocks - beside)
-        splits = choose_splits(blocks, batch * layout.heads * tiles, windows, room)
+        room = len(packed.key.blocks) * layout.tokens
+        splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
     splits = min(splits, _MOST_TOTALS - windows)
     parts, padded = windows + splits, tiles * width
 
@@ -254,30 +239,28 @@ def prepare(  # noqa: PLR0913 (as above)
     launch = Launcher(query.device)
     scale, cap = float(scores.scale), float(scores.soft_cap or 0)
     given: list[Argument] = [query, *query.stride()[:3], columns, tokens]
-    turned = *given, *transforms[0], scale, prepared, headers
     early = transforms[0][0] is packed.key.matrix  # no copy, which may have only just begun
+    turned = *given, *transforms[0], scale, prepared, headers, int(query_is_there and early)
     launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, turned, early)
 
-    def read(stores: bool = False) -> None:
-        pages = [table.shape[1] for table in tables]
-        bases = [side.base for side in packed.sides]
-        cut = *counts, splits, tiles, int(stores)
-        launch(
-            kernels.attend,
-            (parts, layout.heads * tiles, batch),
-            kernels.threads,
-            (*given, prepared, headers, *tables, *bases, *pages, *cut, *exact, scale, cap)
-            + (totals, outputs),
-        )
-        groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
-        many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
-        merged = totals, outputs, columns, padded, parts, windows, tokens
-        last = *merged, *transforms[1], sinks, output, *output.stride()[:3]
-        blocks = -(-columns // groups) if many else columns
-        finish = kernels.finish_many if many else kernels.finish
-        launch(finish, (blocks, layout.heads, batch), _FINISH_THREADS, last)
+    pages = [table.shape[1] for table in tables]
+    bases = [side.base for side in packed.sides]
+    read = *given, prepared, headers, *tables, *bases, *pages, *counts, splits, tiles
+    launch(
+        kernels.attend,
+        (parts, layout.heads * tiles, batch),
+        kernels.threads,
+        (*read, *exact, scale, cap, totals, outputs),
+    )
 
-    return read
+    groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
+    many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
+    merged = totals, outputs, columns, padded, parts, windows, tokens
+    last = *merged, *transforms[1], sinks, result, *result.stride()[:3]
+    blocks = -(-columns // groups) if many else columns
+    finish = kernels.finish_many if many else kernels.finish
+    launch(finish, (blocks, layout.heads, batch), _FINISH_THREADS, last)
+    return result if output is not None else result.to(result_type)
 
 
 def _check(

@@ -5,9 +5,9 @@ A page must be readable by itself: prefix caching hands it to another request, p
 and a prompt fills it in parts. So a token is written as codes as soon as it is there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,7 +23,7 @@ from rotationzoo.codec.cuda import (
     Variant,
     build,
 )
-from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
+from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
@@ -33,7 +33,6 @@ from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 _STORE = Path(__file__).with_name("store.cu")
 _STORE_FEW = Path(__file__).with_name("store_few.cu")
 """Continues `codec/feedback.cu`: both are compiled as one program."""
-_AFTER_OTHERS, _AFTER_PREPARE = 0, 1  # of its `Order`
 Rows = dict[str, torch.Tensor]
 
 
@@ -102,13 +101,11 @@ class LayerPages:
         return self._place == (cache.data_ptr(), cache.shape)
 
     @torch.no_grad()
-    def write(self, step: Step, rows: Rows) -> None:
-        """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
-        few = self._store_few(step, rows)
-        for launch in few:
-            launch(_AFTER_OTHERS)
-        if few:
-            return
+    def write(self, step: Step, rows: Rows) -> bool:
+        """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages.
+        Whether the last kernel of the stream began after all that is before this call."""
+        if self._store_few(step, rows):
+            return True
         device = rows["key"].device
         for side, of_side in rows.items():
             encoder = self.codec.encoder(self.layer, side, self.format, device)
@@ -123,11 +120,11 @@ class LayerPages:
                 by_token = value[0].transpose(0, 1).to(section.dtype)
                 section[step.pages, :, step.page_offsets] = by_token
             self.copies[side][step.slots, :, step.page_offsets] = of_side
+        return False
 
     def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
         """Write packed rows to pages, and the rows to copies, in one launch."""
         layout, memory, copies = self.layouts[side], self.memory[side], self.copies[side]
-        rows = by_token(rows, copies.dtype)
         sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
         arguments: list[Argument] = [
             *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
@@ -139,19 +136,18 @@ class LayerPages:
         grid = len(rows), self.heads, 1
         Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
 
-    def _store_few(self, step: Step, rows: Rows) -> list[Callable[[int], None]]:
-        """Launches that rotate rows, choose their codes by error feedback, and write these to pages
-        and the rows to copies: one, or two where keys and values have different bits. Each takes
-        its `Order` of `store_few.cu`. None where rows are not few, or other kernels store them."""
+    def _store_few(self, step: Step, rows: Rows) -> bool:
+        """Rotate rows, choose their codes by error feedback, and write these to pages and the rows
+        to copies: in one launch, or in two where keys and values have different bits. No, where
+        rows are many, or other kernels store them."""
         device, count = rows["key"].device, len(rows["key"])
         encoders = [self.codec.encoder(self.layer, side, self.format, device) for side in SIDES]
         few = [encoder for encoder in encoders if encoder and encoder.few]
         if len(few) < len(SIDES) or not few[0].is_for_few(count * self.heads):
-            return []
+            return False
         sides = []
         for side, encoder in zip(SIDES, few, strict=True):
-            copies = self.copies[side]
-            of_side = by_token(rows[side], copies.dtype)
+            copies, of_side = self.copies[side], rows[side]
             mean = self.codec.rotations[self.layer][side].mean
             matrix = self.codec.forward(self.layer, side)
             kept = of_side, of_side.stride(0), matrix, mean, *encoder.inputs
@@ -160,14 +156,12 @@ class LayerPages:
         alike = layouts[0] == layouts[1]
         launches = [sides] if alike else [[each, each] for each in sides]
         tokens = step.pages, step.page_offsets, step.slots, self.memory["key"].stride(0)
-        launcher, grid = Launcher(device), (count, self.heads, 1 + alike)
-
-        def store(layout: PageLayout, both: Sequence[Sequence[Argument]], order: int) -> None:
+        for layout, both in zip(layouts, launches, strict=False):
             kernel = _few_kernel(layout, self.copies["key"].dtype, device)
-            arguments = *tokens, *layout.starts[1:4], *both[0], *both[1], order
-            launcher(kernel, grid, FEW_THREADS, arguments)
-
-        return [partial(store, *each) for each in zip(layouts, launches, strict=False)]
+            arguments = *tokens, *layout.starts[1:4], *both[0], *both[1]
+            grid = count, self.heads, 1 + alike
+            Launcher(device)(kernel, grid, FEW_THREADS, arguments)
+        return True
 
     @cached_property
     def _store_kernel(self) -> Any:
@@ -176,65 +170,40 @@ class LayerPages:
         return build(_STORE.read_text(), macros, self.memory["key"].device).get_kernel("store")
 
     @torch.no_grad()
-    def write_and_attend(
-        self, step: Step, rows: Rows, query: torch.Tensor, scores: Scores, output: torch.Tensor
-    ) -> None:
-        """Do as `write` and `attend` do. On a GPU, packed tokens are read while few new ones are
-        stored."""
-        few = self._store_few(step, rows)
-        if not few:
-            self.write(step, rows)
-        read = self._prepare(step, query, scores, output, 2 * len(rows["key"]) * self.heads)
-        for order, launch in enumerate(few, _AFTER_PREPARE):
-            launch(order)
-        read(bool(few))
-
-    @torch.no_grad()
-    def attend(self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor) -> None:
-        """Write what the queries `[T, H_q, D]` of few new tokens of each request, which are stored
-        already, read to `output` `[T, H_q, D]`: the last `recent` tokens, themselves included, and
-        the sink exact. Tokens without copies are read from their codes, and so are those before
-        them in the window."""
-        self._prepare(step, query, scores, output)(False)
-
-    def _prepare(
+    def attend(
         self,
         step: Step,
         query: torch.Tensor,
         scores: Scores,
         output: torch.Tensor,
-        beside: int = 0,
-    ) -> Callable[[bool], None]:
-        """What `attend` does when it is called, with the arguments of `cuda_attention.prepare`."""
+        query_is_there: bool = False,
+    ) -> None:
+        """Write what the queries `[T, H_q, D]` of few new tokens of each request, which are stored
+        already, read to `output` `[T, H_q, D]`: the last `recent` tokens, themselves included, and
+        the sink exact. Tokens without copies are read from their codes, and so are those before
+        them in the window. `query_is_there` as in `cuda_attention.attend`."""
         decode = step.decode
         key, value = (self._packed(decode, step.room, side) for side in SIDES)
         floors = decode.floors if decode.new > 1 else None
         packed = PackedTokens(key, value, decode.ends, decode.starts, floors)
         windows = self._window(decode.sink), self._window(decode.recent)
         exact = sum(window.tokens for window in windows)
-        has_kernel = kernels_run_on(query.device) and cuda_attention.supports(
-            key.layout, value.layout, query.dtype, exact
-        )
-        spread = decode.spread
-        into = output if spread is None else query.new_empty(len(spread[0]), *query.shape[1:])
+        into, spread = output, decode.spread
+        if spread is not None:
+            query = query[spread[0]]
+            into, query_is_there = torch.empty_like(query), False
         queries, results = (
-            each.unflatten(0, (-1, decode.new)).transpose(1, 2)
-            for each in (query if spread is None else query[spread[0]], into)
+            each.unflatten(0, (-1, decode.new)).transpose(1, 2) for each in (query, into)
         )
-        arguments = queries, packed, *windows, scores
-        read = None
-        if has_kernel:
-            read = cuda_attention.prepare(*arguments, results, beside=beside)
-
-        def attend(stores: bool) -> None:
-            if read:
-                read(stores)
-            else:
-                results[:] = attention.attend(*arguments)
-            if spread is not None:
-                output.copy_(into[spread[1]])
-
-        return attend
+        if kernels_run_on(query.device) and cuda_attention.supports(
+            key.layout, value.layout, query.dtype, exact
+        ):
+            there = {"output": results, "query_is_there": query_is_there}
+            cuda_attention.attend(queries, packed, *windows, scores, **there)
+        else:
+            results[:] = attention.attend(queries, packed, *windows, scores)
+        if spread is not None:
+            output.copy_(into[spread[1]])
 
     def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
         memory, table = self.memory[side], decode.page_table
@@ -254,9 +223,3 @@ def _few_kernel(layout: PageLayout, dtype: torch.dtype, device: torch.device) ->
     variant = Variant(layout.dim, group, dtype, layout.format, feedback=True)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
     return build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel("store_few")
-
-
-def by_token(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `[T, H, D]` of a type, those of a token without gaps, as kernels read them."""
-    rows = rows.to(dtype)
-    return rows if rows.stride()[1:] == (rows.shape[-1], 1) else rows.contiguous()

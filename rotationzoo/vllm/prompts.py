@@ -17,7 +17,7 @@ from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm.pages import LayerPages, Rows, by_token
+from rotationzoo.vllm.pages import LayerPages, Rows
 from rotationzoo.vllm.segments import FEW, Exact, Segment
 from rotationzoo.vllm.steps import Step
 
@@ -135,15 +135,19 @@ class LayerReader:
         Few new tokens of a request read as `LayerPages.attend` says. Many read themselves exact,
         and the `recent` ones before them, and the sink.
         """
-        prompts = step.prompts
+        pages, prompts = self.pages, step.prompts
+        # The rows of a token without gaps, as kernels read them.
+        rows = {side: each.to(pages.copies[side].dtype) for side, each in rows.items()}
+        for side, each in rows.items():
+            if each.stride()[1:] != (each.shape[-1], 1):
+                rows[side] = each.contiguous()
+        is_there = pages.write(step, rows)
+        few = len(query) if prompts is None else prompts.token
+        if few:
+            pages.attend(step, query[:few], scores, output[:few], is_there)
         if prompts is None:
-            self.pages.write_and_attend(step, rows, query, scores, output)
             return
-        self.pages.write(step, rows)
-        if prompts.token:
-            few = slice(prompts.token)
-            self.pages.attend(step, query[few], scores, output[few])
-        many = slice(prompts.token, None)
+        many = slice(few, None)
         new = {side: of_side[many] for side, of_side in rows.items()}
         self._attend_prompts(step, query[many], new, scores, output[many])
 
@@ -221,7 +225,7 @@ class LayerReader:
         prompts = step.prompts
         assert prompts is not None
         table, contexts = prompts.page_table[exact.prompts], prompts.contexts[exact.prompts]
-        new = {side: by_token(rows[side][exact.tokens], into[0].dtype) for side in SIDES}
+        new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
             mean = None if mean is None else mean.float()

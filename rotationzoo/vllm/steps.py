@@ -19,7 +19,6 @@ from rotationzoo.vllm.segments import Prompts
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
-_BOUNDS = "starts", "floors", "ends"
 FEW = 4
 """So many new tokens of a request are read with the kernel of decoding steps. On an H200, it takes
 less time than restoring what a prompt reads for up to 22 tokens after 64,000, by its parts."""
@@ -37,11 +36,6 @@ class CopiedTokens:
     """int32 `[B]`: the first of these tokens that is read; None: 0."""
     lengths: torch.Tensor
     """int32 `[B]`: the token after the last one that is read."""
-
-    def first(self, rows: int) -> "CopiedTokens":
-        """Those of the first requests."""
-        starts = None if self.starts is None else self.starts[:rows]
-        return CopiedTokens(self.slots[:rows], starts, self.lengths[:rows])
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,6 @@ class DecodeMetadata:
     """int32 `[B]`: the same of the last new token."""
     sink: CopiedTokens
     recent: CopiedTokens
-
-    def first(self, rows: int) -> "DecodeMetadata":
-        """That of the first requests."""
-        tensors = {name: getattr(self, name)[:rows] for name in ("page_table", *_BOUNDS)}
-        windows = {"sink": self.sink.first(rows), "recent": self.recent.first(rows)}
-        return replace(self, **tensors, **windows)
 
 
 @dataclass(frozen=True)
@@ -115,6 +103,11 @@ class Known:
     def most_new(self) -> int:
         """None of these has more new tokens."""
         return max(1, int(self.counts[: self.decodes].max())) if self.decodes else 1
+
+    @property
+    def few_tokens(self) -> int:
+        """How many new tokens these have together."""
+        return int(self.counts[: self.decodes].sum())
 
     @property
     def has_prompts(self) -> bool:
@@ -185,18 +178,18 @@ class Planner:
         graphs that replay.
         """
         self._now += 1
-        rows, device, new = len(lengths), table.device, known.most_new
+        rows, device, new = known.decodes, table.device, known.most_new
         recent_pages = _window_pages(self.layout, self.tokens, new)[1]
         # Graphs replay few tokens alone. The tokens of a prompt must not move their buffers.
         make = _new if known.has_prompts else self._buffer
         like = partial(make, device=device)
-        page_table = like("page_table", rows, table.shape[1], dtype=torch.int64)
+        page_table = like("page_table", len(table), table.shape[1], dtype=torch.int64)
         page_table.copy_(table).mul_(self.page_bytes)  # in 64 bits: a layer may have gigabytes
         pages, page_offsets, slots = (
             like(name, len(mapping), dtype=torch.int64)
             for name in ("pages", "page_offsets", "slots")
         )
-        bounds = [like(name, rows) for name in _BOUNDS]
+        bounds = [like(name, rows) for name in ("starts", "floors", "ends")]
         sink = CopiedTokens(
             like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows)
         )
@@ -205,9 +198,9 @@ class Planner:
             like("recent starts", rows),
             like("recent lengths", rows),
         )
-        of_few = int(known.counts[: known.decodes].sum()) if known.has_prompts else len(mapping)
-        spread = known.spread(of_few, device)
-        decode = DecodeMetadata(new, spread, page_table, *bounds, sink, recent)
+        # The batch of a graph has further tokens, which belong to no request.
+        spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), device)
+        decode = DecodeMetadata(new, spread, page_table[:rows], *bounds, sink, recent)
         step = Step(
             pages,
             page_offsets,
@@ -221,25 +214,23 @@ class Planner:
             self._plan_in_kernel(step, table, lengths, counts, mapping)
             return step
         numbers = table.long(), lengths.long(), counts.long(), mapping.long()
-        self._plan_in_torch(step, *numbers)
+        exact = self._plan_in_torch(step, *numbers).int()
         if not known.has_prompts:
             return step
-        prompts = self._plan_prompts(known, of_few, page_table, decode.starts, *numbers[:3])
-        return replace(step, decode=decode.first(known.decodes), prompts=prompts)
+        prompts = self._plan_prompts(known, page_table, exact, *numbers[:3])
+        return replace(step, prompts=prompts)
 
     def _plan_prompts(
         self,
         known: Known,
-        first: int,
         page_table: torch.Tensor,
         sink: torch.Tensor,
         table: torch.Tensor,
         lengths: torch.Tensor,
         counts: torch.Tensor,
     ) -> Prompts:
-        """What requests with many new tokens, the `first` of the step and later ones, read beside
-        them; `sink` int32 `[B]` says how many of the tokens before are the first ones of their
-        request and read exact."""
+        """What requests with many new tokens read beside them; `sink` int32 `[B]` says how many of
+        the tokens before are the first ones of their request and read exact."""
         part = slice(known.decodes, None)
         new = known.counts[part]
         context = known.lengths[part] - new
@@ -253,7 +244,7 @@ class Planner:
             several = segments.plan_exact(context, new, windows, starts, recents, contexts, most)
             exact, codes = [*several], [*segments.plan_codes(context, starts, recents, most)]
         tables = page_table[part]
-        return Prompts(first, tables, contexts, bounds, int(new.max()), exact, codes)
+        return Prompts(known.few_tokens, tables, contexts, bounds, int(new.max()), exact, codes)
 
     def _buffer(
         self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
@@ -305,9 +296,10 @@ class Planner:
         lengths: torch.Tensor,
         counts: torch.Tensor,
         mapping: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Write the plan. How many of the first tokens are read exact `[B]`."""
         contexts, stored = lengths - counts, mapping.clamp(min=0)
-        decode, pages = step.decode, step.decode.recent.slots.shape[1]
+        decode, (rows, pages) = step.decode, step.decode.recent.slots.shape
         step.pages.copy_(stored // self.tokens)
         step.page_offsets.copy_(stored % self.tokens)
         self._forget(torch.where(step.page_offsets == 0, step.pages, 0))
@@ -332,7 +324,8 @@ class Planner:
             (decode.recent.lengths, lengths - skipped),
         ):
             assert target is not None
-            target.copy_(source)
+            target.copy_(source[:rows])
+        return sink
 
     def _forget(self, pages: torch.Tensor) -> None:
         """Let these pages have no copies. Page 0 never has any."""

@@ -6,14 +6,8 @@
 
 typedef long long Count;
 
-// As in attention.cu. Where a decoding step's kernels are `prepare`, one or two of these, and `attend`, each may begin before the end
-// of the one before it: `attend` needs what `prepare` writes at once, and the new tokens only for the last ones that it reads.
-enum Order {
-  AFTER_OTHERS,   // any kernel, which may write the rows
-  AFTER_PREPARE,  // the rows are there when this kernel starts
-  AFTER_STORE,    // and `prepare` has ended
-};
-
+// As in attention.cu: the launch may be before the end of the kernel that makes the rows, and `prepare` may begin before the end of
+// this one.
 __device__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -50,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
     Count offset_start, const Element* keys, Count key_stride, const float* key_matrix, const float* key_mean,
     const float* key_factors, unsigned char* key_memory, Element* key_copies, int* key_refused, const Element* values,
     Count value_stride, const float* value_matrix, const float* value_mean, const float* value_factors,
-    unsigned char* value_memory, Element* value_copies, int* value_refused, Count order) {
+    unsigned char* value_memory, Element* value_copies, int* value_refused) {
   __shared__ Few few;
   __shared__ float given[D];
   const Side side = blockIdx.z
@@ -61,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
   if (!token) prefetch(matrix), prefetch(factor);
   Ahead ahead;
   ahead.read(factor, 0);
-  if (order == AFTER_OTHERS) wait_for_previous();
-  if (order == AFTER_STORE) let_next_start();
+  wait_for_previous();
+  let_next_start();
   const Element* row = side.rows + token * side.stride + head * D;
   const Count at = head * TOKENS + places[token];  // of a page
   Element* copy = side.copies + (slots[token] * heads * TOKENS + at) * D;
@@ -70,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
     const float x = widen(row[i]);
     given[i] = side.mean ? __fsub_rn(x, side.mean[head * D + i]) : x;
     few.diagonal[i] = factor[i * D + i];
+    copy[i] = row[i];
   }
   __syncthreads();
   for (int j = threadIdx.x; j < D; j += FEW_THREADS) {
@@ -78,13 +73,10 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
     for (int i = 0; i < D; i++) sum = __fmaf_rn(given[i], matrix[i * D + j], sum);
     few.values[j] = sum;
   }
-  if (order == AFTER_PREPARE) wait_for_previous(), let_next_start();
-  for (int i = threadIdx.x; i < D; i += FEW_THREADS) copy[i] = row[i];
   __syncthreads();
   const int best = choose(few, factor, ahead, side.refused);
   unsigned char* page = side.memory + pages[token] * page_bytes;
   Metadata* scales = reinterpret_cast<Metadata*>(page + scale_start) + at * GROUPS;
   Metadata* offsets = reinterpret_cast<Metadata*>(page + offset_start) + at * GROUPS;
   write(few, best, page + at * (D / 4), page + third_start + at * (FINE / 8), scales, offsets, 1);
-  if (order == AFTER_STORE) wait_for_previous();  // so that no kernel after this one finds that one at work
 }

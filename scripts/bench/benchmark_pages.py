@@ -10,7 +10,7 @@ cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In
 * `kernel`: the decode kernel over pages and windows of a request that lie together;
 * `pages, reading`: the same kernel over the server's pages, windows in slots of the copies;
 * `pages, storing`: storing the new tokens as codes, with error feedback;
-* `pages, whole step`: both, as a server does it: reading begins before storing has ended;
+* `pages, whole step`: both;
 * `pages, 4 tokens`: the same of four new tokens of each request;
 * `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
@@ -115,10 +115,31 @@ class Server:
         return self.plan([new] * batch, [context] * batch)
 
 
+def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object]]:
+    """What is timed of a step with so many new tokens of each request."""
+    shape, step, rows = server.shape, server.decode(new), new * server.shape.batch
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    query, scores = draw(rows, shape.heads, shape.dim), Scores(shape.dim**-0.5)
+    given = {side: draw(rows, shape.kv_heads, shape.dim) for side in SIDES}
+    output = torch.empty_like(query)
+
+    def read(layer: LayerPages, is_there: bool = False) -> None:
+        layer.attend(step, query, scores, output, is_there)
+
+    def store(layer: LayerPages) -> bool:
+        return layer.write(step, given)
+
+    return {
+        "reading": read,
+        "storing": store,
+        "whole step": lambda layer: read(layer, store(layer)),
+    }
+
+
 def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
     """Seconds of each way."""
     settings, storage = settings_of(shape, format), Storage(format)
-    copies, scores = copies_of(storage.bytes(shape)), Scores(shape.dim**-0.5)
+    copies = copies_of(storage.bytes(shape))
     query = torch.randn(shape.batch, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
     caches = packed_caches(shape, storage, copies, "cuda")
     ((_, attend), *_) = packed_variants(cuda_attention.attend, shape)
@@ -126,27 +147,15 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
     del caches
     torch.cuda.empty_cache()
     server = Server(shape, settings, copies)
-    for new in (1, 4):
-        step, rows = server.decode(new), new * shape.batch
-        draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-        query = draw(rows, shape.heads, shape.dim)
-        given = {side: draw(rows, shape.kv_heads, shape.dim) for side in SIDES}
-        output = torch.empty_like(query)
-        ways = {
-            "reading": lambda layer: layer.attend(step, query, scores, output),
-            "storing": lambda layer: layer.write(step, given),
-            "whole step": lambda layer: layer.write_and_attend(step, given, query, scores, output),
-        }
-        if new > 1:
-            ways = {f"{new} tokens": ways["whole step"]}
-        for name, way in ways.items():
-            yield f"pages, {name}", timed(way, server.layers)
+    for name, way in ways_of(server, 1).items():
+        yield f"pages, {name}", timed(way, server.layers)
+    yield "pages, 4 tokens", timed(ways_of(server, 4)["whole step"], server.layers)
     numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch)
     planner = server.planner
     yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
     torch.cuda.empty_cache()
-    yield from time_bfloat16(shape, query[: shape.batch])
+    yield from time_bfloat16(shape, query)
 
 
 def time_bfloat16(shape: Shape, query: torch.Tensor) -> Iterator[tuple[str, float]]:

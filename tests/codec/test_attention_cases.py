@@ -169,8 +169,8 @@ def quick() -> Iterator[Case]:
 
 
 CASES = (
-    formats, third_bits, ratios, lengths, slots, sliding, scores, types, peaks, magnitudes, long_contexts,
-    splits, graphs,
+    formats, third_bits, ratios, lengths, slots, sliding, scores, types, peaks, magnitudes,
+    long_contexts, splits, graphs,
 )  # fmt: skip
 EVERY = [case for cases in CASES for case in cases()]
 

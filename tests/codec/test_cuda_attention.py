@@ -109,7 +109,9 @@ def test_splits_fill_the_gpu_once_or_several_times():
     # 132 processors with 4 blocks each.
     assert choose_splits(528, 8, 3, 100_000) == 63
     assert 8 * (choose_splits(528, 8, 3, 100_000) + 3) == 528
-    assert choose_splits(528, 8, 3, 1000) == 3  # at least 256 tokens each
+    assert choose_splits(528, 8, 3, 30_000) == 33  # half a wave is as fast
+    assert choose_splits(528, 8, 3, 1100) == 2  # at least 512 tokens each
+    assert choose_splits(396, 16, 14, 100_000) == 75  # three waves: windows take half of one
     assert choose_splits(528, 8, 3, 0) == 1
     assert choose_splits(528, 256, 3, 100_000) == 7  # three waves and a part
 

@@ -32,7 +32,13 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 // ---- threads ---------------------------------------------------------------------------------------------------------------
 
-struct Barrier { int arrived = 0, round = 0; };
+struct Barrier {
+  int arrived = 0, round = 0;
+
+  void open_if(int count) {
+    if (arrived && arrived == count) arrived = 0, round++;
+  }
+};
 struct Warp { unsigned numbers[32][6]; Barrier barrier; };
 struct Copy { unsigned to; unsigned long long from; };
 struct Thread {
@@ -48,6 +54,7 @@ static std::vector<Thread> threads;
 static std::vector<Warp> warps;
 static Thread* current;
 static Barrier of_block;
+static int left;  // threads of the block that have not ended
 static ucontext_t scheduler;
 static std::function<void()> kernel;
 static Index blockIdx, gridDim, blockDim;
@@ -60,7 +67,8 @@ static Index blockIdx, gridDim, blockDim;
 
 static void wait(Barrier& barrier, int count) {
   const int round = barrier.round;
-  if (++barrier.arrived == count) barrier.arrived = 0, barrier.round++;
+  barrier.arrived++;
+  barrier.open_if(count);
   while (barrier.round == round) swapcontext(&current->context, &scheduler);
 }
 
@@ -82,7 +90,7 @@ static void run_block(int count) {
     thread.context.uc_stack.ss_sp = thread.stack.data(), thread.context.uc_stack.ss_size = thread.stack.size();
     makecontext(&thread.context, run_thread, 0);
   }
-  int left = count;
+  left = count;
   for (long turn = 0; left; turn++) {
     if (turn == 10000000) fail("threads wait for each other", turn);
     for (int i = 0; i < count; i++) {
@@ -90,11 +98,12 @@ static void run_block(int count) {
       if (current->ended) continue;
       swapcontext(&scheduler, &current->context);
       left -= current->ended;
+      of_block.open_if(left);  // a thread that has ended is not waited for
     }
   }
 }
 
-static void __syncthreads() { wait(of_block, blockDim.x); }
+static void __syncthreads() { wait(of_block, left); }
 static void __syncwarp() { wait(current->warp->barrier, 32); }
 
 // `result(numbers, lane)` for the numbers that all lanes of a warp bring.
