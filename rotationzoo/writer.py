@@ -19,7 +19,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.report.card import render_card
 from rotationzoo.rotations import Rotations
-from rotationzoo.storage import files, folders, strict_json, writing
+from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.storage.files import digest, disk_errors, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
 
@@ -95,7 +95,7 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
             )
         folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
         for name, data in added.items():
-            writing.write_new(work / name, data)
+            folders.write_new(work / name, data)
         written = {
             name: {"size": len(data), "sha256": digest(data)} for name, data in added.items()
         }
@@ -134,8 +134,8 @@ def _check_permission(folder: Path) -> None:
 def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
     """Write both files. Raises `RotationZooError` for a manifest that could not be read back."""
     manifest = parse_manifest(content, "the manifest")
-    writing.write_new(work / CARD, render_card(manifest).encode())
-    writing.write_new(work / MANIFEST, strict_json.text(content))
+    folders.write_new(work / CARD, render_card(manifest).encode())
+    folders.write_new(work / MANIFEST, strict_json.text(content))
 
 
 def check_replaceable(folder: Path) -> None:

@@ -12,12 +12,13 @@ from rotationzoo.capacity.shape import (
     CACHES,
     Shape,
     Storage,
+    Weights,
     elements,
     longest_context,
     read_shape,
     request_bytes,
+    weigh,
 )
-from rotationzoo.capacity.weights import Weights, weigh
 from rotationzoo.geometry import has_latents
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find

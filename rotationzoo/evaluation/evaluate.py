@@ -15,11 +15,9 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
 from rotationzoo.evaluation.decision import SIMPLEST
-from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.pace import Pace, Tell, say_nothing
+from rotationzoo.evaluation.forward import Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
-from rotationzoo.evaluation.probe import record_probes
-from rotationzoo.evaluation.real_cache import measure_drift
+from rotationzoo.evaluation.real_cache import measure_drift, record_probes
 from rotationzoo.evaluation.results import Results, assemble_report, decide_all, save_evaluation
 from rotationzoo.evaluation.tasks.answering import (
     Asking,

@@ -1,12 +1,13 @@
 """The forward passes of an evaluation: every text through the exact model, and through every
-combination of arm and cache."""
+combination of arm and cache; and their pace, from which the time that is left is estimated."""
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from time import perf_counter
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +16,6 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.metrics import Buckets, Metrics
-from rotationzoo.evaluation.pace import Pace
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.loading import input_device
@@ -23,6 +23,39 @@ from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.simulation.simulated import Simulation
+
+Reader = tuple[CacheLayout, str] | None
+"""A cache and the name of an arm; None for the exact model."""
+Tell = Callable[[str], None]
+
+
+def say_nothing(words: str) -> None:
+    """Drop what there is to tell."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
+
+    tell: Tell = say_nothing
+    seconds: dict[Reader, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, reader: Reader, tokens: int) -> Iterator[None]:
+        """Measure how long this reader takes for so many tokens."""
+        begun = perf_counter()
+        yield
+        self.seconds[reader] = (perf_counter() - begun) / tokens
+
+    def estimate(self, tokens: int, arms: Collection[str] | None = None) -> float:
+        """The seconds in which the exact model and all arms, or the named ones, take so many tokens
+        each."""
+        seconds = 0.0
+        for reader, each in self.seconds.items():
+            if reader is None or arms is None or reader[1] in arms:
+                seconds += tokens * each
+        return seconds
+
 
 Running = Callable[[], AbstractContextManager[None]]
 """A simulation of one cache; for the exact model, nothing."""

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from rotationzoo.artifact.manifest import ROTATIONS, PlainName
 from rotationzoo.artifact.measured import Summary
-from rotationzoo.recipe.rope_scaling import normalize
+from rotationzoo.recipe.schema import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Count, Sha256
 from rotationzoo.zoo.hubs.registry import HubName

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rotationzoo.errors import HubError, RotationZooError, UsageError
-from rotationzoo.recipe.rope_scaling import RopeScaling
+from rotationzoo.recipe.schema import RopeScaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUB_NAMES, HUBS, open_hub

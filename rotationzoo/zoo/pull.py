@@ -21,9 +21,9 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import folders, growth, strict_json, writing
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.settled import recover
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
@@ -107,7 +107,7 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
                 )
             check_matrices(read_pt(path))
         made = Lock(repo=copy.repo, revision=revision, files=files)
-        writing.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
+        folders.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
         folders.install(downloaded, target)
     hashes = {name: file.sha256 or "" for name, file in files.items()}
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
@@ -301,7 +301,7 @@ def _download_files(
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-    with growth.tell_growth(lambda: growth.size_of_all(raw.rglob("*")), stage, needed, progress):
+    with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
         open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
     # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
     clean.mkdir()

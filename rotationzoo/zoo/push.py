@@ -19,7 +19,7 @@ from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StalePare
 from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import locks, strict_json, writing
+from rotationzoo.storage import folders, locks, strict_json
 from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.hubs.protocol import Publication, Published
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
@@ -231,7 +231,7 @@ def extend_index_file(path: Path, entry: index.Entry) -> None:
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
     with locks.locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else index.Index()
-        writing.replace(path, before.extended(entry).text().encode())
+        folders.replace_file(path, before.extended(entry).text().encode())
 
 
 def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> index.Entry:

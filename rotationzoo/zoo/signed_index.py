@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, folders, locks, strict_json, writing
+from rotationzoo.storage import files, folders, locks, strict_json
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
@@ -189,4 +189,4 @@ def _check_newest(statement: Statement) -> None:
                 hint=f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}",
             )
         if statement.counter != seen.get(place):
-            writing.replace(path, strict_json.text({**seen, place: statement.counter}))
+            folders.replace_file(path, strict_json.text({**seen, place: statement.counter}))

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
-from rotationzoo.evaluation.forward import Trial
-from rotationzoo.evaluation.pace import Pace, Reader
+from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.model.loading import forward_errors
