@@ -1,7 +1,5 @@
-"""Checks that the chosen layers, artifacts and texts fit the evaluated model.
-
-What does not fit is refused. What fits with reservations becomes a note in the report.
-"""
+"""Checks that the chosen layers, artifacts and texts fit the evaluated model, and notes for the
+report on what fits with reservations."""
 
 from collections.abc import Collection, Sequence
 
@@ -55,14 +53,10 @@ def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
 def notes_for_reader(
     text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
 ) -> list[str]:
-    """Notes that qualify the figures.
-
-    They report text that fell short, and artifacts that were made for other weights, were
-    calibrated on this very text, or center keys although this model's attention does not allow it.
-    """
-    notes = []
-    if text.note:
-        notes.append(text.note)
+    """Notes that qualify the figures: on text that fell short, and artifacts that were made for
+    other weights, were calibrated on this very text, or center keys although this model's attention
+    does not allow it."""
+    notes = [text.note] if text.note else []
     for artifact in artifacts:
         name = artifact.folder.resolve().name
         if note := other_weights_note(artifact, source):

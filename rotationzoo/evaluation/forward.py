@@ -50,11 +50,9 @@ class Pace:
     def estimate(self, tokens: int, arms: Collection[str] | None = None) -> float:
         """The seconds in which the exact model and all arms, or the named ones, take so many tokens
         each."""
-        seconds = 0.0
-        for reader, each in self.seconds.items():
-            if reader is None or arms is None or reader[1] in arms:
-                seconds += tokens * each
-        return seconds
+        pace = self.seconds.items()
+        asked = [each for read, each in pace if read is None or arms is None or read[1] in arms]
+        return tokens * sum(asked)
 
 
 Running = Callable[[], AbstractContextManager[None]]
@@ -64,7 +62,7 @@ _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per fo
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings that every text is run with."""
+    """The settings that every text is run with: most are those of the `Evaluation`."""
 
     geometry: Geometry
     arms: Sequence[Arm]
@@ -72,13 +70,10 @@ class Trial:
     layers: list[int]
     """The layers that read a 2-bit cache."""
     sides: tuple[str, ...]
-    """Which of keys and values are stored in 2 bits."""
     queries: int
-    """How many queries per row have their attention compared; 0 for none."""
     start: int
     """The first measured position."""
     real_cache: bool = False
-    """Whether tasks are answered through a real cache, and not a simulation."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +95,8 @@ def run_models(
     after_first: Callable[[int], None] = lambda left: None,
 ) -> Measurements:
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
-    of cache and arm.
-
-    A batch that runs out of memory is halved. Once the first batch has passed everything, which
-    sets the `pace`, `after_first` is told how many tokens are left.
+    of cache and arm. A batch that runs out of memory is halved. Once the first batch has passed
+    everything, which sets the `pace`, `after_first` is told how many tokens are left.
 
     Raises `RotationZooError` where a single row is too large, and if no row is long enough to read
     anything from a 2-bit cache.
@@ -149,8 +142,7 @@ def run_models(
 def _read(
     running: Running, model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor
 ) -> None:
-    """One forward pass yields all metrics: the losses of the model as it runs on this cache, each
-    layer's output error and attention KL, and the same of each head with the ranges of its rows."""
+    """One forward pass yields all metrics."""
     with running():
         metrics.add_losses(token_losses(model, ids, start))
 
@@ -187,15 +179,11 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch
 
 
 def _draw_queries(trial: Trial, length: int, seed: int) -> torch.Tensor | None:
-    """The positions of the queries whose attention is compared: ascending, `[Q]`, or None.
-
-    They are the same for every arm. All lie at `trial.start` or later, where queries read quantized
-    positions.
-    """
+    """The positions of the queries whose attention is compared, the same for every arm: ascending,
+    `[Q]`, from `trial.start` on; or None."""
     if not trial.queries:
         return None
     positions = range(trial.start, length)
-    # Attention weights need memory for queries times keys; a sample estimates the mean well
-    # enough.
+    # A sample, because attention weights need memory for queries times keys.
     count = min(trial.queries, len(positions))
     return torch.tensor(sorted(random.Random(seed).sample(positions, count)))

@@ -34,13 +34,9 @@ from rotationzoo.vllm.settings import Options, make_settings
 
 
 class ThroughCache:
-    """Called like the model itself, with token ids alone.
-
-    What a query reads is what it reads in a `Simulation` of the same layout. With a
-    `prefill_chunk`, ids are read chunk by chunk. Without one, they are read one by one as soon as
-    anything is quantized, which takes as many calls as there are tokens; and so are the last
-    `decoded` tokens.
-    """
+    """Called like the model itself, with token ids alone; queries read what they do in a
+    `Simulation` of the same layout. Ids are read in chunks of `prefill_chunk`; without one, and for
+    the last `decoded` tokens, one by one as soon as anything is quantized."""
 
     def __init__(self, model: PreTrainedModel, codec: RotatedCodec, layout: CacheLayout):
         self.model, self.layout = model, layout
@@ -68,7 +64,6 @@ class ThroughCache:
         return SimpleNamespace(logits=torch.cat(logits, dim=1))
 
     def _pieces(self, length: int) -> list[int]:
-        """How many tokens each call reads."""
         size = self.layout.prefill_chunk
         if size is None:
             # Before this position, every query reads everything exact.
@@ -86,11 +81,8 @@ def measure_drift(
     progress: Progress,
 ) -> Drift:
     """Let the exact model continue every row of the batches `[B, T]` greedily, past any end, and
-    the artifacts' arms and no rotation read the same tokens, one by one.
-
-    A row is cut where the model would have no position for the last token. The cache is that of the
-    first pair of windows, and reads a row as one chunk, or as its `prefill_chunk` says.
-    """
+    the artifacts' arms and no rotation read the same tokens, one by one, from a cache with the first
+    windows. A row is cut where the model would have no position for the last token."""
     room = (position_count(model.config) or 2**31) - tokens
     prompts = [ids[:, :room] for ids in batches if ids.shape[1] > trial.start]
     codecs = {}
@@ -144,8 +136,7 @@ def record_probes(
     """Let a model continue bundled text through the cache that `serve` makes of an artifact.
 
     Raises `RotationZooError` where no server can read the artifact with these weights, for layers
-    with a sliding window, which `RotatedCache` stores in 2 bits and a server does not, and where
-    the model has too few positions for an answer that reads codes.
+    with a sliding window, which a server keeps exact, and for too few positions.
     """
     if note := other_weights_note(artifact, source):
         raise RotationZooError(note)

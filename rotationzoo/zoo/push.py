@@ -72,10 +72,8 @@ class Upload:
         return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
 
     def with_earlier_signature(self, folder: Path) -> "Upload":
-        """The same upload with the signature in the artifact's folder, if it is for these files.
-
-        It is for others if something was added to the artifact, or is left out.
-        """
+        """The same upload with the signature in the artifact's folder, if it is for these files:
+        something may have been added to the artifact, or is left out."""
         signature = signatures.read_signature(folder)
         if signature is None:
             return self
@@ -100,13 +98,9 @@ class Upload:
 def prepare_upload(
     artifact: Artifact, repo: str, statistics: bool = True, published: datetime.date | None = None
 ) -> Upload:
-    """Verify an artifact and prepare its upload.
-
-    `statistics`: whether to publish the statistics too. `published`: the day of the entry, by
-    which the newest of several is found; today by default. Raises `RotationZooError` if the
-    artifact is not sound or is bound to no model, and `UsageError` if `repo` is not a repository
-    id.
-    """
+    """Verify an artifact and prepare its upload. `published`: the day of the entry, by which the
+    newest of several is found; today by default. Raises `RotationZooError` if the artifact is not
+    sound or is bound to no model, and `UsageError` if `repo` is not a repository id."""
     if not re.fullmatch(index.REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     if not artifact.bound:
@@ -191,12 +185,9 @@ def push(
     progress: Progress = silent,
     signer: IndexSigner | None = None,
 ) -> dict[str, Published]:
-    """Publish to each hub in the given order, and return hub -> where the artifact is.
-
-    Files that a hub already holds make no new commit. `name` is the name of the artifact in the
-    hint; `signer` signs the index. Raises `HubError` if the first hub refuses, `RotationZooError`
-    if its index cannot be extended, and `PartlyDone` if that happens with a later one.
-    """
+    """Publish to each hub in the given order, and return hub -> where the artifact is, which the
+    hint calls `name`; `signer` signs the index. Raises `HubError` if the first hub refuses,
+    `RotationZooError` if its index cannot be extended, and `PartlyDone` for a later one."""
     published: dict[str, Published] = {}
     megabytes = sum(file["size"] for file in upload.listing()) / 1e6
     for hub_name in to.hubs:
@@ -214,11 +205,8 @@ def push(
 
 
 def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
-    """Raise `RotationZooError` if the index of a destination may not be extended by this signer.
-
-    To be called before the artifact is signed: a public log keeps a keyless signature for good,
-    even if nothing is published with it.
-    """
+    """Raise `RotationZooError` if the index of a destination may not be extended by this signer,
+    before the artifact is signed: a public log keeps a keyless signature for good."""
     for hub_name in to.hubs:
         before = read_own_index(hub_name, to.repo)
         check_unclaimed(before.content, upload.entry, to.repo)
@@ -226,7 +214,7 @@ def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
 
 
 def extend_index_file(path: Path, entry: index.Entry) -> None:
-    """Add an entry to an index file. Creates the file if necessary, and replaces it whole."""
+    """Add an entry to an index file, which is made if necessary."""
     path = path.resolve()
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
     with locks.locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
@@ -236,11 +224,10 @@ def extend_index_file(path: Path, entry: index.Entry) -> None:
 
 def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> index.Entry:
     """The entry of a published artifact with fixed revisions, for another index to list."""
-    copies = []
-    for hub_name, place in published.items():
-        copies.append(
-            index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision)
-        )
+    copies = [
+        index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision)
+        for hub_name, place in published.items()
+    ]
     return upload.entry.model_copy(update={"copies": copies})
 
 

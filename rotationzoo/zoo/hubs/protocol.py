@@ -78,18 +78,13 @@ class Hub(ABC):
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
-        """Download these files into `folder`, under the same paths.
-
-        `sizes`: path -> the most bytes to accept. A download that exceeds it is aborted.
-        """
+        """Download these files into `folder`, under the same paths. `sizes`: path -> the most bytes
+        to accept."""
 
     @abstractmethod
     def publish(self, publication: Publication) -> Published:
-        """Publish files to a repository, and create the repository if it does not exist.
-
-        Readers see all of the files or none. Raises `StaleParent` if the repository has changed
-        since `publication.parent`.
-        """
+        """Publish files to a repository, which is made if there is none; readers see all or none.
+        Raises `StaleParent` if the repository has changed since `publication.parent`."""
 
     @staticmethod
     def may_pass(error: Exception) -> bool:
@@ -97,10 +92,8 @@ class Hub(ABC):
         return False
 
     def retry(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses.
-
-        A failure is retried only if it `may_pass`. A `HubError` never is.
-        """
+        """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses, as long as a failure
+        `may_pass`. A `HubError` never does."""
         for attempt in range(_ATTEMPTS - 1):
             try:
                 return call(*args, **options)
@@ -111,10 +104,7 @@ class Hub(ABC):
         return call(*args, **options)
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
-        """The content of one small file, or None if the revision has no such file.
-
-        Raises `HubError` if the file is larger than `ANSWER_BYTES`.
-        """
+        """The content of a file of at most `ANSWER_BYTES`; None if the revision has none."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))

@@ -1,8 +1,4 @@
-"""The table of hubs, from which the command line, the index and the tests take their names.
-
-To add a hub, write a module in this folder with a subclass of `protocol.Hub`, and add a row of its
-name here.
-"""
+"""The table of hubs, from which the command line, the index and the tests take their names."""
 
 import importlib
 from dataclasses import dataclass
@@ -21,13 +17,12 @@ class HubEntry:
     abbreviation: str
     """Its name in the narrow column of `list`."""
     class_name: str
-    """Its class in the module of `zoo/hubs` that has the hub's name. That is imported only on use,
-    so that `--help` does not wait for it."""
+    """Its class in the module of `zoo/hubs` that has the hub's name, imported only on use."""
     main: str
     """The branch that a repository begins with."""
     repo_page: str
-    """The address of a repository's page for people; below, that of a file's page, and of the file
-    itself. They are `str.format` templates of `repo`, `revision` and `path`."""
+    """This and below are addresses of pages and of files themselves: `str.format` templates of
+    `repo`, `revision` and `path`."""
     file_page: str
     file: str
 
