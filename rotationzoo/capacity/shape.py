@@ -1,8 +1,5 @@
 """The shape of a model as capacity planning sees it: what each layer caches, and what its weights
-are made of. It is read from the model itself, built from its config without weights. From it follow
-the bytes of a request's cache, the longest context within so many bytes, and the bytes of the
-weights as they are published and in 4 bits.
-"""
+are made of; and the bytes of a request's cache and of the weights that follow from it."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -29,8 +26,7 @@ _LONGEST = 1 << 31  # tokens; whatever holds so many holds any context
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """One layer with a cache of its own. Layers that read another layer's cache, and layers without
-    attention, have none."""
+    """One layer with a cache of its own."""
 
     layer: Layer
     window: int | None = None
@@ -61,9 +57,8 @@ class Shape:
     tied: bool
     """Whether the output projection is the input embedding."""
     parameters: int = 0
-    """All parameters."""
     expert_parameters: int = 0
-    """Parameters of routed experts, in all layers together."""
+    """Those of routed experts, in all layers together."""
     state_bytes: int = 0
     """Bytes per request of linear attention's states, which do not grow with the context."""
     uncounted_states: bool = False
@@ -73,11 +68,8 @@ class Shape:
 
 def read_shape(source: Source) -> Shape:
     """Build a model from its config on `meta`, and look at what its attention reads and what
-    transformers' cache keeps of it.
-
-    Raises `ModelUnavailable` for a config that cannot be read, and `UnsupportedModel` for a cache
-    that holds neither the keys and values of KV heads nor latents.
-    """
+    transformers' cache keeps of it. Raises `ModelUnavailable` for a config that cannot be read, and
+    `UnsupportedModel` for a cache that holds neither keys and values of KV heads nor latents."""
     config = loading.load_config(source)
     model = loading.on_meta(config, source.name)
     text: Any = config.get_text_config(decoder=True)

@@ -97,7 +97,7 @@ _JOURNEYS = (
 
 
 def journey_lines() -> list[str]:
-    """Thirteen lines of at most 80 columns."""
+    """The page of `rotationzoo` alone, in 80 columns."""
     width = max(len(command) for command, _ in _JOURNEYS)
     lines = ["rotationzoo: rotations with which a KV cache can be stored in 2 bits", ""]
     for command, purpose in _JOURNEYS:
@@ -126,10 +126,8 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command, by default the one on this process's command line, and exit.
-
-    Exit codes: 0 done; 1 failed; 2 wrong usage; 3 partly done; 130 interrupted.
-    """
+    """Run one command, by default the one on this process's command line, and exit: 0 done; 1
+    failed; 2 wrong usage; 3 partly done; 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
     output.start_output()
@@ -155,12 +153,9 @@ def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with each group of options that it takes replaced by these options. A group is a
-    parameter whose type is a class that is made of options. They follow the command's own, and
-    those of `Output` come last.
-
-    Flags are named as their parameters. Typer would also give each a flag `--no-...`.
-    """
+    """The command with each group of options that it takes, a parameter whose type is a class,
+    replaced by these options, which follow its own; those of `Output` come last. Flags are named as
+    their parameters, or Typer would also give each a flag `--no-...`."""
     declared, groups = _options_of(command), {}
     for parameter in sorted(declared, key=lambda each: each.annotation is output.Output):
         if inspect.isclass(parameter.annotation):
@@ -187,15 +182,16 @@ def _spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly.
-
-    Otherwise Typer would turn both into exit codes before `main` sees them, without a message.
-    """
+    """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly, before
+    Typer turns both into exit codes."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
         try:
-            _check_alone()
+            # Each of several processes would do the whole command.
+            if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+                hint = "start it without torchrun, and use --device-map auto for several GPUs"
+                raise UsageError("rotationzoo runs in one process", hint)
             hush_libraries()
             command(**options)
             sys.stdout.flush()  # now, while the error of a full disk can still be reported
@@ -209,13 +205,6 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from error
 
     return run
-
-
-def _check_alone() -> None:
-    """Raise `UsageError` in one of several processes, each of which would do the whole command."""
-    if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        hint = "start it without torchrun, and use --device-map auto for several GPUs"
-        raise UsageError("rotationzoo runs in one process", hint)
 
 
 COMMANDS = {name: _spread(_find_command(name)) for name in _NAMES.split()}
@@ -249,10 +238,8 @@ def _common_options(
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:
-    """Print an error and its hint, and return the exit code.
-
-    With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are the command line's.
-    """
+    """Print an error and its hint, with `ROTATIONZOO_DEBUG=1` after the traceback, and return the
+    exit code. `words` are the command line's."""
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         output.print_traceback(error)
     known = _known_error(error)
@@ -265,8 +252,7 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
 
 
 def _known_error(error: Exception) -> RotationZooError:
-    """The error in words for people. Of one that nobody foresaw, that is its type and the first
-    sentence of its message."""
+    """The error in words for people."""
     if isinstance(error, RotationZooError):
         return error
     if isinstance(error, typer.Abort):
@@ -287,10 +273,8 @@ def _known_error(error: Exception) -> RotationZooError:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """A usage error that Typer found, with a hint at the command's `--help`.
-
-    Its message is empty if Typer has already printed the help.
-    """
+    """A usage error that Typer found, with a hint at the command's `--help`. Its message is empty
+    if Typer has already printed the help."""
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
     message = message.partition(", unable to parse")[0].replace("Input should", "it must")
     if hasattr(error, "possibilities"):

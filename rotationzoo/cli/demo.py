@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 MODEL, RECIPE = "demo", "oscar"
 BASELINES = ("identity", "hadamard")
 TASKS = ("needles", "key-value")
-QUESTIONS = 16
-"""Of each task, in two prompts."""
-PROMPT = 2048
-"""Tokens of a prompt."""
-TEXT = 1024
-"""Tokens of each of two texts, for perplexity with a standard error."""
+QUESTIONS = 16  # of each task, in two prompts
+PROMPT = 2048  # tokens
+TEXT = 1024  # tokens of each of two texts, for perplexity with a standard error
 
 
 def demo_command(
@@ -68,10 +65,8 @@ def demo_command(
 
 
 def show_demo(out: Output, artifact: "Artifact", report: "Measured") -> None:
-    """Print the answers through the exact cache, with this artifact, and with the baselines.
-
-    `report`: of an evaluation of this artifact alone, which has factors for error feedback.
-    """
+    """Print the answers through the exact cache, with this artifact, which has factors for error
+    feedback, and with the baselines."""
     from rotationzoo.artifact.measured import arms_of
     from rotationzoo.artifact.store import REPORT
     from rotationzoo.codec.size import EXACT_BITS

@@ -44,8 +44,7 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 
 
 class Mode(Enum):
-    """Who reads the output: a person, or a program that wants one JSON object (`--json`) or only
-    names (`--quiet`)."""
+    """Who reads the output: a person, or a program, with `--json` or `--quiet`."""
 
     HUMAN = "human"
     JSON = "json"
@@ -61,10 +60,8 @@ class Output:
             self.mode = Mode.JSON
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
-        """Print the command's one result, as the mode says.
-
-        That is `data` as JSON, or only `name` (which may be several lines), or what `human` prints.
-        """
+        """Print the command's one result, as the mode says: `data` as JSON, or only `name` (which
+        may be several lines), or what `human` prints."""
         if self.mode is Mode.JSON:
             _print_json(data)
         elif self.mode is Mode.QUIET:
@@ -82,10 +79,8 @@ class Output:
             self.note(sentence(text))
 
     def suggest(self, *words: str) -> None:
-        """Print the command to run next, quoted for the shell, as the last line for people.
-
-        `words`: what stands after `rotationzoo`.
-        """
+        """Print the command to run next, as the last line for people. `words`: what stands after
+        `rotationzoo`."""
         if self.mode is Mode.HUMAN:
             sys.stdout.flush()  # both streams may go to one file
             self.note(f"Next: {shlex.join(['rotationzoo', *words])}")
@@ -107,11 +102,8 @@ def show_lines(*lines: str) -> None:
 
 
 def write_text(text: str) -> None:
-    """Print a piece of a model's text on stdout at once, without a line end.
-
-    A terminal gets escapes for the control characters in it, other than line ends and tabs. A file
-    or a program gets the text as it is.
-    """
+    """Print a piece of a model's text on stdout at once, without a line end. A terminal gets
+    escapes for the control characters in it, other than line ends and tabs."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda control: _escape(control[0]), text)
     print(text, end="", flush=True)
@@ -157,7 +149,6 @@ def table(
 
 
 def _total_width(widths: list[int]) -> int:
-    """The width of a table with columns of these widths."""
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
@@ -180,20 +171,12 @@ def show_table(built: "Table", apart: bool = False) -> None:
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:
-    """Print an `Error:` line and, if there is a hint, a `Hint:` line, with tokens removed.
-
-    With `as_json`, also print both as the command's one JSON object, unless it has already printed
-    one.
-    """
-    message = shortened(str(error), _LONGEST)
-    lines = [f"Error: {message}"]
-    hint = None
-    if error.hint:
-        lines.append(f"Hint: {error.hint}")
-        hint = redact(error.hint)
+    """Print an error and its hint, with tokens removed; with `as_json` also as the command's one
+    JSON object, unless it has already printed one."""
+    message, hint = shortened(str(error), _LONGEST), error.hint or None
     if as_json and not _answered.get():
-        _print_json({"error": redact(message), "hint": hint})
-    _print(lines, sys.stderr)
+        _print_json({"error": redact(message), "hint": hint and redact(hint)})
+    _print([f"Error: {message}", *([f"Hint: {hint}"] if hint else [])], sys.stderr)
 
 
 def print_traceback(error: BaseException) -> None:
@@ -203,28 +186,22 @@ def print_traceback(error: BaseException) -> None:
 
 
 def start_output() -> None:
-    """Prepare the output of a command.
-
-    Marks its JSON object as not yet printed, and makes stdout escape what it cannot encode, as
-    stderr does.
-    """
+    """Mark a command's JSON object as not yet printed, and make stdout escape what it cannot
+    encode, as stderr does."""
     _answered.set(False)
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")
 
 
 def stderr_console() -> Console:
-    """The console for progress bars. It stays with the stderr of now, which a hub's client may
-    hide while it works."""
+    """The console for progress bars, on the stderr of now: a hub's client may hide it later."""
     return Console(file=sys.stderr)
 
 
 def visible(text: str) -> str:
-    """The text as one line that is safe to print on a terminal.
-
-    Unprintable characters (escapes, bells, line ends, controls of the writing direction, lone
-    surrogates) become escapes such as `\\x1b`.
-    """
+    """The text as one line that is safe to print on a terminal: unprintable characters (escapes,
+    bells, line ends, controls of the writing direction, lone surrogates) become escapes such as
+    `\\x1b`."""
     return "".join(map(_escape, text))
 
 
@@ -240,14 +217,10 @@ def _print(lines: Iterable[str], stream: TextIO) -> None:
 
 
 def _wrap(line: str, stream: TextIO) -> list[str]:
-    """Wrap a line between words to the width of the terminal.
-
-    A command at the end gets a line of its own and is never wrapped, so that it can be copied.
-    """
-    if not stream.isatty():  # files and programs get whole lines
-        return [line]
+    """Wrap a line between words to the width of the terminal. A command at the end gets a line of
+    its own and is never wrapped, so that it can be copied."""
     width = Console(file=stream).width
-    if len(line) <= width:
+    if not stream.isatty() or len(line) <= width:  # files and programs get whole lines
         return [line]
     prose, colon, command = line.partition(_COMMAND)
     wrapped = textwrap.wrap(
@@ -309,11 +282,8 @@ def hush_libraries() -> None:
 
 
 def _log_to_stderr() -> None:
-    """Send rotationzoo's own warnings to the stderr of this command only.
-
-    They must not reach the root logger, to which ModelScope's client adds a handler with another
-    stream.
-    """
+    """Send rotationzoo's own warnings to the stderr of this command, and not to the root logger, to
+    which ModelScope's client adds a handler with another stream."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Visible())
     logger = logging.getLogger("rotationzoo")

@@ -118,10 +118,8 @@ def _line(task: Task, seconds: float) -> str:
 
 
 class TextScreen:
-    """Shows the progress of a job until the job writes text, and again when it is done with that.
-
-    On a terminal a bar and the text would overwrite each other, so only one is shown at a time.
-    """
+    """Shows the progress of a job until the job writes text, and again when it is done with that:
+    on a terminal a bar and the text would overwrite each other."""
 
     def __init__(self, out: Output):
         self._out = out
@@ -138,7 +136,7 @@ class TextScreen:
             self._end_line()
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of the job."""
+        """Show a step of a stage."""
         if self._update is None:
             self._end_line()
             self._update = self._bar.enter_context(show_progress(self._out))

@@ -33,7 +33,7 @@ _RANGES = {"key": "key range", "value": "value range", LATENT: "key range"}
 
 @dataclass(frozen=True)
 class Buckets:
-    """Consecutive ranges of positions: each begins at one of the ascending edges, and ends before the
+    """Consecutive ranges of positions, each from one of the ascending edges to just before the
     next."""
 
     edges: tuple[int, ...]

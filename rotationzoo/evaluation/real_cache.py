@@ -81,8 +81,8 @@ def measure_drift(
     progress: Progress,
 ) -> Drift:
     """Let the exact model continue every row of the batches `[B, T]` greedily, past any end, and
-    the artifacts' arms and no rotation read the same tokens, one by one, from a cache with the first
-    windows. A row is cut where the model would have no position for the last token."""
+    the artifacts' arms and no rotation read the same tokens, one by one, with the first windows.
+    A row is cut where the model would have no position for the last token."""
     room = (position_count(model.config) or 2**31) - tokens
     prompts = [ids[:, :room] for ids in batches if ids.shape[1] > trial.start]
     codecs = {}

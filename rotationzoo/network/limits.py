@@ -1,8 +1,5 @@
-"""Limits on how long a hub may take and how many bytes it may send.
-
-The hubs' own clients wait for minutes or forever, and read whatever comes. The sessions that apply
-these limits are in `huggingface_session` and in `zoo/hubs/modelscope`.
-"""
+"""Limits on how long a hub may take and how many bytes it may send: the hubs' own clients wait for
+minutes or forever, and read whatever comes."""
 
 import contextvars
 import logging
@@ -29,12 +26,9 @@ NETWORK_HINT = "check the network, then run the same command again"
 
 
 def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
-    """Return the result of a call.
-
-    Raises `TimeoutError` if the call takes longer than `seconds`; it then runs on in the
-    background. The call has a thread of its own, because a socket's timeout covers neither the DNS
-    look-up nor an answer that trickles in.
-    """
+    """The result of a call. It has a thread of its own: a socket's timeout covers neither the DNS
+    look-up nor an answer that trickles in. Raises `TimeoutError` if it takes longer than `seconds`;
+    it then runs on in the background."""
     results: list[T] = []
     errors: list[BaseException] = []
     context = contextvars.copy_context()
@@ -68,8 +62,7 @@ def _say_waiting(host: str) -> None:
 def limit_chunks(
     chunks: Iterable[bytes], limit: int, what: str, seconds: float | None = None
 ) -> Iterator[bytes]:
-    """Pass on the chunks of an answer. Raises `HubError` after `limit` bytes, or after
-    `seconds`."""
+    """Pass on the chunks of an answer. Raises `HubError` after `limit` bytes or `seconds`."""
     received, started = 0, time.monotonic()
     for chunk in chunks:
         received += len(chunk)
@@ -85,11 +78,8 @@ def limit_chunks(
 
 
 def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> None:
-    """Write the chunks to a file of at most `size` bytes. The time limit grows with the size.
-
-    Raises `HubError` for a larger file or a slower connection, and `RotationZooError` for a disk
-    error.
-    """
+    """Write the chunks to a file of at most `size` bytes. Raises `HubError` for a larger file or a
+    slower connection, and `RotationZooError` for a disk error."""
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     limited = limit_chunks(chunks, size, what, seconds)
     # The file's name alone: its folder may be one that is renamed in the end.
@@ -107,10 +97,7 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
 
 
 def check_encoding(headers: Any, what: str) -> None:
-    """Raise `HubError` for a compressed body.
-
-    Requests ask for none, because limiting a compressed body does not limit what it unpacks to.
-    """
+    """Raise `HubError` for a compressed body, whose limit does not limit what it unpacks to."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise HubError(
             f"{what} sent a compressed answer, which was not asked for",

@@ -1,8 +1,5 @@
 """The schema of a recipe: the type, default, meaning and checks of every key, the scaling of RoPE
 among them, and which part of it may be published.
-
-A new key is a field here, with a default that keeps the results of existing recipes, and a row in
-docs/recipes.md.
 """
 
 import hashlib
@@ -95,8 +92,7 @@ def without_paths(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(place: str) -> str:
-    """The publishable name of a place: the last part of a local path, or the whole of a hub id or a
-    URL."""
+    """The last part of a local path, or the whole of a hub id or a URL, which may be published."""
     # A slash alone does not make a path: hub ids such as Qwen/Qwen3-8B have one.
     is_path = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
     return Path(place).name if is_path and "://" not in place else place
@@ -156,14 +152,13 @@ class Data(Section):
 
 
 class Recipe(Section):
-    """Every choice that decides which rotation comes out, in one object that is hashed and stored.
-    It covers how statistics become rotations, and the cache that the rotations are for."""
+    """Every choice that decides which rotation comes out: how statistics become rotations, and the
+    cache that these are for."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "oscar"
-    """The recipe's name, which is part of the default output folder."""
+    """It is part of the default output folder."""
     model: str | None = None
-    """The model that a released configuration is meant for. `calibrate` says so when it is used
-    with another."""
+    """The model that a released configuration is meant for."""
     key_statistic: Literal["query", "key"] = "query"
     """`query`: second moment `C_Q` of the queries that read the keys. `key`: second moment of the
     keys themselves."""
@@ -251,8 +246,7 @@ class Recipe(Section):
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
-        """The recipe as JSON, with the names of local files and folders instead of their paths. The
-        fingerprints stored with it identify their content."""
+        """The recipe as JSON, with the names of local files and folders instead of their paths."""
         return without_paths(self.model_dump())
 
     @property

@@ -19,8 +19,13 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
-from rotationzoo.report.conditions import describe_arms, describe_prefill
-from rotationzoo.report.tables import Table, cost_table, recall_tables
+from rotationzoo.report.tables import (
+    Table,
+    cost_table,
+    describe_arms,
+    describe_prefill,
+    recall_tables,
+)
 from rotationzoo.rotations import LATENT
 from rotationzoo.words import counted, numbers, perplexity, sentence
 
@@ -30,10 +35,8 @@ _WORDS = (counted, describe_prefill, numbers, perplexity, sentence, tensor_name)
 
 
 def render_card(manifest: Manifest, repo: str | None = None) -> str:
-    """The README.md of an artifact, with YAML front matter that the hubs understand.
-
-    `repo`: the repository that it is published to, from which its first command pulls.
-    """
+    """The README.md of an artifact, with YAML front matter that the hubs understand. `repo`: the
+    repository that it is published to, from which its first command pulls."""
     recipe = Recipe.model_validate(manifest.recipe)
     layers = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
     title = f"2-bit KV cache rotations for {model_title(manifest.model)}"

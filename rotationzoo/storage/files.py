@@ -1,8 +1,7 @@
-"""Safe access to files: which names may become paths, what may be opened, and atomic writes.
+"""Safe access to files: which names may become paths, and what may be opened.
 
-Folders come from hubs, archives and other people's repositories. rotationzoo never puts a link, a
-pipe or a name with `..` into one. An entry of this kind is refused with a one-sentence error; it is
-never followed, waited for or written to.
+Folders come from hubs, archives and other people's repositories. A link, a pipe or a name with `..`
+in one is refused with a one-sentence error, and never followed, waited for or written to.
 """
 
 import hashlib
@@ -33,20 +32,17 @@ _KINDS = {
 
 
 def plain(name: str) -> str:
-    """Return the name itself if it is safe inside a folder. Raises `ValueError` for a name that is
-    absolute, is hidden, leaves its folder, or is not made of letters, digits and `_.+-`."""
+    """The name itself. Raises `ValueError` for one that is absolute, is hidden, leaves its folder,
+    or is not made of letters, digits and `_.+-`."""
     if not _PLAIN.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no path inside a folder")
     return name
 
 
 def child(folder: Path, name: str) -> Path:
-    """The path inside `folder` of a name that was read from a file or a hub. Such a name becomes a
-    path nowhere else.
-
-    Raises `RotationZooError` for a name that is not plain, and for one that leaves the folder
-    through a symbolic link.
-    """
+    """The path inside `folder` of a name that was read from a file or a hub, which becomes a path
+    nowhere else. Raises `RotationZooError` for a name that is not plain, and for one that leaves
+    the folder through a symbolic link."""
     try:
         path = folder / plain(name)
     except ValueError as error:
@@ -79,11 +75,8 @@ def size_of(path: Path) -> int | None:
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The path of a regular file in this folder, which is safe to verify, read and publish.
-
-    Raises `RotationZooError` for a name that is not plain, for a missing file, and for links and
-    other special files.
-    """
+    """The path of a regular file in this folder. Raises `RotationZooError` for a name that is not
+    plain, for a missing file, and for links and other special files."""
     path = child(folder, name)
     if size_of(path) is None:
         raise RotationZooError(f"{name} is missing", hint="fetch or make it again")

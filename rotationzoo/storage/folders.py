@@ -53,13 +53,10 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to `folder`. Both are on one file system, so that a rename is atomic.
-    The new folder is removed at the end if it is still there.
-
-    The folder's lock is held throughout. What killed processes left is first put back or removed.
-    Raises `RotationZooError` where another process holds the lock, and for a `folder` that is a
-    symbolic link.
-    """
+    """Yield a new folder next to `folder`, on one file system, so that a rename is atomic. It is
+    removed at the end if it is still there. What killed processes left is put back or removed.
+    Raises `RotationZooError` where another process holds the lock, which is held throughout, and
+    for a `folder` that is a symbolic link."""
     check_name(folder)
     with locked(beside(folder, "lock"), f"writing {folder}"):
         put_back(folder)
@@ -111,8 +108,8 @@ def link(source: str | Path, target: str | Path) -> None:
 
 def check_name(folder: Path) -> None:
     """Check that `folder` may be replaced whole. Raises `UsageError` for a path without a name of
-    its own, such as `.`, and for a folder that contains the current one. Raises `RotationZooError`
-    for a symbolic link, because the folder that it leads to was not to be replaced."""
+    its own, such as `.`, and for a folder that contains the current one, and `RotationZooError` for
+    a symbolic link."""
     if folder.name in ("", ".."):
         raise UsageError(
             f"{folder} is no folder that can be replaced", hint="name a new folder with --output"
@@ -138,8 +135,7 @@ def check_writable(folder: Path) -> None:
             with temporary_sibling(folder):
                 pass
         else:
-            # The name is random here. One made from the folder's name could clash with that of
-            # another job, whose folder does not exist yet and has the same existing parent.
+            # With a random name, which clashes with that of no other job.
             tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
 
 
@@ -156,10 +152,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def default_output(model: str, suffix: str) -> Path:
-    """The folder `rotations/MODEL-SUFFIX`.
-
-    For a local model, MODEL is the folder's name, even if its path is `.`.
-    """
+    """The folder `rotations/MODEL-SUFFIX`, with the name of a local model's folder."""
     path = Path(model)
     name = path.resolve().name if path.is_dir() else path.name
     return Path("rotations") / f"{name}-{suffix}"
