@@ -78,10 +78,8 @@ def shifted_layers(geometry: Geometry) -> list[int]:
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
     """Whether two geometries have the same layers, heads and dimensions."""
-    shapes = [
-        [replace(layer, shift_invariant=None) for layer in each] for each in (geometry, other)
-    ]
-    return shapes[0] == shapes[1]
+    shapes = [replace(layer, shift_invariant=None) for layer in geometry]
+    return shapes == [replace(layer, shift_invariant=None) for layer in other]
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:

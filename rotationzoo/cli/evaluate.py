@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, retyped, shell_line, suggest_text, typed_words
 from rotationzoo.cli.options import argument, option
-from rotationzoo.cli.output import Output, say, show_table
+from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
 from rotationzoo.words import counted
@@ -212,8 +212,8 @@ def _say_details(report: "Measured") -> None:
         if number:
             say("")
         say(_title(window))
-        for table in tables.evaluation_tables(report, window):
-            show_table(table, apart=True)
+        for each in tables.evaluation_tables(report, window):
+            table(each.title, each.columns, each.rows, apart=True)
     say("")
     say(*tables.describe_recall(report))
     say("±: standard error over texts, paired with the exact model")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import UNKNOWN, change, counted, percent
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry

@@ -11,7 +11,7 @@ from rotationzoo.codec.engines import EngineName
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
-from rotationzoo.zoo.hubs.registry import HUB_NAMES
+from rotationzoo.zoo.hubs.protocol import HUB_NAMES
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:

@@ -14,10 +14,10 @@ import shlex
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -28,9 +28,6 @@ from rotationzoo.cli.options import Json, Quiet
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
 from rotationzoo.words import sentence, shortened
-
-if TYPE_CHECKING:
-    from rotationzoo.report.tables import Table
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
 _GAP = 2  # columns between two columns of a table
@@ -111,8 +108,8 @@ def write_text(text: str) -> None:
 
 def table(
     title: str,
-    columns: list[str],
-    rows: list[list[str]],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
     apart: bool = False,
     folded: Collection[str] = (),
 ) -> None:
@@ -162,12 +159,6 @@ def _split(widths: list[int], width: int) -> list[list[int]]:
             groups.append([0])
         groups[-1].append(number)
     return groups
-
-
-def show_table(built: "Table", apart: bool = False) -> None:
-    """Print a table of the report, as `table` does."""
-    columns, rows = list(built.columns), [list(row) for row in built.rows]
-    table(built.title, columns, rows, apart)
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:

@@ -11,7 +11,7 @@ from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

@@ -62,7 +62,13 @@ class LimitedSessions:
         is_read, host = request.method in ("GET", "HEAD"), request.url.netloc.decode()
         is_small = request.method == "HEAD" or request.url.path.startswith("/api/")
         answer_seconds = _answer_seconds(request)
-        extensions = {**request.extensions, "timeout": _timeouts(is_read)}
+        timeouts = {
+            "connect": limits.CONNECT_SECONDS,
+            "read": limits.SILENCE_SECONDS if is_read else limits.UPLOAD_SECONDS,
+            "write": limits.UPLOAD_SECONDS,
+            "pool": limits.CONNECT_SECONDS,
+        }
+        extensions = {**request.extensions, "timeout": timeouts}
         if is_small:
             extensions["limit"] = limits.ANSWER_BYTES
         request.extensions = extensions
@@ -186,15 +192,6 @@ def _answer_seconds(request: Any) -> float:
         longest = constants.HF_HUB_ETAG_TIMEOUT
     timeouts = request.extensions.get("timeout") or {}
     return min(longest, timeouts.get("read") or longest)
-
-
-def _timeouts(is_read: bool) -> dict[str, float]:
-    return {
-        "connect": limits.CONNECT_SECONDS,
-        "read": limits.SILENCE_SECONDS if is_read else limits.UPLOAD_SECONDS,
-        "write": limits.UPLOAD_SECONDS,
-        "pool": limits.CONNECT_SECONDS,
-    }
 
 
 def _limited_stream_type(stream_type: Any) -> Any:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,28 +30,22 @@ def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
     """The result of a call. It has a thread of its own: a socket's timeout covers neither the DNS
     look-up nor an answer that trickles in. Raises `TimeoutError` if it takes longer than `seconds`;
     it then runs on in the background."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-    context = contextvars.copy_context()
+    future, context = Future[T](), contextvars.copy_context()
 
     def run() -> None:
         try:
-            results.append(context.run(call))
+            future.set_result(context.run(call))
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
     # A daemon, so that an abandoned call does not keep the program from exiting.
     thread = threading.Thread(target=run, daemon=True, name=f"rotationzoo: {host}")
     thread.start()
-    thread.join(min(NOTICE_SECONDS, seconds))
-    if not (results or errors):
+    if not wait([future], min(NOTICE_SECONDS, seconds)).done:
         _say_waiting(host)
-        thread.join(max(0.0, seconds - NOTICE_SECONDS))
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"{host} did not answer within {seconds:g} s")
-    return results[0]
+        if not wait([future], max(0.0, seconds - NOTICE_SECONDS)).done:
+            raise TimeoutError(f"{host} did not answer within {seconds:g} s")
+    return future.result()
 
 
 # Cached, so that each host is named once, however many calls wait for it.

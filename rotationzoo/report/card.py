@@ -3,6 +3,7 @@ keeps, and only then what it is and where it comes from."""
 
 import re
 import shlex
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,16 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     )
 
 
+def template_environment(folders: Iterable[Path] = (), **options: Any) -> Environment:
+    """The templates of this package and of the `folders`, with further `options` of jinja."""
+    loader = FileSystemLoader([*folders, Path(__file__).parent / "templates"])
+    options |= {"loader": loader, "undefined": StrictUndefined}
+    return Environment(trim_blocks=True, lstrip_blocks=True, **options)
+
+
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = template_environment(keep_trailing_newline=True)
     environment.globals |= {word.__name__: word for word in _WORDS}
     return environment.get_template("card.md.jinja")
 

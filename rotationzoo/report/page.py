@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from rotationzoo.artifact.manifest import ValidationSummary
@@ -18,7 +18,7 @@ from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report.arms import EXACT, Arms, gather_arms
-from rotationzoo.report.card import describe_serving
+from rotationzoo.report.card import describe_serving, template_environment
 from rotationzoo.report.charts import Figure, Point, Section, draw_answers, draw_png
 from rotationzoo.report.commands import (
     FOLDER,
@@ -284,13 +284,7 @@ def render_page(
 
 @cache
 def _environment(*folders: Path) -> Environment:
-    return Environment(
-        loader=FileSystemLoader([*folders, _FOLDER / "templates"]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return template_environment(folders, autoescape=True)
 
 
 @cache

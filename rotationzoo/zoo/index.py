@@ -18,7 +18,7 @@ from rotationzoo.artifact.measured import Summary
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Count, Sha256
-from rotationzoo.zoo.hubs.registry import HubName
+from rotationzoo.zoo.hubs.protocol import HubName
 from rotationzoo.zoo.signing.signer import Signer
 
 SCHEMA = 1

@@ -6,8 +6,7 @@ from pathlib import Path
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.recipe.schema import RopeScaling
 from rotationzoo.zoo import index
-from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUB_NAMES, HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 
 ZOO = "rotationzoo/zoo"

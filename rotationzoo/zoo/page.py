@@ -10,7 +10,7 @@ from urllib.parse import quote
 from rotationzoo.artifact.store import CARD, REPORT
 from rotationzoo.report.page import render_page
 from rotationzoo.words import UNKNOWN, change, number, percent
-from rotationzoo.zoo.hubs.registry import HUBS
+from rotationzoo.zoo.hubs.protocol import HUBS
 from rotationzoo.zoo.index import Copy, Entry, Listed
 from rotationzoo.zoo.lookup import LoadedIndex
 

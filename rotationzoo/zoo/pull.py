@@ -28,8 +28,7 @@ from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.settled import recover
 from rotationzoo.writer import remember
-from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
-from rotationzoo.zoo.hubs.registry import HUB_NAMES, HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry

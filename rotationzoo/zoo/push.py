@@ -21,8 +21,7 @@ from rotationzoo.report.card import render_card
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, locks, strict_json
 from rotationzoo.zoo import index, signed_index
-from rotationzoo.zoo.hubs.protocol import Publication, Published
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, Publication, Published, open_hub
 from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.signing import check as signatures

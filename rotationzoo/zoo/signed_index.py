@@ -8,7 +8,7 @@ from datetime import UTC, date, datetime, timedelta
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, folders, locks, strict_json
 from rotationzoo.zoo import index
-from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex, read_index
 from rotationzoo.zoo.signing.check import OWNERS_HINT, Demand, Finding, Signed, check_signature

@@ -1,4 +1,5 @@
-"""The interface of a hub: resolve a revision, list and fetch files, and publish files.
+"""The interface of a hub: resolve a revision, list and fetch files, and publish files; and the
+table of hubs, from which the command line, the index and the tests take their names.
 
 A hub imports its client only when it is used. It limits what it reads and retries failures that may
 be temporary. The caller checks the hashes.
@@ -8,13 +9,14 @@ a 503 on the body of a file or on a commit, and ModelScope's waits silently for 
 therefore told not to retry, and all retries happen here.
 """
 
+import importlib
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from rotationzoo.errors import HubError
 from rotationzoo.network.limits import ANSWER_BYTES
@@ -113,3 +115,59 @@ class Hub(ABC):
                     return None
                 raise
             return (Path(scratch) / path).read_bytes()
+
+
+@dataclass(frozen=True)
+class HubEntry:
+    """Everything known about a hub without importing its client."""
+
+    title: str
+    """Its name in sentences."""
+    abbreviation: str
+    """Its name in the narrow column of `list`."""
+    class_name: str
+    """Its class in the module of `zoo/hubs` that has the hub's name, imported only on use."""
+    main: str
+    """The branch that a repository begins with."""
+    repo_page: str
+    """This and below are addresses of pages and of files themselves: `str.format` templates of
+    `repo`, `revision` and `path`."""
+    file_page: str
+    file: str
+
+
+HUBS = {
+    "huggingface": HubEntry(
+        title="Hugging Face",
+        abbreviation="hf",
+        class_name="HuggingFace",
+        main="main",
+        repo_page="https://huggingface.co/{repo}",
+        file_page="https://huggingface.co/{repo}/blob/{revision}/{path}",
+        file="https://huggingface.co/{repo}/resolve/{revision}/{path}",
+    ),
+    "modelscope": HubEntry(
+        title="ModelScope",
+        abbreviation="ms",
+        class_name="ModelScope",
+        main="master",
+        repo_page="https://modelscope.cn/models/{repo}",
+        file_page="https://modelscope.cn/models/{repo}/file/view/{revision}/{path}",
+        file="https://modelscope.cn/models/{repo}/resolve/{revision}/{path}",
+    ),
+}
+HUB_NAMES = tuple(HUBS)
+DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
+
+# Typer derives an option's choices from a Literal, and pydantic a field's check. mypy does not
+# accept a computed Literal, so it sees `str`.
+if TYPE_CHECKING:
+    HubName = str
+else:
+    HubName = Literal[HUB_NAMES]
+
+
+def open_hub(name: str) -> Hub:
+    """The client of a hub. Raises `KeyError` if the table has no such name."""
+    module = importlib.import_module(f"rotationzoo.zoo.hubs.{name}")
+    return cast(Hub, getattr(module, HUBS[name].class_name)())
