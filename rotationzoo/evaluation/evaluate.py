@@ -32,7 +32,6 @@ from rotationzoo.evaluation.tasks.answering import (
 from rotationzoo.evaluation.tasks.prompts import TaskPlan
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.evaluation.verdict import judge_window
-from rotationzoo.geometry import Geometry
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import check_weights
 from rotationzoo.model.geometry import geometry_of
@@ -93,9 +92,11 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
         check_model(job, artifacts, geometry)
     pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
     arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, job.budget)
-    layers, start = _layers_in_2_bits(job, geometry), ready.start
+    # The chosen layers, which own a cache, and all that read one of these caches.
+    read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
+    layers, queries = sorted(layer.index for layer in read), job.queries
     return Trial(
-        geometry, arms, ready.caches, layers, job.sides, job.queries, start, job.real_cache
+        geometry, arms, ready.caches, layers, job.sides, queries, ready.start, job.real_cache
     )
 
 
@@ -196,13 +197,6 @@ def _tell_length(
     if pace.estimate(left) > _LONG:
         words.append("--tokens 4096 --tasks needles,key-value takes less")
     pace.tell("; ".join(words))
-
-
-def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
-    """The chosen layers, which own a cache, and all layers that read one of these caches."""
-    if job.layers is None:
-        return sorted(layer.index for layer in geometry)
-    return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
 def assemble_report(results: Results, **conditions: Any) -> Measured:

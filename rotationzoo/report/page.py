@@ -273,11 +273,13 @@ def render_page(
     browser to run the `scripts`, files of this package, and to load nothing at all, so a name that
     slipped through unescaped could still do nothing."""
     sources = [_read(name) for name in scripts]
+    digests = [hashlib.sha256(source.encode()).digest() for source in sources]
+    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     page = _environment(*folders).get_template(template)
     return page.render(
         style=Markup(_read("page.css")),
         scripts=[Markup(source) for source in sources],
-        script_policy=Markup(" ".join(map(_policy_hash, sources)) or "'none'"),
+        script_policy=Markup(" ".join(hashes) or "'none'"),
         **values,
     )
 
@@ -290,9 +292,3 @@ def _environment(*folders: Path) -> Environment:
 @cache
 def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _policy_hash(script: str) -> str:
-    """A script's hash, as a content security policy writes it."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -38,7 +38,6 @@ class Upload:
     files: dict[str, Path | bytes]
     """Name -> file of the artifact, or content that was rendered for this upload."""
     path: str
-    """The folder in the repository."""
     tag: str
     entry: index.Entry
     """The index entry. Its one copy names repository and folder; `push` replaces it with one that
@@ -172,7 +171,6 @@ class Destination:
 
     repo: str
     hubs: list[str]
-    """The names of the hubs, in this order."""
     create_pr: bool = False
     """Whether a person decides there, as a pull request."""
 

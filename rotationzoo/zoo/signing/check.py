@@ -49,7 +49,6 @@ class Demand:
     """The signatures that a user accepts or requires."""
 
     signers: tuple[Signer, ...] = ()
-    """Whose signature is accepted. Empty if the user named no one."""
     required: bool = False
     """Whether even an index that was read from a hub must be signed."""
     trust_config: Path | None = None
