@@ -3,7 +3,7 @@ and renamed into its place. No link is followed.
 
 A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
 `.NAME.partial` and renames the old one to `.NAME.old`. If it is killed between the two renames,
-`.NAME.old` remains, and the next process renames it back (`storage.settled`).
+`.NAME.old` remains, and the next process renames it back (`files.recover`).
 """
 
 import os
@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage.files import disk_errors
+from rotationzoo.storage.files import beside, disk_errors, put_back
 from rotationzoo.storage.locks import locked
-from rotationzoo.storage.settled import beside, put_back
 
 
 def write_new(path: Path, data: bytes) -> None:

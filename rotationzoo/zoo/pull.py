@@ -26,7 +26,7 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, strict_json
-from rotationzoo.storage.settled import recover
+from rotationzoo.storage.files import recover
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
