@@ -28,10 +28,8 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 def in_tokens(progress: Progress, passes: Sequence[int]) -> Progress:
-    """A `Progress` for stages whose steps are forward passes, which tells `progress` the tokens.
-
-    `passes`: how many tokens each pass of the stage reads, in order.
-    """
+    """A `Progress` in tokens, for stages whose steps are forward passes. `passes`: the tokens that
+    each of them reads, in order."""
     read = [0, *accumulate(passes)]
 
     def tell(stage: str, done: int, total: int) -> None:

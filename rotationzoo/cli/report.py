@@ -97,7 +97,6 @@ def _draw_report(
 
 
 def _describe_signature(artifact: "Artifact") -> "Badge":
-    """The state of the signature, in the words of a page."""
     from rotationzoo.report.page import Badge
     from rotationzoo.zoo.signing.check import Demand, check_artifact
 

@@ -85,7 +85,6 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
 
 
 def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
-    """The arms, and how each of them reads."""
     job, artifacts, geometry = ready.job, ready.artifacts, ready.geometry
     if geometry is None:
         geometry = geometry_of(model)
@@ -103,7 +102,6 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
 def _measure(
     ready: Prepared, model: PreTrainedModel, trial: Trial, progress: Progress, pace: Pace
 ) -> tuple[Results, Drift | None]:
-    """Run the texts, the drift and the tasks."""
     job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
     deciding = (*judged, *SIMPLEST)
     tell_length = partial(_tell_length, pace, job, ready.plan, deciding)
@@ -159,7 +157,6 @@ def _record_probes(
 
 
 def _describe(ready: Prepared, results: Results, drift: Drift | None, notes: list[str]) -> Measured:
-    """What was measured, and how."""
     job, source, text = ready.job, ready.source, ready.text
     return assemble_report(
         results,

@@ -142,7 +142,6 @@ def run_models(
 def _read(
     running: Running, model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor
 ) -> None:
-    """One forward pass yields all metrics."""
     with running():
         metrics.add_losses(token_losses(model, ids, start))
 

@@ -223,7 +223,6 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
-    """One cache per pair of windows."""
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     assert job.format is not None

@@ -122,7 +122,6 @@ def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]
     reason = problem["msg"].removeprefix("Value error, ").lower()
     if not problem["loc"]:  # keys that do not go together

@@ -105,7 +105,6 @@ def _count_questions(arm: ArmSummary) -> int:
 
 
 def _first_command(manifest: Manifest, repo: str | None) -> str:
-    """The first command that a reader of the card runs."""
     model = name_in_commands(manifest.model)
     if repo is not None:
         return shlex.join(["rotationzoo", "pull", manifest.model.id, "--repo", repo])

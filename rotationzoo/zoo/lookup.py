@@ -96,10 +96,9 @@ def choose_entry(
 ) -> tuple[Entry, list[Copy], str]:
     """The best entry of a model, its copies on these hubs, and a phrase that describes the choice.
 
-    Only entries of `_of_scaling` count. Among them, one for the requested revision of the model
-    wins, then an artifact over other formats, then the newest. `hubs` is also the order of the
-    copies. Raises `RotationZooError` if the model has no entry that can be pulled, and `UsageError`
-    for a scaling that cannot be.
+    Of those for the scaling of RoPE, one for the requested revision of the model wins, then an
+    artifact over other formats, then the newest. `hubs` is also the order of the copies. Raises
+    `RotationZooError` if no entry can be pulled, and `UsageError` for a scaling that cannot be.
     """
     matching = []
     for entry in loaded.content.entries:
@@ -140,11 +139,8 @@ def choose_entry(
 def _of_scaling(
     entries: list[Entry], asked: str | None, model: str
 ) -> tuple[list[Entry], list[str]]:
-    """The entries for a scaling of RoPE, and the scalings of the others.
-
-    Rotations for a scaled model are of no use to one that is not, so they are the last choice
-    where no scaling is asked for.
-    """
+    """The entries for a scaling of RoPE, and the scalings of the others. Where none is asked for,
+    rotations for a scaled model are the last choice: they are of no use to one that is not."""
     scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
     if asked is None:
         plain = [entry for entry in entries if entry.rope_scaling is None]

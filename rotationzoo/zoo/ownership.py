@@ -77,10 +77,8 @@ def not_published(artifact: Artifact, reason: str, hint: str | None) -> Rotation
 
 
 def check_model(artifact: Artifact) -> None:
-    """Raise `RotationZooError` if the named model has another config than the manifest records.
-
-    Compares with the config at the manifest's revision, and raises the same error if that cannot be
-    read. A model from a local folder has no revision, and is not checked.
+    """Raise `RotationZooError` if the model at the manifest's revision has another config than the
+    manifest records, or cannot be read. That of a local folder has no revision, and is not checked.
     """
     model = artifact.manifest.model
     if model.revision is None:

@@ -124,10 +124,8 @@ def pull(
 
 def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pulled:
     """Download the files of an entry without hashes, and check them against an earlier record. If
-    the hub does not answer, the recorded files will do, provided that they are unchanged.
-
-    Raises `RotationZooError` if a file differs from the record, or does not hold rotations.
-    """
+    the hub does not answer, the recorded files will do, provided that they are unchanged. Raises
+    `RotationZooError` if a file differs from the record, or does not hold rotations."""
     recover(target)
     try:
         lock = Lock.model_validate(strict_json.read(target / LOCK))
@@ -203,9 +201,8 @@ def pull_first(
     it, and move it into place, which is `local_dir` or a folder in the cache.
 
     Only a missing copy makes this try the next one: a hub that fails must not be replaced by
-    another. Raises `RotationZooError` and leaves nothing behind if a hash differs, if the artifact
-    is not sound, if it belongs to another model than the entry's, or if its signature is wrong or
-    not the one that `demand` asks for.
+    another. Raises `RotationZooError` and leaves nothing behind if a hash differs, or the artifact
+    is not sound, of another model, or not signed as `demand` asks.
     """
     *first, last = copies
     for copy in first:

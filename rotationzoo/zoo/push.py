@@ -145,7 +145,6 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
 
 
 def _list_figures(artifact: Artifact) -> index.Listed:
-    """The figures that a list of published rotations shows."""
     layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[index.BITS_FORMAT])
     bits = bits_per_element(artifact.geometry, layout)
     figures: dict[str, Any] = {"bits_per_element": round(bits, 4)}
