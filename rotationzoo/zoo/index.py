@@ -1,8 +1,4 @@
-"""The schema of `zoo_index.json`: which rotations are published, where, and with which hashes.
-
-Also the other files at the root of a zoo repository: the card, and the file that makes Hugging Face
-count downloads.
-"""
+"""The schema of `zoo_index.json`: which rotations are published, where, and with which hashes."""
 
 import json
 import os
@@ -23,6 +19,8 @@ from rotationzoo.zoo.signing.signer import Signer
 
 SCHEMA = 1
 NAME = "zoo_index.json"
+ROOT_FILES = NAME, "README.md", "config.json"
+"""The files at the root of a repository."""
 WHEEL_COPY = Path(__file__).parents[1] / "data" / NAME
 REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
@@ -240,43 +238,3 @@ def _sorted(entries: list[Entry]) -> list[Entry]:
         return entry.model.lower(), entry.format != "rotationzoo", entry.recipe, entry.identity
 
     return sorted(entries, key=key)
-
-
-_CARD = """---
-library_name: rotationzoo
-tags:
-- kv-cache
-- 2-bit
-- rotation
-{base_models}---
-
-# A rotation zoo
-
-Orthogonal matrices for 2-bit key/value caches, one folder each. \
-`{index_name}` lists them with the sha256 of every file.
-
-    rotationzoo pull {model} --repo {repo}
-
-| model | revision | recipe | folder |
-|---|---|---|---|
-{rows}"""
-
-ROOT_FILES = NAME, "README.md", "config.json"
-"""The files at the root of a repository."""
-
-
-def render_root_files(repo: str, content: Index) -> dict[str, bytes]:
-    """Path -> content of the root files of a repository with this index."""
-    models = sorted({entry.model for entry in content.entries})
-    # Hugging Face accepts only hub ids as base models, and a local model's name has no owner.
-    bases = "".join(f"- {model}\n" for model in models if "/" in model)
-    base_models = f"base_model:\n{bases}base_model_relation: quantized\n" if bases else ""
-    rows = ""
-    for entry in content.entries:
-        path, revision = entry.copies[0].path, entry.model_revision or ""
-        rows += f"| {entry.model} | `{revision}` | {entry.recipe} | [{path}]({path}) |\n"
-    card = _CARD.format(
-        base_models=base_models, index_name=NAME, model=models[0], repo=repo, rows=rows
-    )
-    contents = content.text(), card, '{"library_name": "rotationzoo"}\n'
-    return {name: text.encode() for name, text in zip(ROOT_FILES, contents, strict=True)}

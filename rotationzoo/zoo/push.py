@@ -17,7 +17,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import bits_per_element
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.progress import Progress, silent
-from rotationzoo.report.card import render_card
+from rotationzoo.report.card import render_card, template_environment
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, locks, strict_json
 from rotationzoo.zoo import index, signed_index
@@ -245,7 +245,7 @@ def _push_to_hub(
             check_unsigned_push(before)
         else:
             content, files[signed_index.NAME] = signer.sign(before, content)
-        files |= index.render_root_files(repo, content)
+        files |= _render_root_files(repo, content)
         parent, message = before.revision, upload.message
         try:
             return hub.publish(Publication(repo, files, message, parent, upload.tag, to.create_pr))
@@ -254,3 +254,13 @@ def _push_to_hub(
     raise HubError(
         f"{repo} changes faster than it can be extended", hint="run the same command again later"
     )
+
+
+def _render_root_files(repo: str, content: index.Index) -> dict[str, bytes]:
+    """Path -> content of the root files: the index, the card, and the file that makes Hugging Face
+    count downloads."""
+    card = template_environment(keep_trailing_newline=True).get_template("zoo.md.jinja")
+    models = sorted({entry.model for entry in content.entries})
+    shown = {"index_name": index.NAME, "entries": content.entries, "models": models}
+    contents = content.text(), card.render(repo=repo, **shown), '{"library_name": "rotationzoo"}\n'
+    return {name: text.encode() for name, text in zip(index.ROOT_FILES, contents, strict=True)}
