@@ -7,7 +7,6 @@ come from hubs, files and other libraries, and a terminal obeys the control char
 
 import json
 import logging
-import math
 import os
 import re
 import shlex
@@ -227,19 +226,12 @@ def _wrap(line: str, stream: TextIO) -> list[str]:
 
 
 def _print_json(data: dict[str, Any]) -> None:
+    from pydantic_core import to_jsonable_python
+
     _answered.set(True)
-    print(json.dumps(_without_nan(data), indent=2, allow_nan=False))
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity by None, because JSON cannot express them."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    # JSON cannot express NaN and infinity, which become null.
+    known = to_jsonable_python(data, inf_nan_mode="null")
+    print(json.dumps(known, indent=2, allow_nan=False))
 
 
 _LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf", "vllm")
