@@ -247,13 +247,16 @@ SHELL: dict[str, str] = {}
 
 
 def hush_libraries() -> None:
-    """Silence the logs and bars of other libraries: a command shows its own progress and errors.
+    """Silence the logs and bars of other libraries, and send rotationzoo's own warnings to stderr.
     Those that are imported later read variables, and transformers the hub's setting of bars."""
     from huggingface_hub.utils import disable_progress_bars
 
     SHELL.clear()
     SHELL.update(os.environ)
-    _log_to_stderr()
+    # Not to the root logger, to which ModelScope's client adds a handler with another stream.
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("rotationzoo")
+    handler.setFormatter(_Visible())
+    logger.handlers, logger.propagate = [handler], False
     disable_progress_bars()
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -262,12 +265,3 @@ def hush_libraries() -> None:
     if imported := sys.modules.get("transformers.utils.logging"):
         imported.set_verbosity_error()
         imported.disable_progress_bar()
-
-
-def _log_to_stderr() -> None:
-    """Send rotationzoo's own warnings to the stderr of this command, and not to the root logger, to
-    which ModelScope's client adds a handler with another stream."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Visible())
-    logger = logging.getLogger("rotationzoo")
-    logger.handlers, logger.propagate = [handler], False

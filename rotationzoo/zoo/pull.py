@@ -26,7 +26,6 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, strict_json
-from rotationzoo.storage.files import recover
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
@@ -43,7 +42,7 @@ from rotationzoo.zoo.signing.check import (
     read_signature,
 )
 
-_WAY_OUT = "choose another place with --local-dir"  # on a full disk
+_WAY_OUT = "choose another place with --local-dir"
 LOCK = "zoo.lock.json"
 MAX_BYTES = 4 << 30
 """The most bytes to download for an entry whose sizes the hub alone claims."""
@@ -126,7 +125,7 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
     """Download the files of an entry without hashes, and check them against an earlier record. If
     the hub does not answer, the recorded files will do, provided that they are unchanged. Raises
     `RotationZooError` if a file differs from the record, or does not hold rotations."""
-    recover(target)
+    storage.recover(target)
     try:
         lock = Lock.model_validate(strict_json.read(target / LOCK))
     except (RotationZooError, ValidationError):  # a damaged one counts as none
@@ -294,7 +293,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
     file of the folder, or differs from its listing in size or hash."""
     hashes: dict[str, str] = {}
     # A killed process may have left the folder set aside under another name.
-    recover(folder)
+    storage.recover(folder)
     for name, file in listed.items():
         with suppress(RotationZooError):
             path = storage.regular_file(folder, name)
@@ -312,9 +311,7 @@ def _check_target(target: Path, entry: Entry) -> None:
     names = {path.name for path in target.glob("*")}  # none if it is no folder
     is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
-        raise RotationZooError(
-            f"{target} exists and holds other files", hint="choose another place with --local-dir"
-        )
+        raise RotationZooError(f"{target} exists and holds other files", hint=_WAY_OUT)
 
 
 def _download_files(
@@ -326,7 +323,7 @@ def _download_files(
     if needed > free:
         raise RotationZooError(
             f"{copy.path} of {copy.repo} is {needed:,} bytes, and {free:,} are free on the disk",
-            hint="make room, or choose another place with --local-dir",
+            hint=f"make room, or {_WAY_OUT}",
         )
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
