@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cache.rotated import RotatedCache
     from rotationzoo.rotations import Rotations
-    from rotationzoo.zoo.by_name import pull
+    from rotationzoo.zoo.pull import pull
 
 _MODULES = {
     "Artifact": "rotationzoo.artifact.store",
@@ -36,7 +36,7 @@ _MODULES = {
     "calibrate": "rotationzoo.api",
     "evaluate": "rotationzoo.api",
     "generate": "rotationzoo.api",
-    "pull": "rotationzoo.zoo.by_name",
+    "pull": "rotationzoo.zoo.pull",
 }
 
 

@@ -1,7 +1,6 @@
-"""The functions that the command line and Python callers share.
+"""The functions that the command line and Python callers share. They take plain values, of which a
+`..._job` function makes the settings of one run.
 
-They take plain values. A `..._job` function makes the settings of one run from them; `calibrate`,
-`evaluate` and `generate` run it, and return the artifact or the report that the command line shows.
 An option that is None has the same default as one that is left out.
 """
 

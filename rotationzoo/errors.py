@@ -5,13 +5,9 @@ from contextlib import contextmanager
 
 
 class RotationZooError(Exception):
-    """A known failure. The message is one sentence that says what went wrong; `hint` says what to
-    do next.
+    """A known failure: one sentence says what went wrong, and `hint` what to do next."""
 
-    `exit_code` is the exit code of the command line.
-    """
-
-    exit_code = 1
+    exit_code = 1  # of the command line
 
     def __init__(self, message: str, hint: str | None = None):
         super().__init__(message)
@@ -39,11 +35,8 @@ class Unsound(RotationZooError):
 
 
 class HubError(RotationZooError):
-    """A request that a hub, or the network on the way to it, refused.
-
-    `missing` is set where the hub says that the requested object does not exist. `hidden` is set
-    where the hub does not tell a caller without a token whether it is missing or private.
-    """
+    """A request that a hub, or the network on the way to it, refused. It is `missing` what the hub
+    says does not exist, and `hidden` what may be missing or private for all that the hub says."""
 
     def __init__(
         self, message: str, hint: str | None = None, missing: bool = False, hidden: bool = False

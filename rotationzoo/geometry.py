@@ -1,8 +1,5 @@
 """The attention geometry of a model, as data: which layers store keys and values, with what heads
-and dimensions, and which quantization groups divide these.
-
-`model.geometry` reads it from a model.
-"""
+and dimensions, and which quantization groups divide these."""
 
 import math
 from collections.abc import Collection
@@ -81,11 +78,8 @@ def shifted_layers(geometry: Geometry) -> list[int]:
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
     """Whether two geometries have the same layers, heads and dimensions."""
-    return _shapes_alone(geometry) == _shapes_alone(other)
-
-
-def _shapes_alone(geometry: Geometry) -> Geometry:
-    return [replace(layer, shift_invariant=None) for layer in geometry]
+    shapes = [replace(layer, shift_invariant=None) for layer in geometry]
+    return shapes == [replace(layer, shift_invariant=None) for layer in other]
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:

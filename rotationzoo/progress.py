@@ -1,8 +1,13 @@
 """The progress callback that jobs call, and what it counts; silent by default. `cli.progress_bar`
 draws it."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
+from pathlib import Path
+
+LOOK = 0.5  # seconds between two looks at the files of a download
 
 Progress = Callable[[str, int, int], None]
 """Called as `(stage, done, total)`. It is called often, so it must be cheap. A total of 0 means
@@ -23,13 +28,54 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 def in_tokens(progress: Progress, passes: Sequence[int]) -> Progress:
-    """A `Progress` for stages whose steps are forward passes, which tells `progress` the tokens.
-
-    `passes`: how many tokens each pass of the stage reads, in order.
-    """
+    """A `Progress` in tokens, for stages whose steps are forward passes. `passes`: the tokens that
+    each of them reads, in order."""
     read = [0, *accumulate(passes)]
 
     def tell(stage: str, done: int, total: int) -> None:
         progress(stage, Tokens(read[done]), Tokens(read[total]))
 
     return tell
+
+
+@contextmanager
+def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
+    """While the block runs, call every so many seconds, in a thread of its own."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def tell_growth(
+    measure: Callable[[], int], stage: str, total: int, progress: Progress
+) -> Iterator[None]:
+    """While the block runs, tell `progress` how many of `total` bytes `measure` returns, because
+    the hubs' clients do not tell. When it ends without an error, the last bytes are told, too."""
+
+    def look() -> None:
+        progress(stage, Bytes(min(measure(), total)), Bytes(total))
+
+    look()
+    with repeating(look, LOOK):
+        yield
+    look()
+
+
+def size_of_all(paths: Iterable[Path]) -> int:
+    """The bytes of files, of which some may be renamed or removed meanwhile."""
+    size = 0
+    with suppress(OSError):
+        for path in paths:
+            size += path.stat().st_size if path.is_file() else 0
+    return size

@@ -1,9 +1,5 @@
 """The rotations of a model: matrices, clip ratios, means and factors of error feedback for
-the keys and values of every cached layer.
-
-This module holds only tensors. Their names in an artifact's files are known to `artifact.layout`
-alone.
-"""
+the keys and values of every cached layer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,9 +50,9 @@ class Rotation:
     def forward(self) -> torch.Tensor:
         """`[H, D, D]`: what rows without their mean are multiplied by where their codes are chosen
         by error feedback."""
-        return (
-            self.matrix if self.whitening is None else self.whitening.to(self.matrix) @ self.matrix
-        )
+        if self.whitening is None:
+            return self.matrix
+        return self.whitening.to(self.matrix) @ self.matrix
 
     @property
     def inverse(self) -> torch.Tensor:

@@ -27,8 +27,7 @@ def shortened(text: str, longest: int = _LINE) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: a known word that was probably meant, or nothing if none is
-    close."""
+    """The end of an error message: a known word that was probably meant, if any is close."""
     match = difflib.get_close_matches(word[:_LINE], list(known), n=1, cutoff=_LEAST_ALIKE)
     return f" (did you mean {match[0]!r}?)" if match else ""
 

@@ -19,7 +19,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.report.card import render_card
 from rotationzoo.rotations import Rotations
-from rotationzoo.storage import files, folders, strict_json, writing
+from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.storage.files import digest, disk_errors, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
 
@@ -27,12 +27,9 @@ from rotationzoo.storage.folders import install, temporary_sibling
 def write_artifact(
     folder: Path, rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Artifact:
-    """Write a whole artifact to a temporary sibling and rename it into place.
-
-    An artifact that is already there is replaced. `content` is the content of the manifest without
-    `schema` and `files`, which are added here. Raises `RotationZooError` if the disk refuses, and
-    if the folder holds something that is not part of an artifact.
-    """
+    """Write a whole artifact to a temporary sibling and rename it into place, where it may replace
+    one. `content`: of the manifest, without `schema` and `files`. Raises `RotationZooError` if the
+    disk refuses, and if the folder holds something that is not part of an artifact."""
     with disk_errors(folder), temporary_sibling(folder) as work:
         check_replaceable(folder)  # hours may have passed since it was checked first
         tensors = {ROTATIONS: rotation_tensors(rotations)}
@@ -77,12 +74,9 @@ def _mark(identity: str) -> Path:
 
 def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:
     """Add files named in `ADDED`, or replace earlier ones, and add `metrics` to the manifest's own.
-
-    Files that others have added since the artifact was opened are kept. A signature is not, because
-    it was for the files as they were. The folder is replaced as a whole, so a reader sees either
-    the old artifact or the new one. Raises `RotationZooError` if the disk refuses, and if other
-    rotations have meanwhile taken the artifact's place.
-    """
+    Files that others have added since the artifact was opened are kept, and a signature is not.
+    Readers see the old artifact or the new one. Raises `RotationZooError` if the disk refuses, and
+    if other rotations have meanwhile taken the artifact's place."""
     folder = artifact.folder.resolve()
     with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder) as work:
         _check_permission(folder)
@@ -95,7 +89,7 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
             )
         folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
         for name, data in added.items():
-            writing.write_new(work / name, data)
+            folders.write_new(work / name, data)
         written = {
             name: {"size": len(data), "sha256": digest(data)} for name, data in added.items()
         }
@@ -122,11 +116,7 @@ def check_writable(artifact: Artifact) -> None:
 
 
 def _check_permission(folder: Path) -> None:
-    """Raise `PermissionError` if the folder is not writable.
-
-    Replacing a folder by rename needs no permission in the folder itself, so a read-only artifact
-    would otherwise be replaced.
-    """
+    """Raise `PermissionError` if the folder is not writable, for which a rename would not ask."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(13, "Permission denied")
 
@@ -134,15 +124,13 @@ def _check_permission(folder: Path) -> None:
 def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
     """Write both files. Raises `RotationZooError` for a manifest that could not be read back."""
     manifest = parse_manifest(content, "the manifest")
-    writing.write_new(work / CARD, render_card(manifest).encode())
-    writing.write_new(work / MANIFEST, strict_json.text(content))
+    folders.write_new(work / CARD, render_card(manifest).encode())
+    folders.write_new(work / MANIFEST, strict_json.text(content))
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `RotationZooError` unless an artifact can be written to `folder`.
-
-    There must be nothing there, an empty folder, or an artifact with no other files in it.
-    """
+    """Raise `RotationZooError` unless there is nothing in place of `folder`, an empty folder, or an
+    artifact with no other files in it."""
     folders.check_name(folder)
     if files.size_of(folder / MANIFEST) is not None:
         if foreign := Artifact.open(folder).foreign_files():

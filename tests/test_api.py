@@ -10,7 +10,7 @@ from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.zoo import by_name, index
+from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import Pulled
 
@@ -133,10 +133,10 @@ def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_pat
         e for e in index.read(index.WHEEL_COPY).entries if e.format == "oscar" and e.pullable
     )
     pulled = Pulled(tmp_path, entry, entry.copies[0], None, {})
-    monkeypatch.setattr(by_name, "pull_first", lambda *_, **__: pulled)
+    monkeypatch.setattr("rotationzoo.zoo.pull.pull_first", lambda *_, **__: pulled)
     loaded = LoadedIndex(index.Index(), "an index")
-    monkeypatch.setattr(by_name, "find_index", lambda *_: loaded)
-    monkeypatch.setattr(by_name, "choose_entry", lambda *_: (entry, entry.copies, ""))
+    monkeypatch.setattr("rotationzoo.zoo.pull.find_index", lambda *_: loaded)
+    monkeypatch.setattr("rotationzoo.zoo.pull.choose_entry", lambda *_: (entry, entry.copies, ""))
     with pytest.raises(RotationZooError, match="are no artifact") as refusal:
         pull(entry.model)
     assert refusal.value.hint.startswith("make one of them: rotationzoo import ")

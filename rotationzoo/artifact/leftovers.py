@@ -9,7 +9,7 @@ from pathlib import Path
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
-from rotationzoo.storage.settled import read_settled
+from rotationzoo.storage.files import read_settled
 
 # What the clients of hubs and the Finder leave in a folder, and no engine reads.
 _LEFT_BEHIND = re.compile(

@@ -23,8 +23,7 @@ from rotationzoo.geometry import Geometry, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, strict_json
-from rotationzoo.storage.files import sha256
-from rotationzoo.storage.settled import read_settled
+from rotationzoo.storage.files import read_settled, sha256
 from rotationzoo.words import nearest
 
 if TYPE_CHECKING:

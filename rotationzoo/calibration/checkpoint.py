@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
 from rotationzoo.model.out_of_memory import RowLimit
-from rotationzoo.storage import files, strict_json, writing
+from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.words import differing
 
 Identity = Mapping[str, str]
@@ -128,7 +128,7 @@ class Checkpoint:
         metadata = {name: json.dumps(value) for name, value in content.items()}
         # In memory, because `save_file` would leave a temporary file with a random name behind if
         # the process were killed.
-        writing.replace(self.path, save(to_raw(statistics), metadata))
+        folders.replace_file(self.path, save(to_raw(statistics), metadata))
         now = time.monotonic()
         self._due = now + _SHARE * (now - start)
         return True

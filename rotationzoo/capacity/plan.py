@@ -12,12 +12,13 @@ from rotationzoo.capacity.shape import (
     CACHES,
     Shape,
     Storage,
+    Weights,
     elements,
     longest_context,
     read_shape,
     request_bytes,
+    weigh,
 )
-from rotationzoo.capacity.weights import Weights, weigh
 from rotationzoo.geometry import has_latents
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find
@@ -30,8 +31,7 @@ _CONTEXT = 131072
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
 
 WEIGHTS_WORDS = {"published": "weights as published", "4bit": "weights in 4 bits"}
-_MOST_CARDS = 16
-"""No more are offered where one card is too small."""
+_MOST_CARDS = 16  # that are offered where one is too small
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,12 @@ class Capacity:
     shape: Shape
     weights: Weights
     positions: int | None
-    """How many positions the model was made for."""
     context: int
     """Tokens of each request."""
 
     @property
     def caches_latents(self) -> bool:
-        """Whether the model caches latents, and not keys and values of heads."""
+        """As `geometry.has_latents`."""
         return has_latents([each.layer for each in self.shape.layers])
 
     @property
@@ -88,11 +87,8 @@ class Capacity:
 
 
 def measure_capacity(wish: Wish) -> Capacity:
-    """Read what a model caches and weighs from its config, and from the model that it describes.
-
-    Raises `ModelUnavailable` if there is no such model, and `UnsupportedModel` if it is not known
-    what it caches.
-    """
+    """Read what a model caches and weighs from its config. Raises `ModelUnavailable` if there is no
+    such model, and `UnsupportedModel` if it is not known what it caches."""
     source = find(wish.model, wish.revision)
     config = read_json(source.folder / "config.json")
     shape = read_shape(source)
@@ -112,10 +108,8 @@ def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a wish fits a card, in a sentence that says how, or what would fit instead.
-
-    `weights` and `cache`: the smallest change that makes it fit; None where nothing does.
-    """
+    """Whether a wish fits a card, in a sentence that says how, or what would fit instead. `weights`
+    and `cache` are the smallest change that makes it fit."""
 
     words: str
     weights: str | None = None
@@ -170,7 +164,7 @@ def _fitting_words(weights: str, cache: str) -> str:
 
 
 def remarks(capacity: Capacity) -> list[str]:
-    """Remarks: what the numbers leave out, and what prevents the wish on any card."""
+    """What the numbers leave out, and what prevents the wish on any card."""
     wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
     if capacity.positions is not None and capacity.context > capacity.positions:
         lines.append(

@@ -1,5 +1,5 @@
-"""The Typer app: the list of commands, how their failures become messages and exit codes, and the
-page that `rotationzoo` prints without a command.
+"""The Typer app: the list of commands, the pages of `--help` and of `rotationzoo` alone, and how
+failures become messages and exit codes.
 """
 
 import functools
@@ -11,17 +11,75 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn, cast, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, cast, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from rotationzoo import __version__
 from rotationzoo.cli import output
-from rotationzoo.cli.help import Command
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import remember_words
+from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
 from rotationzoo.words import nearest
+
+_GROUPS = {
+    "Text": "chat max_new_tokens data subset split column packing tokens length lengths seed tasks "
+    "questions",
+    "Model and machine": "revision device dtype device_map max_memory batch rope_scaling",
+    "Signatures": "signers issuer require_signature trust_config sign adopt_index",
+    "For experts (--for picks most)": "feedback bits key_bits value_bits format rounding sink "
+    "recent windows clip pooled rivals uncentered layers keys_only values_only prefill_chunk "
+    "prefill_layout real_cache drift queries engine_hadamard absorb absorbed",
+}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
+_VALUES = {int: "N", float: "N", str: "TEXT", Path: "PATH"}
+
+
+class Command(TyperCommand):
+    """A command whose options are shown in the groups of `_GROUPS`, after all others."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, and then each group of options."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        groups |= {name: [] for name in _GROUPS}
+        for parameter in self.get_params(ctx):
+            if getattr(parameter, "hidden", False):
+                continue
+            group = _GROUP_OF.get(parameter.name, "Options")
+            if parameter.param_type_name == "argument":
+                group = "Arguments"
+            groups[group].append(self._row(parameter))
+        for name, rows in groups.items():
+            if rows:
+                with formatter.section(name):
+                    formatter.write_dl(rows)
+
+    def _row(self, parameter: Any) -> tuple[str, str]:
+        """A parameter as it is typed, and what it does."""
+        kinds = self._kinds(parameter.name)
+        words = [parameter.help or ""]
+        if parameter.default not in (None, False, ()):
+            words.append(f"({parameter.default})")
+        choices = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
+        if choices:
+            words[0] = f"{words[0].removesuffix('.')}: {', '.join(choices[0])}."
+        if parameter.param_type_name == "argument":
+            return parameter.metavar or parameter.name.upper(), " ".join(words)
+        names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+        values = [_VALUES[kind] for kind in kinds if kind in _VALUES]
+        value = parameter.metavar or "".join(["NAME"] if choices else values[:1])
+        return f"{names} {value}".strip(), " ".join(words)
+
+    def _kinds(self, name: str) -> tuple[Any, ...]:
+        """The types of a parameter of the command's function."""
+        known = inspect.signature(self.callback).parameters if self.callback else {}
+        if name not in known:
+            return ()
+        kind = get_args(known[name].annotation)[0]
+        return (kind, *get_args(kind))
+
 
 _MODEL = "Qwen/Qwen3-8B"
 _JOURNEYS = (
@@ -39,7 +97,7 @@ _JOURNEYS = (
 
 
 def journey_lines() -> list[str]:
-    """Thirteen lines of at most 80 columns."""
+    """The page of `rotationzoo` alone, in 80 columns."""
     width = max(len(command) for command, _ in _JOURNEYS)
     lines = ["rotationzoo: rotations with which a KV cache can be stored in 2 bits", ""]
     for command, purpose in _JOURNEYS:
@@ -68,10 +126,8 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command, by default the one on this process's command line, and exit.
-
-    Exit codes: 0 done; 1 failed; 2 wrong usage; 3 partly done; 130 interrupted.
-    """
+    """Run one command, by default the one on this process's command line, and exit: 0 done; 1
+    failed; 2 wrong usage; 3 partly done; 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
     output.start_output()
@@ -97,12 +153,9 @@ def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with each group of options that it takes replaced by these options. A group is a
-    parameter whose type is a class that is made of options. They follow the command's own, and
-    those of `Output` come last.
-
-    Flags are named as their parameters. Typer would also give each a flag `--no-...`.
-    """
+    """The command with each group of options that it takes, a parameter whose type is a class,
+    replaced by these options, which follow its own; those of `Output` come last. Flags are named as
+    their parameters, or Typer would also give each a flag `--no-...`."""
     declared, groups = _options_of(command), {}
     for parameter in sorted(declared, key=lambda each: each.annotation is output.Output):
         if inspect.isclass(parameter.annotation):
@@ -129,15 +182,16 @@ def _spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly.
-
-    Otherwise Typer would turn both into exit codes before `main` sees them, without a message.
-    """
+    """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly, before
+    Typer turns both into exit codes."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
         try:
-            _check_alone()
+            # Each of several processes would do the whole command.
+            if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+                hint = "start it without torchrun, and use --device-map auto for several GPUs"
+                raise UsageError("rotationzoo runs in one process", hint)
             hush_libraries()
             command(**options)
             sys.stdout.flush()  # now, while the error of a full disk can still be reported
@@ -151,13 +205,6 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from error
 
     return run
-
-
-def _check_alone() -> None:
-    """Raise `UsageError` in one of several processes, each of which would do the whole command."""
-    if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        hint = "start it without torchrun, and use --device-map auto for several GPUs"
-        raise UsageError("rotationzoo runs in one process", hint)
 
 
 COMMANDS = {name: _spread(_find_command(name)) for name in _NAMES.split()}
@@ -191,10 +238,8 @@ def _common_options(
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:
-    """Print an error and its hint, and return the exit code.
-
-    With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are the command line's.
-    """
+    """Print an error and its hint, with `ROTATIONZOO_DEBUG=1` after the traceback, and return the
+    exit code. `words` are the command line's."""
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         output.print_traceback(error)
     known = _known_error(error)
@@ -207,8 +252,7 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
 
 
 def _known_error(error: Exception) -> RotationZooError:
-    """The error in words for people. Of one that nobody foresaw, that is its type and the first
-    sentence of its message."""
+    """The error in words for people."""
     if isinstance(error, RotationZooError):
         return error
     if isinstance(error, typer.Abort):
@@ -229,10 +273,8 @@ def _known_error(error: Exception) -> RotationZooError:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """A usage error that Typer found, with a hint at the command's `--help`.
-
-    Its message is empty if Typer has already printed the help.
-    """
+    """A usage error that Typer found, with a hint at the command's `--help`. Its message is empty
+    if Typer has already printed the help."""
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
     message = message.partition(", unable to parse")[0].replace("Input should", "it must")
     if hasattr(error, "possibilities"):

@@ -1,6 +1,5 @@
 """`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
-import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,7 @@ from rotationzoo.cli.next_steps import named, shell_line, show_artifact, suggest
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import Interrupted, RotationZooError
-from rotationzoo.words import nearest, shortened
+from rotationzoo.errors import Interrupted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -87,10 +85,12 @@ def calibrate_command(
 
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
-    if recipe is not None:
-        _check_recipe(recipe)
-    Budget(settings.bits, settings.key_bits, settings.value_bits)  # raises
     # Commands import what they need only when they run: `--help` must not wait for torch.
+    from rotationzoo.recipe.loading import load
+
+    if recipe is not None:
+        load(recipe)  # raises, and so does the next, before torch is imported
+    Budget(settings.bits, settings.key_bits, settings.value_bits)
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate_view import show_plan
 
@@ -113,22 +113,12 @@ def calibrate_command(
     suggest_step(out, artifact, named(model, settings.revision), engine)
 
 
-def _check_recipe(recipe: str) -> None:
-    """Raise `RotationZooError` for a recipe that is neither a name nor a file. `recipe.load` knows
-    it, too, but its module imports torch."""
-    if recipe not in RECIPES and not os.path.isfile(recipe):
-        raise RotationZooError(
-            f"there is no recipe {shortened(recipe)!r}, nor such a file{nearest(recipe, RECIPES)}",
-            hint=f"give one of {', '.join(RECIPES)}, or a YAML file such as configs/Qwen3-8B.yaml",
-        )
-
-
 def _last_change(folder: Path) -> int | None:
     return folder.stat().st_ctime_ns if folder.exists() else None
 
 
 def _calibrate(out: Output, job: "Job") -> "Artifact":
-    """Run the job. If it is interrupted, raise an error that says how to continue."""
+    """Run the job. Raises `Interrupted`, which says how to continue."""
     from rotationzoo.calibration.calibrate import calibrate
 
     # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error

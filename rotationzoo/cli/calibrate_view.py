@@ -13,7 +13,6 @@ from rotationzoo.errors import ModelUnavailable
 from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
 from rotationzoo.model.loading import load_processor, load_tokenizer
 from rotationzoo.model.source import fetch
-from rotationzoo.recipe import Recipe
 from rotationzoo.words import counted, size_words
 
 
@@ -55,7 +54,10 @@ def _plan_json(known: Plan) -> dict[str, Any]:
     recipe = known.job.recipe
     cached = cached_layers(known.geometry or [])
     tokens = recipe.data.tokens if recipe.needs_statistics else 0
-    bits = {name: _bits(recipe, cached, name) for name in FORMATS}
+    bits: dict[str, float | None] = dict.fromkeys(FORMATS)
+    for name, format in FORMATS.items():
+        if cached:
+            bits[name] = bits_per_element(cached, CacheLayout.of_recipe(recipe, format))
     refusal = str(known.refusal) if known.refusal else None
     return {
         "model": known.source.name,
@@ -85,13 +87,6 @@ def _common(layers: Geometry, field: str) -> int | list[int]:
     """The value of a field that all layers share, or else the list of all values."""
     values: list[int] = [getattr(layer, field) for layer in layers]
     return values[0] if len(set(values)) == 1 else values
-
-
-def _bits(recipe: Recipe, cached: Geometry, name: str) -> float | None:
-    if not cached:
-        return None
-    codec = FORMATS[name]
-    return bits_per_element(cached, CacheLayout.of_recipe(recipe, codec))
 
 
 def _say_plan(known: Plan, data: dict[str, Any]) -> None:

@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 MODEL, RECIPE = "demo", "oscar"
 BASELINES = ("identity", "hadamard")
 TASKS = ("needles", "key-value")
-QUESTIONS = 16
-"""Of each task, in two prompts."""
-PROMPT = 2048
-"""Tokens of a prompt."""
-TEXT = 1024
-"""Tokens of each of two texts, for perplexity with a standard error."""
+QUESTIONS = 16  # of each task, in two prompts
+PROMPT = 2048  # tokens
+TEXT = 1024  # tokens of each of two texts, for perplexity with a standard error
 
 
 def demo_command(
@@ -68,13 +65,11 @@ def demo_command(
 
 
 def show_demo(out: Output, artifact: "Artifact", report: "Measured") -> None:
-    """Print the answers through the exact cache, with this artifact, and with the baselines.
-
-    `report`: of an evaluation of this artifact alone, which has factors for error feedback.
-    """
+    """Print the answers through the exact cache, with this artifact, which has factors for error
+    feedback, and with the baselines."""
     from rotationzoo.artifact.measured import arms_of
     from rotationzoo.artifact.store import REPORT
-    from rotationzoo.codec.size import EXACT_BITS
+    from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 
     arms = report.window.arms
     nearest, feedback = arms_of(arms, artifact.identity)
@@ -87,13 +82,29 @@ def show_demo(out: Output, artifact: "Artifact", report: "Measured") -> None:
     caches = {"exact": _figures(report.exact, float(EXACT_BITS))}
     for words, arm in rows.items():
         caches[words] = _figures(arm, arm.bits_per_element)
-    data = {
-        "artifact": str(artifact.folder),
-        "page": str(artifact.folder / REPORT),
-        "seconds": artifact.manifest.run.seconds,
-        "caches": caches,
-    }
-    out.result(data, str(artifact.folder), lambda: _say_demo(artifact, report, data))
+    folder, seconds = artifact.folder, artifact.manifest.run.seconds
+    page = str(folder / REPORT)
+
+    def human() -> None:
+        layers, length = len(artifact.rotations), report.tasks.lengths[0]
+        made = f"Rotations of the demo model ({counted(layers, 'layer')}), made in {seconds:.1f} s"
+        say(f"{made}: {folder}")
+        rows = []
+        for words, figures in caches.items():
+            share = figures["answered"] / figures["questions"]
+            rows.append([words, f"{figures['bits_per_element']:.1f}", f"{share:.0%}"])
+        questions = counted(caches["exact"]["questions"], "question")
+        title = f"{questions} about statements hidden in {length:,} tokens"
+        table(title, ["cache", "bits", "answered"], rows, apart=True)
+        say(
+            f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
+            "RotatedCache and serve round the numbers of a row together, most engines one by one",
+            "",
+            f"The page about it: {page}",
+        )
+
+    data = {"artifact": str(folder), "page": page, "seconds": seconds, "caches": caches}
+    out.result(data, str(folder), human)
 
 
 def _figures(measured: "Exact | MeasuredArm", bits: float) -> dict[str, Any]:
@@ -106,26 +117,3 @@ def _figures(measured: "Exact | MeasuredArm", bits: float) -> dict[str, Any]:
         "log_probability": recall.log_probability,
         "perplexity": measured.perplexity,
     }
-
-
-def _say_demo(artifact: "Artifact", report: "Measured", data: dict[str, Any]) -> None:
-    from rotationzoo.codec.size import CONTEXT
-
-    layers, length = len(artifact.rotations), report.tasks.lengths[0]
-    say(
-        f"Rotations of the demo model ({counted(layers, 'layer')}), made in "
-        f"{data['seconds']:.1f} s: {artifact.folder}"
-    )
-    rows = []
-    for words, figures in data["caches"].items():
-        share = figures["answered"] / figures["questions"]
-        rows.append([words, f"{figures['bits_per_element']:.1f}", f"{share:.0%}"])
-    questions = data["caches"]["exact"]["questions"]
-    title = f"{counted(questions, 'question')} about statements hidden in {length:,} tokens"
-    table(title, ["cache", "bits", "answered"], rows, apart=True)
-    say(
-        f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
-        "RotatedCache and serve round the numbers of a row together, most engines one by one",
-        "",
-        f"The page about it: {data['page']}",
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, retyped, shell_line, suggest_text, typed_words
 from rotationzoo.cli.options import argument, option
-from rotationzoo.cli.output import Output, say, show_table
+from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
 from rotationzoo.words import counted
@@ -150,8 +150,7 @@ def parse_layers(text: str | None) -> set[int] | None:
 
 
 def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
-    """Print the decision on each artifact, with `details` after all tables. Without artifacts there
-    are tables alone."""
+    """Print the decision on each artifact, with `details` after all tables."""
     notes = report.notes
     # What was picked for an engine is the first note: of interest where something is lost.
     if report.engine and not details and notes[0].endswith("Lost: nothing"):
@@ -170,12 +169,8 @@ def suggest_next(
     seed: int = 0,
     engine: str | None = None,
 ) -> None:
-    """Suggest what the decision on the first of these artifacts calls for.
-
-    - `model`: its name and, if the user gave one, the option for its revision;
-    - `seed`: of the questions that were asked. New ones need another;
-    - `engine`: that the user named.
-    """
+    """Suggest what the decision on the first of these artifacts calls for. `model`: the words that
+    name it. `seed`: of the questions that were asked; new ones need another."""
     from rotationzoo.report.commands import decided_words
 
     served = ["--for", engine] if engine else []
@@ -194,7 +189,7 @@ def suggest_next(
 
 
 def _say_evaluation(report: "Measured", details: bool) -> None:
-    from rotationzoo.report.conditions import describe_drift
+    from rotationzoo.report.tables import describe_drift
 
     if details or not report.window.verdict.decisions:
         _say_details(report)
@@ -206,25 +201,24 @@ def _say_evaluation(report: "Measured", details: bool) -> None:
 
 
 def _say_details(report: "Measured") -> None:
-    from rotationzoo.report import conditions
-    from rotationzoo.report.tables import evaluation_tables
+    from rotationzoo.report import tables
 
     tokens = f"{counted(report.tokens, 'token')} from position {report.first_position} on"
     text = f"{tokens} in {counted(report.text.rows, 'text')}"
     exact = f"exact perplexity {report.exact.perplexity:.4f}"
-    format = f"format {report.format}{conditions.describe_prefill(report)}"
+    format = f"format {report.format}{tables.describe_prefill(report)}"
     say(f"{report.model}, {text}, {format}; {exact}")
     for number, window in enumerate(report.windows):
         if number:
             say("")
         say(_title(window))
-        for table in evaluation_tables(report, window):
-            show_table(table, apart=True)
+        for each in tables.evaluation_tables(report, window):
+            table(each.title, each.columns, each.rows, apart=True)
     say("")
-    say(*conditions.describe_recall(report))
+    say(*tables.describe_recall(report))
     say("±: standard error over texts, paired with the exact model")
-    say(f"{conditions.ABOUT_BITS}; bits here: at {report.text.length:,}")
-    say(*conditions.describe_arms(report.window.arms.values()))
+    say(f"{tables.ABOUT_BITS}; bits here: at {report.text.length:,}")
+    say(*tables.describe_arms(report.window.arms.values()))
     say("")
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import served, shell_line
 from rotationzoo.cli.options import option
-from rotationzoo.cli.output import Mode, Output, say, write_text
+from rotationzoo.cli.output import Mode, Output, hush_libraries, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.cli.prompt_text import read_prompt
 from rotationzoo.errors import Interrupted, UsageError

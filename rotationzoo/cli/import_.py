@@ -38,10 +38,12 @@ def import_command(
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.storage.folders import default_output
 
+    path = files[0].expanduser().resolve()
+    folder = path if path.is_dir() else path.parent
+    name = model or folder.name or "rotations"
     job = Import(
         files=files,
-        output=options.follow_link(output)
-        or default_output(model or _folder_name(files[0]), "imported"),
+        output=options.follow_link(output) or default_output(name, "imported"),
         model=model,
         revision=revision,
         clip=options.parse_clip(clip),
@@ -60,10 +62,3 @@ def import_command(
         out.suggest(*typed_words("--restart"), "--model", "MODEL", "--restart")
     else:
         suggest_step(out, artifact, named(model, revision))
-
-
-def _folder_name(file: Path) -> str:
-    """The name for the artifact if the user named no model: that of the folder with the files."""
-    path = file.expanduser().resolve()
-    folder = path if path.is_dir() else path.parent
-    return folder.name or "rotations"

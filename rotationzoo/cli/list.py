@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import UNKNOWN, change, counted, percent
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
@@ -40,10 +40,10 @@ def list_command(
             entries.append(entry)
     place = _place_options(index, repo, zoo_index, from_)
     if html is not None:
-        from rotationzoo.storage.writing import replace
+        from rotationzoo.storage.folders import replace_file
         from rotationzoo.zoo.page import render_zoo_page
 
-        replace(html, render_zoo_page(zoo_index, entries, place).encode())
+        replace_file(html, render_zoo_page(zoo_index, entries, place).encode())
     show_list(out, entries, html)
     if fetched := [entry.model for entry in entries if entry.pullable]:
         out.suggest("pull", fetched[0], *place)

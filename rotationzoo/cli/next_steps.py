@@ -55,11 +55,7 @@ def served(engine: str | None) -> list[str]:
 
 
 def show_artifact(out: Output, artifact: "Artifact", with_time: bool = True) -> None:
-    """Print a summary of an artifact; `inspect` prints the full table.
-
-    `with_time`: also print how long the calibration took, which is of interest only if it has just
-    run.
-    """
+    """Print a summary of an artifact, `with_time` if the calibration has just run."""
     manifest = artifact.manifest
     tokens = manifest.calibration.tokens if manifest.calibration else 0
     data = {

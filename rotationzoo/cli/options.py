@@ -11,7 +11,7 @@ from rotationzoo.codec.engines import EngineName
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
-from rotationzoo.zoo.hubs.registry import HUB_NAMES
+from rotationzoo.zoo.hubs.protocol import HUB_NAMES
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:
@@ -51,10 +51,8 @@ def parse_window(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_clip(text: str | None) -> tuple[float, float] | None:
-    """Parse `0.96/0.92` to the clip ratios of keys and of values.
-
-    A single number applies to both. Raises `UsageError`.
-    """
+    """Parse `0.96/0.92` to the clip ratios of keys and of values, or one for both. Raises
+    `UsageError`."""
     if text is None:
         return None
     try:
@@ -87,11 +85,8 @@ def parse_lengths(lengths: str | None) -> list[int] | None:
 
 
 def follow_link(folder: Path | None) -> Path | None:
-    """The folder that the user named or, if it is a symbolic link, the folder that it leads to.
-
-    Use this only for folders that the user named. A link in a default place may have been planted
-    by anybody, and must not be followed.
-    """
+    """The folder that the user named or, if it is a symbolic link, the folder that it leads to. A
+    link in a default place may have been planted by anybody, and must not be followed."""
     if folder is None:
         return None
     folder = folder.expanduser()

@@ -1,20 +1,22 @@
-"""The only module that prints: data on stdout, everything else on stderr.
+"""The only module that prints: data on stdout, everything else on stderr, and no logs or bars of
+other libraries.
 
 All text for people goes through `visible`, which escapes control characters. Names and messages
 come from hubs, files and other libraries, and a terminal obeys the control characters in them.
 """
 
 import json
-import math
+import logging
+import os
 import re
 import shlex
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -25,9 +27,6 @@ from rotationzoo.cli.options import Json, Quiet
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
 from rotationzoo.words import sentence, shortened
-
-if TYPE_CHECKING:
-    from rotationzoo.report.tables import Table
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
 _GAP = 2  # columns between two columns of a table
@@ -41,8 +40,7 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 
 
 class Mode(Enum):
-    """Who reads the output: a person, or a program that wants one JSON object (`--json`) or only
-    names (`--quiet`)."""
+    """Who reads the output: a person, or a program, with `--json` or `--quiet`."""
 
     HUMAN = "human"
     JSON = "json"
@@ -58,10 +56,8 @@ class Output:
             self.mode = Mode.JSON
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
-        """Print the command's one result, as the mode says.
-
-        That is `data` as JSON, or only `name` (which may be several lines), or what `human` prints.
-        """
+        """Print the command's one result, as the mode says: `data` as JSON, or only `name` (which
+        may be several lines), or what `human` prints."""
         if self.mode is Mode.JSON:
             _print_json(data)
         elif self.mode is Mode.QUIET:
@@ -79,10 +75,8 @@ class Output:
             self.note(sentence(text))
 
     def suggest(self, *words: str) -> None:
-        """Print the command to run next, quoted for the shell, as the last line for people.
-
-        `words`: what stands after `rotationzoo`.
-        """
+        """Print the command to run next, as the last line for people. `words`: what stands after
+        `rotationzoo`."""
         if self.mode is Mode.HUMAN:
             sys.stdout.flush()  # both streams may go to one file
             self.note(f"Next: {shlex.join(['rotationzoo', *words])}")
@@ -104,11 +98,8 @@ def show_lines(*lines: str) -> None:
 
 
 def write_text(text: str) -> None:
-    """Print a piece of a model's text on stdout at once, without a line end.
-
-    A terminal gets escapes for the control characters in it, other than line ends and tabs. A file
-    or a program gets the text as it is.
-    """
+    """Print a piece of a model's text on stdout at once, without a line end. A terminal gets
+    escapes for the control characters in it, other than line ends and tabs."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda control: _escape(control[0]), text)
     print(text, end="", flush=True)
@@ -116,8 +107,8 @@ def write_text(text: str) -> None:
 
 def table(
     title: str,
-    columns: list[str],
-    rows: list[list[str]],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
     apart: bool = False,
     folded: Collection[str] = (),
 ) -> None:
@@ -154,7 +145,6 @@ def table(
 
 
 def _total_width(widths: list[int]) -> int:
-    """The width of a table with columns of these widths."""
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
@@ -170,27 +160,13 @@ def _split(widths: list[int], width: int) -> list[list[int]]:
     return groups
 
 
-def show_table(built: "Table", apart: bool = False) -> None:
-    """Print a table of the report, as `table` does."""
-    columns, rows = list(built.columns), [list(row) for row in built.rows]
-    table(built.title, columns, rows, apart)
-
-
 def show_error(error: RotationZooError, as_json: bool = False) -> None:
-    """Print an `Error:` line and, if there is a hint, a `Hint:` line, with tokens removed.
-
-    With `as_json`, also print both as the command's one JSON object, unless it has already printed
-    one.
-    """
-    message = shortened(str(error), _LONGEST)
-    lines = [f"Error: {message}"]
-    hint = None
-    if error.hint:
-        lines.append(f"Hint: {error.hint}")
-        hint = redact(error.hint)
+    """Print an error and its hint, with tokens removed; with `as_json` also as the command's one
+    JSON object, unless it has already printed one."""
+    message, hint = shortened(str(error), _LONGEST), error.hint or None
     if as_json and not _answered.get():
-        _print_json({"error": redact(message), "hint": hint})
-    _print(lines, sys.stderr)
+        _print_json({"error": redact(message), "hint": hint and redact(hint)})
+    _print([f"Error: {message}", *([f"Hint: {hint}"] if hint else [])], sys.stderr)
 
 
 def print_traceback(error: BaseException) -> None:
@@ -200,28 +176,22 @@ def print_traceback(error: BaseException) -> None:
 
 
 def start_output() -> None:
-    """Prepare the output of a command.
-
-    Marks its JSON object as not yet printed, and makes stdout escape what it cannot encode, as
-    stderr does.
-    """
+    """Mark a command's JSON object as not yet printed, and make stdout escape what it cannot
+    encode, as stderr does."""
     _answered.set(False)
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")
 
 
 def stderr_console() -> Console:
-    """The console for progress bars. It stays with the stderr of now, which a hub's client may
-    hide while it works."""
+    """The console for progress bars, on the stderr of now: a hub's client may hide it later."""
     return Console(file=sys.stderr)
 
 
 def visible(text: str) -> str:
-    """The text as one line that is safe to print on a terminal.
-
-    Unprintable characters (escapes, bells, line ends, controls of the writing direction, lone
-    surrogates) become escapes such as `\\x1b`.
-    """
+    """The text as one line that is safe to print on a terminal: unprintable characters (escapes,
+    bells, line ends, controls of the writing direction, lone surrogates) become escapes such as
+    `\\x1b`."""
     return "".join(map(_escape, text))
 
 
@@ -237,14 +207,10 @@ def _print(lines: Iterable[str], stream: TextIO) -> None:
 
 
 def _wrap(line: str, stream: TextIO) -> list[str]:
-    """Wrap a line between words to the width of the terminal.
-
-    A command at the end gets a line of its own and is never wrapped, so that it can be copied.
-    """
-    if not stream.isatty():  # files and programs get whole lines
-        return [line]
+    """Wrap a line between words to the width of the terminal. A command at the end gets a line of
+    its own and is never wrapped, so that it can be copied."""
     width = Console(file=stream).width
-    if len(line) <= width:
+    if not stream.isatty() or len(line) <= width:  # files and programs get whole lines
         return [line]
     prose, colon, command = line.partition(_COMMAND)
     wrapped = textwrap.wrap(
@@ -260,16 +226,42 @@ def _wrap(line: str, stream: TextIO) -> list[str]:
 
 
 def _print_json(data: dict[str, Any]) -> None:
+    from pydantic_core import to_jsonable_python
+
     _answered.set(True)
-    print(json.dumps(_without_nan(data), indent=2, allow_nan=False))
+    # JSON cannot express NaN and infinity, which become null.
+    known = to_jsonable_python(data, inf_nan_mode="null")
+    print(json.dumps(known, indent=2, allow_nan=False))
 
 
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity by None, because JSON cannot express them."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+_LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf", "vllm")
+
+
+class _Visible(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(redact(super().format(record)))
+
+
+SHELL: dict[str, str] = {}
+"""The variables as they were before, for a server that takes the command's place."""
+
+
+def hush_libraries() -> None:
+    """Silence the logs and bars of other libraries, and send rotationzoo's own warnings to stderr.
+    Those that are imported later read variables, and transformers the hub's setting of bars."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    SHELL.clear()
+    SHELL.update(os.environ)
+    # Not to the root logger, to which ModelScope's client adds a handler with another stream.
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("rotationzoo")
+    handler.setFormatter(_Visible())
+    logger.handlers, logger.propagate = [handler], False
+    disable_progress_bars()
+    for name in _LOUD:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+    if imported := sys.modules.get("transformers.utils.logging"):
+        imported.set_verbosity_error()
+        imported.disable_progress_bar()

@@ -3,10 +3,9 @@
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import Json, ModelName, Revision, option
-from rotationzoo.cli.output import Output, say, show_lines, table
+from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.words import counted, size_words
 

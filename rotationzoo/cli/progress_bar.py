@@ -17,7 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from rotationzoo.cli.output import Mode, Output, stderr_console, visible, write_text
-from rotationzoo.progress import Bytes, Progress, Tokens, silent
+from rotationzoo.progress import Bytes, Progress, Tokens, repeating, silent
 
 QUICK = 10.0  # seconds; a shorter job needs no log
 EVERY = 30.0  # least number of seconds between two lines of one stage
@@ -91,7 +91,7 @@ def log_stages(bar: StageBar, say: Callable[[str], None]) -> Iterator[Progress]:
     """Yield a callback of which `say` writes few lines: none in the first `QUICK` seconds, then one
     when a stage begins, and one per `EVERY` seconds of it, although it may tell nothing: a long
     download is such a stage."""
-    begun, stopped, lock = bar.get_time(), threading.Event(), threading.Lock()
+    begun, lock = bar.get_time(), threading.Lock()
     written: dict[str, float] = {}  # stage -> the time of its last line
 
     def look() -> None:
@@ -107,17 +107,8 @@ def log_stages(bar: StageBar, say: Callable[[str], None]) -> Iterator[Progress]:
         bar.tell(stage, done, total)
         look()
 
-    def watch() -> None:
-        while not stopped.wait(_LOOK):
-            look()
-
-    thread = threading.Thread(target=watch, name="progress-log", daemon=True)
-    thread.start()
-    try:
+    with repeating(look, _LOOK):
         yield tell
-    finally:
-        stopped.set()
-        thread.join()
 
 
 def _line(task: Task, seconds: float) -> str:
@@ -127,10 +118,8 @@ def _line(task: Task, seconds: float) -> str:
 
 
 class TextScreen:
-    """Shows the progress of a job until the job writes text, and again when it is done with that.
-
-    On a terminal a bar and the text would overwrite each other, so only one is shown at a time.
-    """
+    """Shows the progress of a job until the job writes text, and again when it is done with that:
+    on a terminal a bar and the text would overwrite each other."""
 
     def __init__(self, out: Output):
         self._out = out
@@ -147,7 +136,7 @@ class TextScreen:
             self._end_line()
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of the job."""
+        """Show a step of a stage."""
         if self._update is None:
             self._end_line()
             self._update = self._bar.enter_context(show_progress(self._out))

@@ -11,7 +11,7 @@ from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -25,12 +25,9 @@ _IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
 def choose_signer(signing: options.Signing) -> "IndexSigner | None":
-    """What signs the upload and the index, as the options say; None for nothing.
-
-    Without `--sign`, a job of GitHub Actions that has an identity signs keyless. Raises
+    """What signs the upload and the index, as the options say; None for nothing. Raises
     `UsageError` for a value that is neither a word of the option nor a file, and for
-    `--adopt-index` where nothing is signed.
-    """
+    `--adopt-index` where nothing is signed."""
     from rotationzoo.zoo.signed_index import IndexSigner
     from rotationzoo.zoo.signing.make import SigningTool, can_sign_in_ci
 
@@ -57,10 +54,9 @@ def publish(
     signer: "IndexSigner | None",
     anew: bool,
 ) -> tuple["Upload", dict[str, "Published"]]:
-    """Check, sign and publish an upload of an artifact, and say who signed it, or that it is
-    unsigned. A signature that the artifact came with is kept, unless the user asks to sign it
-    `anew`. Returns it as it was signed, and hub -> its place there.
-    """
+    """Check, sign and publish an upload of an artifact, and say who signed it. A signature that it
+    came with is kept, unless the user asks to sign it `anew`. Returns it as it was signed, and hub
+    -> its place there."""
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import check_indexes, push
 
@@ -144,11 +140,8 @@ def check_use(artifact: "Artifact") -> None:
 def show_push_plan(
     out: Output, repo: str, files: list[dict[str, Any]], root_files: list[str]
 ) -> None:
-    """Print what would be uploaded.
-
-    - `files`: path and size in bytes of each file; None for a signature that is still to be made.
-    - `root_files`: the names of the repository's own files, which a push writes anew.
-    """
+    """Print what would be uploaded: the `files`, as `Upload.listing` has them, and the names of the
+    repository's own files, which a push writes anew."""
     rows = []
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"

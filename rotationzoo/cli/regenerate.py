@@ -11,7 +11,7 @@ from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
 from rotationzoo.errors import HubError, PartlyDone, UsageError
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.hubs.protocol import Published

@@ -38,7 +38,7 @@ def report_command(
     """
     from rotationzoo.artifact.store import EVALUATION, Artifact
     from rotationzoo.report.page import FOOTER
-    from rotationzoo.storage import files, writing
+    from rotationzoo.storage import files, folders
 
     if output.is_file() and FOOTER.encode() not in files.read(output, 1 << 24):
         raise RotationZooError(
@@ -48,7 +48,7 @@ def report_command(
     others = [Artifact.open(folder) for folder in compare or []]
     report = _draw_report(opened, others, context)
     with files.disk_errors(output):
-        writing.replace(output, report.html(str(artifact)).encode())
+        folders.replace_file(output, report.html(str(artifact)).encode())
     if save:
         add_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
@@ -97,7 +97,6 @@ def _draw_report(
 
 
 def _describe_signature(artifact: "Artifact") -> "Badge":
-    """The state of the signature, in the words of a page."""
     from rotationzoo.report.page import Badge
     from rotationzoo.zoo.signing.check import Demand, check_artifact
 

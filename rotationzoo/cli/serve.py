@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.library_logs import SHELL
 from rotationzoo.cli.options import argument, option
-from rotationzoo.cli.output import Output, show_lines
+from rotationzoo.cli.output import SHELL, Output, show_lines
 
 
 def serve_command(

@@ -121,12 +121,8 @@ def show_verification(
     finding: "Finding | None",
     reading: "ServerCheck | None",
 ) -> None:
-    """Print the problems that were found, and everything that was checked.
-
-    `agreement`: how well the rotations agree with what the model computes. None if the model was
-    not run. `finding`: what is known of the signature. None if the artifact is damaged or its
-    signature wrong. `reading`: what a running server reads. None if none was asked.
-    """
+    """Print the problems that were found, and everything that was checked: with a model that was
+    run its `agreement`, with a running server its `reading`, and what is known of the signature."""
     data: dict[str, Any] = {
         "ok": verification.ok,
         "problems": verification.problems,

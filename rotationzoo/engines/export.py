@@ -20,9 +20,8 @@ from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.absorbed import RECORD, model_words, read_record
 from rotationzoo.storage import folders, strict_json
-from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of
-from rotationzoo.storage.settled import recover
-from rotationzoo.storage.writing import write_new
+from rotationzoo.storage.files import disk_errors, recover, regular_file, sha256, size_of
+from rotationzoo.storage.folders import write_new
 from rotationzoo.words import change, percent
 
 

@@ -29,8 +29,7 @@ BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures."""
 RIVALS = tuple(ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
-_VARIANTS = "", "+feedback", "+pooled"
-"""The ends of the names of an artifact's arms."""
+_VARIANTS = "", "+feedback", "+pooled"  # the ends of the names of an artifact's arms
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,8 @@ class Arm:
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
-    """The recipe whose clip ratios, group size and windows the baselines use.
-
-    It is the first artifact's recipe, so that the baselines differ from that artifact only in their
-    rotations. Without artifacts it is the default recipe.
-    """
+    """The recipe whose clip ratios, group size and windows the baselines use: the first artifact's,
+    from which they then differ in their rotations alone, or else the default recipe."""
     return artifacts[0].recipe if artifacts else Recipe()
 
 
@@ -64,11 +60,9 @@ def build_arms(
     budget: Budget | None = None,
 ) -> list[Arm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
-    factors; then one with one rotation per layer for each that has more; then one per baseline. All
-    names differ.
+    factors; with `pooled`, one with one rotation per layer for each that has more; then one per
+    baseline, in the order of `BASELINES` and `RIVALS`. All names differ.
 
-    - `baselines`: those to compare with, in the order of `BASELINES` and `RIVALS`.
-    - `pooled`: whether to add the arms with one rotation per layer.
     - `uncentered`: the sides that artifacts' arms store with their mean.
     - `budget`: another budget of bits than the artifacts' own.
     """
@@ -130,13 +124,9 @@ def build_baselines(
 
 
 def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
-    """The name of the artifact's folder, made unique among the names of other artifacts.
-
-    If the name is taken, the start of the artifact's hash is appended. If the same artifact is
-    given twice, a number follows. Full paths are never used: they are private, and a report may be
-    published.
-    """
-    # The names of arms with error feedback, or with one rotation per layer, are taken, too.
+    """The name of the artifact's folder, made unique among the names of other arms by the start of
+    its hash, and for an artifact that is given twice by a number. Full paths are private, and a
+    report may be published."""
     used = {name + ending for name in (*BASELINES, *RIVALS, *taken) for ending in _VARIANTS}
     name = artifact.folder.resolve().name
     if any(name + ending in used for ending in _VARIANTS):

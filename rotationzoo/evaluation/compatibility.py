@@ -1,7 +1,5 @@
-"""Checks that the chosen layers, artifacts and texts fit the evaluated model.
-
-What does not fit is refused. What fits with reservations becomes a note in the report.
-"""
+"""Checks that the chosen layers, artifacts and texts fit the evaluated model, and notes for the
+report on what fits with reservations."""
 
 from collections.abc import Collection, Sequence
 
@@ -25,7 +23,9 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
     """Raise `UsageError` for a layer that has no attention or reads another layer's cache."""
     owners = {layer.index: layer.owner for layer in geometry}
     if unknown := layers - owners.keys():
-        known = _describe_layers(set(owners))
+        first, last = min(owners), max(owners)
+        has_gaps = len(owners) <= last - first
+        known = str(sorted(owners)) if has_gaps else f"{first} to {last}"
         raise UsageError(
             f"{model} has no attention in layer {min(unknown)}: it has layers {known}",
             hint="give some of these, as --layers 0,4-7",
@@ -55,14 +55,10 @@ def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
 def notes_for_reader(
     text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
 ) -> list[str]:
-    """Notes that qualify the figures.
-
-    They report text that fell short, and artifacts that were made for other weights, were
-    calibrated on this very text, or center keys although this model's attention does not allow it.
-    """
-    notes = []
-    if text.note:
-        notes.append(text.note)
+    """Notes that qualify the figures: on text that fell short, and artifacts that were made for
+    other weights, were calibrated on this very text, or center keys although this model's attention
+    does not allow it."""
+    notes = [text.note] if text.note else []
     for artifact in artifacts:
         name = artifact.folder.resolve().name
         if note := other_weights_note(artifact, source):
@@ -107,14 +103,6 @@ def float16_notes(
                     "times their range from zero, too far for scales in float16: --format sglang"
                 )
     return notes
-
-
-def _describe_layers(layers: set[int]) -> str:
-    """A range such as `0 to 27`, or a list if the numbers have gaps."""
-    first, last = min(layers), max(layers)
-    if layers == set(range(first, last + 1)):
-        return f"{first} to {last}"
-    return str(sorted(layers))
 
 
 # ---- the text that is judged on

@@ -52,12 +52,9 @@ def decide(
     questions: int,
     looks: int = 1,
 ) -> Decision:
-    """The decision on one of the `arms`, by the answers of all to the same questions.
-
-    - `exact`: the exact model's answers to every task that it was asked;
-    - `questions`: how many each task and length asks;
-    - `looks`: after how many rounds a decision may be made, this one included.
-    """
+    """The decision on one of the `arms`, by the answers of all to the same questions, and of the
+    `exact` model to every task. `questions`: how many each task and length asks. `looks`: after how
+    many rounds a decision may be made, this one included."""
     asked = {task: exact[task] for task in arms[arm]}
     sizes = [size for recall in asked.values() for size in recall.prompts]
     tasks = [len(recall.prompts) for recall in asked.values()]

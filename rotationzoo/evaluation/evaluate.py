@@ -1,26 +1,28 @@
-"""The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
-arm costs in perplexity, attention KL and output error."""
+"""The evaluation job: what a model answers through every arm with a 2-bit KV cache, what each arm
+costs in perplexity, attention KL and output error, and the report that `evaluate --save` keeps."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact.measured import Measured, Probe, Text
+from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Window
 from rotationzoo.artifact.pooling import has_statistics
-from rotationzoo.artifact.scores import Drift
+from rotationzoo.artifact.scores import Decision, Drift
+from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.arms import build_arms, judged_arms
+from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
-from rotationzoo.evaluation.decision import SIMPLEST
-from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.pace import Pace, Tell, say_nothing
+from rotationzoo.evaluation.decision import SIMPLEST, decide
+from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
-from rotationzoo.evaluation.probe import record_probes
-from rotationzoo.evaluation.real_cache import measure_drift
-from rotationzoo.evaluation.results import Results, assemble_report, decide_all, save_evaluation
+from rotationzoo.evaluation.real_cache import measure_drift, record_probes
 from rotationzoo.evaluation.tasks.answering import (
     Asking,
     TaskAnswers,
@@ -28,7 +30,8 @@ from rotationzoo.evaluation.tasks.answering import (
     describe_rounds,
 )
 from rotationzoo.evaluation.tasks.prompts import TaskPlan
-from rotationzoo.geometry import Geometry
+from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
+from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import check_weights
 from rotationzoo.model.geometry import geometry_of
@@ -37,9 +40,22 @@ from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
+from rotationzoo.storage import strict_json
 from rotationzoo.words import duration
+from rotationzoo.writer import add_files
 
 _LONG = 120  # seconds of texts, after which a shorter evaluation is named
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of the forward passes of an evaluation. `judged` says which of the trial's arms
+    decide."""
+
+    trial: Trial
+    judged: Sequence[str]
+    measured: Measurements
+    answers: TaskAnswers
 
 
 def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_nothing) -> Measured:
@@ -69,23 +85,23 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
 
 
 def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
-    """The arms, and how each of them reads."""
     job, artifacts, geometry = ready.job, ready.artifacts, ready.geometry
     if geometry is None:
         geometry = geometry_of(model)
         check_model(job, artifacts, geometry)
     pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
     arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, job.budget)
-    layers, start = _layers_in_2_bits(job, geometry), ready.start
+    # The chosen layers, which own a cache, and all that read one of these caches.
+    read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
+    layers, queries = sorted(layer.index for layer in read), job.queries
     return Trial(
-        geometry, arms, ready.caches, layers, job.sides, job.queries, start, job.real_cache
+        geometry, arms, ready.caches, layers, job.sides, queries, ready.start, job.real_cache
     )
 
 
 def _measure(
     ready: Prepared, model: PreTrainedModel, trial: Trial, progress: Progress, pace: Pace
 ) -> tuple[Results, Drift | None]:
-    """Run the texts, the drift and the tasks."""
     job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
     deciding = (*judged, *SIMPLEST)
     tell_length = partial(_tell_length, pace, job, ready.plan, deciding)
@@ -141,7 +157,6 @@ def _record_probes(
 
 
 def _describe(ready: Prepared, results: Results, drift: Drift | None, notes: list[str]) -> Measured:
-    """What was measured, and how."""
     job, source, text = ready.job, ready.source, ready.text
     return assemble_report(
         results,
@@ -181,8 +196,93 @@ def _tell_length(
     pace.tell("; ".join(words))
 
 
-def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
-    """The chosen layers, which own a cache, and all layers that read one of these caches."""
-    if job.layers is None:
-        return sorted(layer.index for layer in geometry)
-    return sorted(layer.index for layer in geometry if layer.owner in job.layers)
+def assemble_report(results: Results, **conditions: Any) -> Measured:
+    """Everything that was measured. `conditions`: how, as the fields of `Measured` without those
+    that follow from the results."""
+    trial = results.trial
+    tasks, all_tasks = score_exact(results.answers)
+    costs = dict(results.measured.exact.measure_exact())
+    exact = Exact(**costs, tasks=tasks, all_tasks=all_tasks)
+    length = conditions["text"].length
+    windows = []
+    for cache in trial.caches:
+        arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
+        decisions = decide_all(results.answers, cache, results.judged)
+        windows.append(_judge(cache.sink, cache.recent, arms, exact, decisions))
+    notes = conditions.pop("notes") + results.answers.notes
+    return Measured(
+        **conditions,
+        tokens=results.measured.exact.tokens,
+        first_position=trial.start,
+        layers=trial.layers,
+        notes=notes,
+        tasks=results.answers.plan.describe(results.answers.questions),
+        exact=exact,
+        windows=windows,
+    )
+
+
+def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm, length: int) -> MeasuredArm:
+    trial, measured = results.trial, results.measured
+    tasks, all_tasks = score_arm(results.answers, cache, arm.name)
+    return MeasuredArm(
+        **dict(arm.about),
+        **dict(measured.arms[cache, arm.name].measure_arm(measured.exact)),
+        tasks=tasks,
+        all_tasks=all_tasks,
+        bits_per_element=codec_bits(trial.geometry, arm.codec, cache, CONTEXT),
+        bits_at_length=codec_bits(trial.geometry, arm.codec, cache, length),
+    )
+
+
+def decide_all(answers: TaskAnswers, cache: CacheLayout, judged: Sequence[str]) -> list[Decision]:
+    """The decision on each of the `judged` arms with one cache."""
+    exact, _ = score_exact(answers)
+    names = [arm for of_cache, arm in answers.arms if of_cache == cache]
+    shown = [name for name in names if name in (*judged, *SIMPLEST)]
+    arms = {name: score_arm(answers, cache, name)[0] for name in shown}
+    looks = len(answers.plan.settings.looks)
+    return [decide(name, arms, exact, answers.questions, looks) for name in judged]
+
+
+def _judge(
+    sink: int,
+    recent: int,
+    arms: Mapping[str, MeasuredArm],
+    exact: Exact,
+    decisions: Sequence[Decision],
+) -> Window:
+    """A window with the verdict on its artifacts' plain arms. The `decisions` on arms that it has
+    are kept."""
+    judged = [name for name, arm in arms.items() if arm.is_plain]
+    made = [decision for decision in decisions if decision.arm in arms]
+    verdict = judge_window(arms, judged, exact, made)
+    return Window(sink=sink, recent=recent, arms=arms, verdict=verdict)
+
+
+def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:
+    """Add `evaluation.json` to an artifact, with only its own arms, the baselines, and what a
+    server answers."""
+    windows = []
+    for window in report.windows:
+        kept = _arms_to_keep(window.arms, artifact.identity)
+        # Judge again: with fewer arms there are fewer comparisons to correct for.
+        decisions = window.verdict.decisions
+        windows.append(_judge(window.sink, window.recent, kept, report.exact, decisions))
+    if (drift := report.drift) is not None:
+        of_kept = {name: arm for name, arm in drift.arms.items() if name in windows[0].arms}
+        drift = drift.model_copy(update={"arms": of_kept})
+    evaluation = report.model_copy(update={"windows": windows, "drift": drift, "probes": probes})
+    content = strict_json.text(evaluation.model_dump())
+    summary = evaluation.summary().model_dump()
+    add_files(artifact, {EVALUATION: content}, {"evaluation": summary})
+
+
+def _arms_to_keep(arms: Mapping[str, MeasuredArm], identity: str) -> dict[str, MeasuredArm]:
+    kept: dict[tuple[object, ...], MeasuredArm] = {}
+    for arm in arms.values():
+        if arm.artifact in (identity, None):
+            # An artifact that was given twice has each of its arms twice.
+            kind = (arm.name,) if arm.artifact is None else (arm.rounding, arm.pooled)
+            kept.setdefault(kind, arm)
+    return {arm.name: arm for arm in kept.values()}

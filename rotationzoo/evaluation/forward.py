@@ -1,12 +1,13 @@
 """The forward passes of an evaluation: every text through the exact model, and through every
-combination of arm and cache."""
+combination of arm and cache; and their pace, from which the time that is left is estimated."""
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from time import perf_counter
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +16,6 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.metrics import Buckets, Metrics
-from rotationzoo.evaluation.pace import Pace
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.loading import input_device
@@ -24,6 +24,37 @@ from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.simulation.simulated import Simulation
 
+Reader = tuple[CacheLayout, str] | None
+"""A cache and the name of an arm; None for the exact model."""
+Tell = Callable[[str], None]
+
+
+def say_nothing(words: str) -> None:
+    """Drop what there is to tell."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
+
+    tell: Tell = say_nothing
+    seconds: dict[Reader, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, reader: Reader, tokens: int) -> Iterator[None]:
+        """Measure how long this reader takes for so many tokens."""
+        begun = perf_counter()
+        yield
+        self.seconds[reader] = (perf_counter() - begun) / tokens
+
+    def estimate(self, tokens: int, arms: Collection[str] | None = None) -> float:
+        """The seconds in which the exact model and all arms, or the named ones, take so many tokens
+        each."""
+        pace = self.seconds.items()
+        asked = [each for read, each in pace if read is None or arms is None or read[1] in arms]
+        return tokens * sum(asked)
+
+
 Running = Callable[[], AbstractContextManager[None]]
 """A simulation of one cache; for the exact model, nothing."""
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
@@ -31,7 +62,7 @@ _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per fo
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings that every text is run with."""
+    """The settings that every text is run with: most are those of the `Evaluation`."""
 
     geometry: Geometry
     arms: Sequence[Arm]
@@ -39,13 +70,10 @@ class Trial:
     layers: list[int]
     """The layers that read a 2-bit cache."""
     sides: tuple[str, ...]
-    """Which of keys and values are stored in 2 bits."""
     queries: int
-    """How many queries per row have their attention compared; 0 for none."""
     start: int
     """The first measured position."""
     real_cache: bool = False
-    """Whether tasks are answered through a real cache, and not a simulation."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +95,8 @@ def run_models(
     after_first: Callable[[int], None] = lambda left: None,
 ) -> Measurements:
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
-    of cache and arm.
-
-    A batch that runs out of memory is halved. Once the first batch has passed everything, which
-    sets the `pace`, `after_first` is told how many tokens are left.
+    of cache and arm. A batch that runs out of memory is halved. Once the first batch has passed
+    everything, which sets the `pace`, `after_first` is told how many tokens are left.
 
     Raises `RotationZooError` where a single row is too large, and if no row is long enough to read
     anything from a 2-bit cache.
@@ -116,8 +142,6 @@ def run_models(
 def _read(
     running: Running, model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor
 ) -> None:
-    """One forward pass yields all metrics: the losses of the model as it runs on this cache, each
-    layer's output error and attention KL, and the same of each head with the ranges of its rows."""
     with running():
         metrics.add_losses(token_losses(model, ids, start))
 
@@ -154,15 +178,11 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch
 
 
 def _draw_queries(trial: Trial, length: int, seed: int) -> torch.Tensor | None:
-    """The positions of the queries whose attention is compared: ascending, `[Q]`, or None.
-
-    They are the same for every arm. All lie at `trial.start` or later, where queries read quantized
-    positions.
-    """
+    """The positions of the queries whose attention is compared, the same for every arm: ascending,
+    `[Q]`, from `trial.start` on; or None."""
     if not trial.queries:
         return None
     positions = range(trial.start, length)
-    # Attention weights need memory for queries times keys; a sample estimates the mean well
-    # enough.
+    # A sample, because attention weights need memory for queries times keys.
     count = min(trial.queries, len(positions))
     return torch.tensor(sorted(random.Random(seed).sample(positions, count)))

@@ -1,9 +1,5 @@
 """The figures that `evaluate` reports of texts: perplexity, attention KL and output error, with
-their standard errors; and of single KV heads also the ranges of the rows that are rounded.
-
-To add a column to `evaluate`, compute it here from what `forward` observes, and declare it in
-`artifact.measured`.
-"""
+their standard errors; and of single KV heads also the ranges of the rows that are rounded."""
 
 import math
 from collections import defaultdict
@@ -37,23 +33,20 @@ _RANGES = {"key": "key range", "value": "value range", LATENT: "key range"}
 
 @dataclass(frozen=True)
 class Buckets:
-    """Consecutive ranges of positions, by which a report shows how an arm's cost grows with
-    context."""
+    """Consecutive ranges of positions, each from one of the ascending edges to just before the
+    next."""
 
     edges: tuple[int, ...]
-    """Ascending positions. Each bucket begins at one edge and ends just before the next."""
 
     @classmethod
     def between(cls, start: int, length: int) -> "Buckets":
         """Buckets that cover `start` to `length`, with the powers of two in between as edges."""
-        powers = [
-            1 << exponent for exponent in range(start.bit_length(), (length - 1).bit_length())
-        ]
-        return cls((start, *powers, length))
+        exponents = range(start.bit_length(), (length - 1).bit_length())
+        return cls((start, *(1 << exponent for exponent in exponents), length))
 
     @property
     def start(self) -> int:
-        """The first position of the first bucket."""
+        """The first position."""
         return self.edges[0]
 
     @property
@@ -72,10 +65,8 @@ class Metrics:
     """Sums of what one arm, or the exact model, did on every text.
 
     Sums have shape `[texts, buckets]`, once per layer for whatever is measured by layer; those of
-    single KV heads have `[texts, H, 2]`, of which a figure is the ratio. The sums of a text do not
-    depend on the others of its batch. Each text's mean loss is compared with the exact model's on
-    the same text, so the standard error is that of paired differences over texts. Texts are
-    weighted by their numbers of tokens.
+    single KV heads have `[texts, H, 2]`, of which a figure is the ratio. Standard errors are those
+    of paired differences over texts, weighted by their numbers of tokens.
     """
 
     def __init__(self, buckets: Buckets, layers: list[int]):
@@ -248,11 +239,10 @@ class Metrics:
 
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""
-        everywhere = slice(None)
-        return (self._sum("loss", everywhere) / self._sum("count", everywhere)).tolist()
+        return (self._sum("loss") / self._sum("count")).tolist()
 
-    def _sum(self, name: str, buckets: slice) -> torch.Tensor:
-        """Sums `[texts]` over some buckets."""
+    def _sum(self, name: str, buckets: slice = slice(None)) -> torch.Tensor:
+        """Sums `[texts]` over some buckets, or all."""
         return torch.cat(self._parts[name])[:, buckets].sum(1)
 
     def _member_from_start(self, count: int) -> torch.Tensor:

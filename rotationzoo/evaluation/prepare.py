@@ -36,44 +36,33 @@ from rotationzoo.writer import check_writable
 
 @dataclass(frozen=True)
 class Evaluation(RunSettings):
-    """The settings of one evaluation, as the user gave them."""
+    """The settings of one evaluation. `api.EvaluationOptions` says what most of them are."""
 
     model: str
     artifacts: list[Path]
     data: Data
     tasks: TaskSettings = field(default_factory=TaskSettings)
-    """The recall tasks that the model is asked."""
     windows: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
     format: str | None = None
-    """The cache format: a name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of
-    bits."""
+    """A name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of bits."""
     budget: Budget | None = None
-    """The budget of bits of the artifacts' arms; None for their own."""
     anyway: bool = False
-    """Whether artifacts that were made for other weights are measured, too."""
     layers: set[int] | None = None
-    """The layers whose cache is stored in 2 bits; None for all."""
     sides: tuple[str, ...] = ("key", "value")
-    """Which of keys and values are stored in 2 bits."""
     prefill_chunk: int | None = None
     """Tokens per prefill chunk. None simulates decoding at every position."""
     prefill_layout: Literal["server", "window"] | None = None
-    """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
+    """The tokens that earlier chunks keep exact, as in `CacheLayout`. None means `server`."""
     real_cache: bool = False
-    """Whether recall tasks are read through a real cache, not a simulation."""
     drift: int = 0
     """How many tokens the exact model generates for a real cache. It adds arms of `pooled`."""
     queries: int = 32
-    """How many queries per row are sampled for the attention KL; 0 skips it."""
     rope_scaling: str | None = None
     """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
     calibrated."""
     baselines: tuple[str, ...] = BASELINES
-    """The baselines to compare with, names in `BASELINES` and `RIVALS`."""
+    """Names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
-    """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
-    writes it."""
     rounding: Literal["nearest", "feedback"] | None = None
     """The codes of the arm that the decision is about. None means feedback where an artifact has
     the factors. With `pooled`, it is about one rotation per layer."""
@@ -92,9 +81,8 @@ class Evaluation(RunSettings):
     record: bool = False
     """Whether what a server answers is recorded in each artifact to which the report is added."""
     fit_length: bool = False
-    """Whether rows too short for the windows are made longer, and rows of more tokens than the
-    model has positions shorter, instead of refused. True if the length is a default and not the
-    user's choice."""
+    """Whether rows are fitted to the windows and the model's positions, and not refused: where the
+    length is a default and not the user's choice."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +223,6 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
-    """One cache per pair of windows."""
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     assert job.format is not None

@@ -1,35 +1,42 @@
 """A model that reads its tokens through a real 2-bit cache, as a server would, in place of a
-simulation; and drift: what it reads through that cache of a text that the exact model generates."""
+simulation; drift: what it reads through that cache of a text that the exact model generates; and
+the record of its answers, with which `checks.server` compares a running server."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.scores import ArmDrift, Drift, StepMeasures
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.forward import Trial
+from rotationzoo.geometry import full_attention_layers
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.cache_names import cache_argument
-from rotationzoo.model.loading import input_device
+from rotationzoo.model.compatibility import other_weights_note
+from rotationzoo.model.loading import forward_errors, input_device
 from rotationzoo.model.prediction import continue_greedily, divergence_of
 from rotationzoo.model.rope import position_count
+from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress
+from rotationzoo.recipe import Data
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import read_corpus
+from rotationzoo.vllm.settings import Options, make_settings
 
 
 class ThroughCache:
-    """Called like the model itself, with token ids alone.
-
-    What a query reads is what it reads in a `Simulation` of the same layout. With a
-    `prefill_chunk`, ids are read chunk by chunk. Without one, they are read one by one as soon as
-    anything is quantized, which takes as many calls as there are tokens; and so are the last
-    `decoded` tokens.
-    """
+    """Called like the model itself, with token ids alone; queries read what they do in a
+    `Simulation` of the same layout. Ids are read in chunks of `prefill_chunk`; without one, and for
+    the last `decoded` tokens, one by one as soon as anything is quantized."""
 
     def __init__(self, model: PreTrainedModel, codec: RotatedCodec, layout: CacheLayout):
         self.model, self.layout = model, layout
@@ -57,7 +64,6 @@ class ThroughCache:
         return SimpleNamespace(logits=torch.cat(logits, dim=1))
 
     def _pieces(self, length: int) -> list[int]:
-        """How many tokens each call reads."""
         size = self.layout.prefill_chunk
         if size is None:
             # Before this position, every query reads everything exact.
@@ -75,11 +81,8 @@ def measure_drift(
     progress: Progress,
 ) -> Drift:
     """Let the exact model continue every row of the batches `[B, T]` greedily, past any end, and
-    the artifacts' arms and no rotation read the same tokens, one by one.
-
-    A row is cut where the model would have no position for the last token. The cache is that of the
-    first pair of windows, and reads a row as one chunk, or as its `prefill_chunk` says.
-    """
+    the artifacts' arms and no rotation read the same tokens, one by one, with the first windows.
+    A row is cut where the model would have no position for the last token."""
     room = (position_count(model.config) or 2**31) - tokens
     prompts = [ids[:, :room] for ids in batches if ids.shape[1] > trial.start]
     codecs = {}
@@ -119,3 +122,52 @@ def _summarize(steps: torch.Tensor) -> ArmDrift:
     # The arm's own greedy text goes on as the exact model's until it has another token.
     same = steps[:, :, 0].cumprod(1).sum(1).int()
     return ArmDrift(by_step=by_step, same_tokens=same.tolist())
+
+
+PROMPTS, PROMPT, ANSWER = 4, 1024, 16
+"""How many prompts are recorded, and the tokens of each and of its answer."""
+CANDIDATES = 5
+"""As many as every server with OpenAI's API gives log probabilities of."""
+
+
+def record_probes(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, artifact: Artifact, source: Source
+) -> list[Probe]:
+    """Let a model continue bundled text through the cache that `serve` makes of an artifact.
+
+    Raises `RotationZooError` where no server can read the artifact with these weights, for layers
+    with a sliding window, which a server keeps exact, and for too few positions.
+    """
+    if note := other_weights_note(artifact, source):
+        raise RotationZooError(note)
+    has_windows = full_attention_layers(model.config) is not None
+    options = Options(artifact=str(artifact.folder))
+    settings = make_settings(options, source.name, source.folder, has_windows)
+    if has_windows:
+        raise RotationZooError("a server keeps layers with a sliding window exact")
+    positions = position_count(model.config) or PROMPT + ANSWER
+    length = min(PROMPT, positions - ANSWER)
+    if length <= settings.layout.sink + settings.layout.recent:
+        raise RotationZooError(f"no token of a prompt of {length} would be read from codes")
+    data = Data(source=str(HELD_OUT), tokens=PROMPTS * length, length=length)
+    prompts = read_corpus(data, tokenizer).rows
+    with forward_errors(source.name, 1, length):
+        return [_record(model, prompt, settings) for prompt in prompts]
+
+
+@torch.no_grad()
+def _record(model: PreTrainedModel, prompt: torch.Tensor, settings: CacheSettings) -> Probe:
+    """The answer to a prompt `[T]`."""
+    # The prompt is one chunk, as in a server: it reads itself exact, and the tokens after it codes.
+    cache, row = RotatedCache(settings, model), prompt[None].to(input_device(model))
+    tokens, logits = continue_greedily(model, row, cache, ANSWER)
+    ids = torch.cat([row, tokens[:, :-1]], dim=1)
+    exact = model(input_ids=ids, use_cache=False, logits_to_keep=ANSWER).logits[0].float().cpu()
+    read, candidates = logits[0].float().cpu().log_softmax(-1).topk(CANDIDATES)
+    return Probe(
+        prompt=prompt.tolist(),
+        tokens=tokens[0].tolist(),
+        candidates=candidates.tolist(),
+        log_probabilities=read.tolist(),
+        exact=exact.log_softmax(-1).gather(1, candidates).tolist(),
+    )

@@ -39,12 +39,9 @@ def judge_window(
     exact: Exact,
     decisions: Sequence[Decision] = (),
 ) -> Verdict:
-    """Compare each of the `judged` arms with every other arm: answers, and perplexity.
-
-    Arms with error feedback are only compared with the same rotations and the nearest codes.
-    `exact` counts the tokens of each text and the questions of each prompt. The words are those of
-    the `decisions`.
-    """
+    """Compare each of the `judged` arms with every other arm: answers, and perplexity. Arms with
+    error feedback are only compared with the same rotations and the nearest codes. The words are
+    those of the `decisions`."""
     tokens = exact.text_tokens
     prompts = prompt_sizes(exact, next(iter(arms.values())).tasks)
     nearest = {name: arm for name, arm in arms.items() if arm.rounding == "nearest"}
@@ -70,14 +67,10 @@ def prompt_sizes(exact: Exact, tasks: Iterable[str]) -> Sizes:
 def judge_perplexity(
     losses: Mapping[str, list[float]], judged: Sequence[str], tokens: list[int]
 ) -> list[Comparison]:
-    """Compare the perplexity of each of the `judged` arms with that of every other arm.
-
-    `losses` maps each arm to the mean losses of the texts; `tokens` has the number of tokens of
-    each text. Each comparison takes the difference of log perplexities on the same texts. The
-    difference is clear if the p value of Student's t test over texts, after Holm's correction for
-    the number of comparisons (Holm 1979), is below `LEVEL`. A single text yields no standard error
-    and thus no verdict.
-    """
+    """Compare the log perplexity of each of the `judged` arms with that of every other arm, by the
+    mean `losses` of the same texts and their numbers of `tokens`. The difference is clear if the p
+    value of Student's t test over texts, after Holm's correction for the number of comparisons
+    (Holm 1979), is below `LEVEL`. A single text yields no verdict."""
     pairs = _pair_up(losses, judged)
     differences = [paired_difference(losses[arm], losses[other], tokens) for arm, other in pairs]
     values = holm([_p_value(*difference, len(tokens)) for difference in differences])
@@ -98,10 +91,8 @@ def judge_perplexity(
 def judge_answers(
     arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sizes
 ) -> AnswerVerdict:
-    """Compare the answers of each of the `judged` arms with every other arm's.
-
-    Both tests of all comparisons together are corrected for their number (Holm 1979).
-    """
+    """Compare the answers of each of the `judged` arms with every other arm's. Both tests of all
+    comparisons together are corrected for their number (Holm 1979)."""
     pairs = _pair_up(arms, judged)
     paired = [compare_answers(arms[arm], arms[other], prompts) for arm, other in pairs]
     keys = "answers_p_value", "log_probability_p_value"
@@ -122,11 +113,8 @@ def judge_answers(
 
 def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> PairedAnswers:
     """Two arms' answers to the questions that both were asked, with the p values of single tests.
-
     Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
-    by `sign_flip`, and log probabilities by Student's t, where a prompt counts
-    for as many questions as it asks.
-    """
+    by `sign_flip`, and log probabilities by Student's t, weighted by questions."""
     first, second = _cut(first, second), _cut(second, first)
     correct, other_correct = read_correct(first), read_correct(second)
     sizes = _cut_sizes(first, prompts)
@@ -176,10 +164,7 @@ def _cut_sizes(arm: Answered, prompts: Sizes) -> list[int]:
 def compare_feedback(
     arms: Mapping[str, MeasuredArm], tokens: list[int], prompts: Sizes
 ) -> list[FeedbackComparison]:
-    """Compare every arm that has error feedback with the nearest codes of its artifact.
-
-    `tokens` counts the tokens of each text.
-    """
+    """Compare every arm that has error feedback with the nearest codes of its artifact."""
     with_feedback: dict[str | None, MeasuredArm] = {}
     for arm in arms.values():
         if arm.rounding == "feedback":
@@ -212,10 +197,8 @@ def _pair_up(arms: Iterable[str], judged: Sequence[str]) -> list[tuple[str, str]
 
 
 def _p_value(difference: float, error: float | None, texts: int) -> float | None:
-    """The two-sided p value of Student's t with `texts - 1` degrees of freedom.
-
-    None if there is no standard error.
-    """
+    """The two-sided p value of Student's t with `texts - 1` degrees of freedom; None if there is no
+    standard error."""
     if error is None:
         return None
     if error == 0:  # every text has the same difference, possibly 0
@@ -227,10 +210,9 @@ def sign_flip(differences: Iterable[int]) -> float:
     """The two-sided p value of the sign-flip permutation test (Fisher 1935): the share of all signs
     of the differences whose sum is at least as far from 0 as theirs.
 
-    A difference is how many more questions of one prompt an arm answers than another. Questions of
-    a prompt share its text, so only whole prompts may be flipped. With one question in each prompt
-    this is McNemar's exact test. The distribution is exact: differences are whole numbers, so that
-    their sums are counted one prompt after another.
+    A difference is how many more questions of one prompt an arm answers than another. With one
+    question in each prompt this is McNemar's exact test. The distribution is exact: the sums of
+    whole numbers are counted one prompt after another.
     """
     signed = [difference for difference in differences if difference]
     chances = torch.ones(1, dtype=torch.float64)  # of the sums -S, -S + 2, ..., S
@@ -243,10 +225,8 @@ def sign_flip(differences: Iterable[int]) -> float:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """P values corrected for multiple comparisons, in the order given; None stays None.
-
-    With the correction, the chance of any false positive is at most that of a single test.
-    """
+    """P values corrected for multiple comparisons (Holm 1979), in the order given; None stays
+    None."""
     ranked = sorted((value, index) for index, value in enumerate(values) if value is not None)
     corrected: list[float | None] = [None] * len(values)
     largest = 0.0
@@ -258,8 +238,7 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _outcome_of(paired: PairedAnswers) -> Outcome:
-    """The finding of a comparison: by the number of answers if that is clear, and else by their log
-    probability."""
+    """The finding: by the number of answers if that is clear, and else by their log probability."""
     if paired.answers_p_value < LEVEL:
         return "more" if paired.only_arm > paired.only_other else "fewer"
     value = paired.log_probability_p_value

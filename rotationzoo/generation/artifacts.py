@@ -10,7 +10,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.model.source import Source
 from rotationzoo.writer import is_remembered
-from rotationzoo.zoo.by_name import pull
+from rotationzoo.zoo.pull import pull
 
 
 def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:

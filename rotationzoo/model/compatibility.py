@@ -15,7 +15,7 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
-from rotationzoo.recipe.rope_scaling import normalize
+from rotationzoo.recipe.schema import normalize
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.errors import RotationZooError, as_unavailable
-from rotationzoo.recipe.rope_scaling import RopeScaling
+from rotationzoo.recipe.schema import RopeScaling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -29,9 +29,8 @@ from rotationzoo.model.files import (
 )
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
-from rotationzoo.progress import Progress
+from rotationzoo.progress import Progress, size_of_all, tell_growth
 from rotationzoo.storage import strict_yaml
-from rotationzoo.storage.growth import size_of_all, tell_growth
 from rotationzoo.words import nearest
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"

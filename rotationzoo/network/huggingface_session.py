@@ -1,9 +1,5 @@
 """The HTTP sessions of huggingface_hub, with time and size limits, and with the token sent only to
-the right host.
-
-huggingface_hub uses one HTTP client for the whole process and accepts a factory for it. The factory
-here therefore puts models and zoo repositories under the same limits.
-"""
+the right host: a factory for the one HTTP client of the whole process."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -30,10 +26,8 @@ class Use:
 
 
 class LimitedSessions:
-    """Makes the HTTP clients of huggingface_hub, and tracks the blocks that currently use them.
-
-    The blocks of all threads share one list, because the client uploads in threads of its own.
-    """
+    """Makes the HTTP clients of huggingface_hub, and tracks the blocks that currently use them. All
+    threads share one list, because the client uploads in threads of its own."""
 
     def __init__(self, plain: Any):
         """`plain` is a client of httpx or of its successor, whichever huggingface_hub uses."""
@@ -68,7 +62,13 @@ class LimitedSessions:
         is_read, host = request.method in ("GET", "HEAD"), request.url.netloc.decode()
         is_small = request.method == "HEAD" or request.url.path.startswith("/api/")
         answer_seconds = _answer_seconds(request)
-        extensions = {**request.extensions, "timeout": _timeouts(is_read)}
+        timeouts = {
+            "connect": limits.CONNECT_SECONDS,
+            "read": limits.SILENCE_SECONDS if is_read else limits.UPLOAD_SECONDS,
+            "write": limits.UPLOAD_SECONDS,
+            "pool": limits.CONNECT_SECONDS,
+        }
+        extensions = {**request.extensions, "timeout": timeouts}
         if is_small:
             extensions["limit"] = limits.ANSWER_BYTES
         request.extensions = extensions
@@ -77,12 +77,7 @@ class LimitedSessions:
             if not (is_read and is_small):
                 return plain_send(request, **options)
             return limits.call_within(answer_seconds, lambda: plain_send(request, **options), host)
-        except (
-            TimeoutError,
-            httpx.ConnectError,
-            httpx.ConnectTimeout,
-            httpx.ReadTimeout,
-        ) as error:
+        except (TimeoutError, httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadTimeout) as error:
             if isinstance(error, httpx.ReadTimeout) and not is_read:
                 raise  # the hub may already have carried out the request
             # Of all errors that the client knows, this is the only one that it does not retry and
@@ -149,11 +144,8 @@ def limit_sessions() -> LimitedSessions:
 
 @contextmanager
 def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> Iterator[Use]:
-    """Inside the block, the token goes only to this endpoint, wherever an answer redirects. None is
-    the default endpoint.
-
-    `repeats` says that the caller repeats failed calls. The client itself then does not, since
-    its own attempts would take 23 seconds each time.
+    """Inside the block, the token goes only to this endpoint, by default the usual one, wherever an
+    answer redirects. `repeats` says that the caller repeats failed calls: the client then does not.
     """
     import huggingface_hub
 
@@ -192,8 +184,7 @@ def describe_failure(error: BaseException | None, answer: Any) -> str:
 
 
 def _answer_seconds(request: Any) -> float:
-    """Time limit for a small answer, in seconds. The user or the client may ask for less than
-    usual."""
+    """Time limit for a small answer. The user or the client may ask for less than usual."""
     from huggingface_hub import constants
 
     longest: float = limits.ANSWER_SECONDS
@@ -203,18 +194,9 @@ def _answer_seconds(request: Any) -> float:
     return min(longest, timeouts.get("read") or longest)
 
 
-def _timeouts(is_read: bool) -> dict[str, float]:
-    return {
-        "connect": limits.CONNECT_SECONDS,
-        "read": limits.SILENCE_SECONDS if is_read else limits.UPLOAD_SECONDS,
-        "write": limits.UPLOAD_SECONDS,
-        "pool": limits.CONNECT_SECONDS,
-    }
-
-
 def _limited_stream_type(stream_type: Any) -> Any:
-    """A byte stream type that raises after a number of bytes. It is derived from the client
-    library's own type, because the client accepts no other."""
+    """A byte stream type that raises after a number of bytes, of the only base that the client
+    accepts."""
 
     class LimitedStream(stream_type):  # type: ignore[misc, unused-ignore]
         def __init__(self, stream: Any, limit: int, host: str):

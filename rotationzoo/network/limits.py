@@ -1,14 +1,12 @@
-"""Limits on how long a hub may take and how many bytes it may send.
-
-The hubs' own clients wait for minutes or forever, and read whatever comes. The sessions that apply
-these limits are in `huggingface_session` and in `zoo/hubs/modelscope`.
-"""
+"""Limits on how long a hub may take and how many bytes it may send: the hubs' own clients wait for
+minutes or forever, and read whatever comes."""
 
 import contextvars
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,34 +27,25 @@ NETWORK_HINT = "check the network, then run the same command again"
 
 
 def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
-    """Return the result of a call.
-
-    Raises `TimeoutError` if the call takes longer than `seconds`; it then runs on in the
-    background. The call has a thread of its own, because a socket's timeout covers neither the DNS
-    look-up nor an answer that trickles in.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    context = contextvars.copy_context()
+    """The result of a call. It has a thread of its own: a socket's timeout covers neither the DNS
+    look-up nor an answer that trickles in. Raises `TimeoutError` if it takes longer than `seconds`;
+    it then runs on in the background."""
+    future, context = Future[T](), contextvars.copy_context()
 
     def run() -> None:
         try:
-            results.append(context.run(call))
+            future.set_result(context.run(call))
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
     # A daemon, so that an abandoned call does not keep the program from exiting.
     thread = threading.Thread(target=run, daemon=True, name=f"rotationzoo: {host}")
     thread.start()
-    thread.join(min(NOTICE_SECONDS, seconds))
-    if not (results or errors):
+    if not wait([future], min(NOTICE_SECONDS, seconds)).done:
         _say_waiting(host)
-        thread.join(max(0.0, seconds - NOTICE_SECONDS))
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"{host} did not answer within {seconds:g} s")
-    return results[0]
+        if not wait([future], max(0.0, seconds - NOTICE_SECONDS)).done:
+            raise TimeoutError(f"{host} did not answer within {seconds:g} s")
+    return future.result()
 
 
 # Cached, so that each host is named once, however many calls wait for it.
@@ -68,8 +57,7 @@ def _say_waiting(host: str) -> None:
 def limit_chunks(
     chunks: Iterable[bytes], limit: int, what: str, seconds: float | None = None
 ) -> Iterator[bytes]:
-    """Pass on the chunks of an answer. Raises `HubError` after `limit` bytes, or after
-    `seconds`."""
+    """Pass on the chunks of an answer. Raises `HubError` after `limit` bytes or `seconds`."""
     received, started = 0, time.monotonic()
     for chunk in chunks:
         received += len(chunk)
@@ -85,11 +73,8 @@ def limit_chunks(
 
 
 def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> None:
-    """Write the chunks to a file of at most `size` bytes. The time limit grows with the size.
-
-    Raises `HubError` for a larger file or a slower connection, and `RotationZooError` for a disk
-    error.
-    """
+    """Write the chunks to a file of at most `size` bytes. Raises `HubError` for a larger file or a
+    slower connection, and `RotationZooError` for a disk error."""
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     limited = limit_chunks(chunks, size, what, seconds)
     # The file's name alone: its folder may be one that is renamed in the end.
@@ -107,10 +92,7 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
 
 
 def check_encoding(headers: Any, what: str) -> None:
-    """Raise `HubError` for a compressed body.
-
-    Requests ask for none, because limiting a compressed body does not limit what it unpacks to.
-    """
+    """Raise `HubError` for a compressed body, whose limit does not limit what it unpacks to."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise HubError(
             f"{what} sent a compressed answer, which was not asked for",

@@ -50,11 +50,9 @@ _checked: set[str] = set()
 
 
 def check_token(token: str | None, place: str) -> str | None:
-    """Return the token without surrounding white space, or None for an empty one.
-
-    Raises `RotationZooError`, which does not quote the token, for characters that an HTTP header
-    cannot carry (RFC 9110, section 5.5).
-    """
+    """The token without surrounding white space, or None for an empty one. Raises
+    `RotationZooError`, which does not quote it, for characters that an HTTP header cannot carry
+    (RFC 9110, section 5.5)."""
     token = (token or "").strip()
     if not token:
         return None

@@ -1,7 +1,4 @@
-"""Loading a recipe: from its name, from a YAML file, or with the command line's flags applied.
-
-To add a recipe with a name, add a row to `PRESETS`.
-"""
+"""Loading a recipe: from its name, from a YAML file, or with the command line's flags applied."""
 
 import os
 from dataclasses import asdict
@@ -28,11 +25,8 @@ PRESETS = {recipe.name: recipe for recipe in _RECIPES}
 
 
 def load(recipe: str) -> Recipe:
-    """Load a preset by name, or a YAML file. A file may start from a preset with `extends: oscar`
-    and change some of its keys.
-
-    Raises `RotationZooError`, which names the file, the key and what is wrong with it.
-    """
+    """Load a preset by name, or a YAML file, which may start from a preset with `extends: oscar`.
+    Raises `RotationZooError`, which names the file, the key and what is wrong with it."""
     if recipe in PRESETS:
         return PRESETS[recipe]
     path = Path(recipe)
@@ -78,11 +72,8 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with the given `data` settings, such as command-line flags. Settings that are None
-    change nothing.
-
-    Where a recipe has no eigenbasis, `seed` also becomes its own seed. Raises `UsageError`.
-    """
+    """The recipe with the given `data` settings, of which None changes nothing. Where a recipe has
+    no eigenbasis, `seed` also becomes its own seed. Raises `UsageError`."""
     # The recipe is built anew, because pydantic's `model_copy` does not validate.
     changes = {key: value for key, value in data.items() if value is not None}
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
@@ -92,8 +83,7 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
 
 
 def _from_options(content: dict[str, Any], hint: str | None = None) -> Recipe:
-    """Build a recipe that options have changed. Raises `UsageError`, with another hint if there is
-    one."""
+    """Build a recipe that options have changed. Raises `UsageError`."""
     try:
         return from_dict(content, "the options")
     except RotationZooError as error:
@@ -132,7 +122,6 @@ def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]
     reason = problem["msg"].removeprefix("Value error, ").lower()
     if not problem["loc"]:  # keys that do not go together

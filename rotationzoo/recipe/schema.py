@@ -1,14 +1,13 @@
-"""The schema of a recipe: the type, default, meaning and checks of every key, and which part of it
-may be published.
-
-A new key is a field here, with a default that keeps the results of existing recipes, and a row in
-docs/recipes.md.
+"""The schema of a recipe: the type, default, meaning and checks of every key, the scaling of RoPE
+among them, and which part of it may be published.
 """
 
 import hashlib
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -16,8 +15,49 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.budget import Budget
 from rotationzoo.errors import UsageError
 from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_statistics
-from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.words import nearest
+
+KINDS = ("yarn", "linear")
+_PATTERN = re.compile(r"(?P<kind>\w+):(?P<factor>\d+(\.\d+)?)(:(?P<positions>\d+))?")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE is stretched to more positions than a model was trained on."""
+
+    kind: str
+    """One of `KINDS`, in the words of transformers' `rope_type`."""
+    factor: float
+    """How many times as many positions the model gets."""
+    positions: int | None = None
+    """The positions that the model was trained on; None takes what its config says."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `KIND:FACTOR` or `KIND:FACTOR:POSITIONS`. Raises `ValueError`."""
+        match = _PATTERN.fullmatch(text)
+        if match is None or match["kind"] not in KINDS:
+            raise ValueError("must be written as yarn:4, yarn:4:32768 or linear:2")
+        positions = int(match["positions"]) if match["positions"] else None
+        scaling = cls(match["kind"], float(match["factor"]), positions)
+        if scaling.factor <= 1 or positions == 0:
+            raise ValueError("must have a factor above 1, and positions above 0")
+        return scaling
+
+    def agrees(self, other: Self) -> bool:
+        """Whether both are the same scaling. One of them may leave the positions to the config."""
+        positions = {self.positions, other.positions} - {None}
+        return (self.kind, self.factor) == (other.kind, other.factor) and len(positions) <= 1
+
+    def __str__(self) -> str:
+        text = f"{self.kind}:{self.factor:g}"
+        return text if self.positions is None else f"{text}:{self.positions}"
+
+
+def normalize(text: str) -> str:
+    """The same scaling in its shortest form, `yarn:4` for `yarn:4.0`. Raises `ValueError`."""
+    return str(RopeScaling.parse(text))
+
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """As torch takes it, and as JSON of 64 bits holds it."""
@@ -52,8 +92,7 @@ def without_paths(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(place: str) -> str:
-    """The publishable name of a place: the last part of a local path, or the whole of a hub id or a
-    URL."""
+    """The last part of a local path, or the whole of a hub id or a URL, which may be published."""
     # A slash alone does not make a path: hub ids such as Qwen/Qwen3-8B have one.
     is_path = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
     return Path(place).name if is_path and "://" not in place else place
@@ -113,14 +152,13 @@ class Data(Section):
 
 
 class Recipe(Section):
-    """Every choice that decides which rotation comes out, in one object that is hashed and stored.
-    It covers how statistics become rotations, and the cache that the rotations are for."""
+    """Every choice that decides which rotation comes out: how statistics become rotations, and the
+    cache that these are for."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "oscar"
-    """The recipe's name, which is part of the default output folder."""
+    """It is part of the default output folder."""
     model: str | None = None
-    """The model that a released configuration is meant for. `calibrate` says so when it is used
-    with another."""
+    """The model that a released configuration is meant for."""
     key_statistic: Literal["query", "key"] = "query"
     """`query`: second moment `C_Q` of the queries that read the keys. `key`: second moment of the
     keys themselves."""
@@ -208,8 +246,7 @@ class Recipe(Section):
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
-        """The recipe as JSON, with the names of local files and folders instead of their paths. The
-        fingerprints stored with it identify their content."""
+        """The recipe as JSON, with the names of local files and folders instead of their paths."""
         return without_paths(self.model_dump())
 
     @property

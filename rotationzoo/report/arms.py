@@ -15,7 +15,6 @@ _WORDS = {
     "random": "uncalibrated, random",
     "kivi": "KIVI",
 }
-"""Baselines, as the decision calls them."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,8 @@ class Arms:
 
 def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | None:
     """The arms of an artifact's evaluation, its own first, then the arms of `others` that can be
-    compared with it, then the baselines. None if it has not been evaluated.
-
-    Raises `RotationZooError` for a damaged file.
-    """
+    compared with it, then the baselines. None if it has not been evaluated. Raises
+    `RotationZooError` for a damaged file."""
     evaluation = artifact.measured
     if evaluation is None:
         return None

@@ -3,6 +3,7 @@ keeps, and only then what it is and where it comes from."""
 
 import re
 import shlex
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
-from rotationzoo.report.conditions import describe_arms, describe_prefill
-from rotationzoo.report.tables import Table, cost_table, recall_tables
+from rotationzoo.report.tables import (
+    Table,
+    cost_table,
+    describe_arms,
+    describe_prefill,
+    recall_tables,
+)
 from rotationzoo.rotations import LATENT
 from rotationzoo.words import counted, numbers, perplexity, sentence
 
@@ -30,10 +36,8 @@ _WORDS = (counted, describe_prefill, numbers, perplexity, sentence, tensor_name)
 
 
 def render_card(manifest: Manifest, repo: str | None = None) -> str:
-    """The README.md of an artifact, with YAML front matter that the hubs understand.
-
-    `repo`: the repository that it is published to, from which its first command pulls.
-    """
+    """The README.md of an artifact, with YAML front matter that the hubs understand. `repo`: the
+    repository that it is published to, from which its first command pulls."""
     recipe = Recipe.model_validate(manifest.recipe)
     layers = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
     title = f"2-bit KV cache rotations for {model_title(manifest.model)}"
@@ -65,15 +69,16 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     )
 
 
+def template_environment(folders: Iterable[Path] = (), **options: Any) -> Environment:
+    """The templates of this package and of the `folders`, with further `options` of jinja."""
+    loader = FileSystemLoader([*folders, Path(__file__).parent / "templates"])
+    options |= {"loader": loader, "undefined": StrictUndefined}
+    return Environment(trim_blocks=True, lstrip_blocks=True, **options)
+
+
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = template_environment(keep_trailing_newline=True)
     environment.globals |= {word.__name__: word for word in _WORDS}
     return environment.get_template("card.md.jinja")
 
@@ -100,7 +105,6 @@ def _count_questions(arm: ArmSummary) -> int:
 
 
 def _first_command(manifest: Manifest, repo: str | None) -> str:
-    """The first command that a reader of the card runs."""
     model = name_in_commands(manifest.model)
     if repo is not None:
         return shlex.join(["rotationzoo", "pull", manifest.model.id, "--repo", repo])

@@ -122,10 +122,7 @@ class Point:
 
 def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     """A chart of the `points`, with their labels at the right, one below the other in the order of
-    shares.
-
-    `unit`: what the memory of a point counts, which is the title of the axis.
-    """
+    shares. `unit`: what the memory of a point counts, which is the title of the axis."""
     ranked = sorted(points, key=lambda point: (-point.share, -point.memory, not point.accent))
     highest = max(max([point.share, *(point.interval or [])]) for point in ranked)
     full = next(end for end in _FULL if end >= highest)

@@ -23,10 +23,7 @@ _BATCH = "4"  # rows of a forward pass by default
 
 def name_in_commands(model: Model) -> str:
     """The model's name in example commands, quoted for a shell: a hub id or `demo`, else the
-    placeholder `MODEL`.
-
-    A local folder exists only on one machine, so its name would mean nothing to a reader.
-    """
+    placeholder `MODEL`, because a local folder exists only on one machine."""
     return shlex.quote(_name(model))
 
 
@@ -57,12 +54,8 @@ def decided_words(
     asked: Sequence[str] = (),
 ) -> list[str] | None:
     """The words after `rotationzoo` for what a decision calls for before an artifact is used; None
-    where it calls for nothing.
-
-    - `model`: its name and, where it needs one, the option for its revision;
-    - `served`: the option for its engine, if one was chosen;
-    - `asked`: the options with which the same is asked.
-    """
+    where it calls for nothing. `model` are the words that name it, `served` the option for a chosen
+    engine, and `asked` the options with which the same is asked."""
     if decision.action == "hadamard":
         return ["calibrate", *model, "--recipe", "hadamard", *served]
     if decision.action == "identity":
@@ -84,9 +77,8 @@ def use_commands(
     engine: str | None = None,
     asked: Sequence[str] = (),
 ) -> list[str]:
-    """The commands that fit the decision on an artifact in `FOLDER`, with a text LONG.txt; None
-    stands for no decision. Where no `engine` was chosen, it is the usual one. `asked` is that of
-    `decided_words`."""
+    """The commands that fit the decision on an artifact in `FOLDER`, if there is one, with a text
+    LONG.txt, for the chosen `engine` or the usual one. `asked` is that of `decided_words`."""
     model, named = manifest.model, engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]
@@ -116,12 +108,8 @@ def name_folder(command: str, folder: str) -> str:
 
 
 def reproduce_command(manifest: Manifest) -> str | None:
-    """The `calibrate` command of an artifact; None for imported files.
-
-    It names what decides the bytes: model and revision, recipe, text and seed, and how the model
-    ran. A recipe that is no preset, nor one with other options, is named by the file `RECIPE_FILE`,
-    which is to hold the YAML of the recipe.
-    """
+    """The `calibrate` command of an artifact, with all that decides the bytes; None for imported
+    files. A recipe that is no preset with options is to be in the file `RECIPE_FILE`, as YAML."""
     if manifest.imported is not None:
         return None
     words = ["calibrate", _name(manifest.model)]

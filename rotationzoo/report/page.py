@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from rotationzoo.artifact.manifest import ValidationSummary
@@ -18,7 +18,7 @@ from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report.arms import EXACT, Arms, gather_arms
-from rotationzoo.report.card import describe_serving
+from rotationzoo.report.card import describe_serving, template_environment
 from rotationzoo.report.charts import Figure, Point, Section, draw_answers, draw_png
 from rotationzoo.report.commands import (
     FOLDER,
@@ -29,9 +29,14 @@ from rotationzoo.report.commands import (
     reproduce_command,
     use_commands,
 )
-from rotationzoo.report.conditions import describe_conditions, list_caveats, list_exact_parts
 from rotationzoo.report.memory import Request, describe_memory, stored_bits
-from rotationzoo.report.tables import Table, evaluation_tables
+from rotationzoo.report.tables import (
+    Table,
+    describe_conditions,
+    evaluation_tables,
+    list_caveats,
+    list_exact_parts,
+)
 from rotationzoo.words import counted, numbers, percent
 
 _FOLDER = Path(__file__).parent
@@ -76,14 +81,9 @@ def make_report(
     context: int | None = None,
 ) -> Report:
     """A report from what is stored in an artifact, with the arms of `others` next to its own where
-    they were measured in the same way. No model is read.
-
-    - `signature`: what is known of it, which is a matter of the zoo;
-    - `context`: tokens of the request whose memory is shown; by default the model's positions, if
-      its evaluation knows them.
-
-    Raises `RotationZooError` for a damaged file.
-    """
+    they were measured in the same way, and its `signature`, which is a matter of the zoo.
+    `context`: tokens of the request whose memory is shown; by default the model's positions, if its
+    evaluation knows them. Raises `RotationZooError` for a damaged file."""
     arms, measured = gather_arms(artifact, others), artifact.measured
     engine = measured.engine if measured else None
     context = context or (measured and measured.positions) or CONTEXT
@@ -123,10 +123,8 @@ def files_of_report(report: Report) -> dict[str, bytes]:
 
 
 def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Section:
-    """The first section: what to do and why, the memory that it saves, and the chart.
-
-    `layers`: all that have a cache, if they are known.
-    """
+    """The first section: what to do and why, the memory that it saves, and the chart. `layers`: all
+    that have a cache, if they are known."""
     measured = arms.evaluation
     decision = arms.decision
     reasons, lead = list(measured.window.verdict.words), ""
@@ -271,39 +269,26 @@ def render_page(
     **values: Any,
 ) -> str:
     """The HTML of a template in `report/templates`, or in one of the `folders`, which extends
-    `base.html.jinja`.
-
-    Every value is escaped, unless it is `Markup`. `scripts` are files of this package. The page's
-    own policy allows a browser to run these and nothing else, and to load nothing at all, so a
-    name that slipped through unescaped could still do nothing.
-    """
+    `base.html.jinja`. Every value is escaped, unless it is `Markup`. The page's own policy allows a
+    browser to run the `scripts`, files of this package, and to load nothing at all, so a name that
+    slipped through unescaped could still do nothing."""
     sources = [_read(name) for name in scripts]
+    digests = [hashlib.sha256(source.encode()).digest() for source in sources]
+    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     page = _environment(*folders).get_template(template)
     return page.render(
         style=Markup(_read("page.css")),
         scripts=[Markup(source) for source in sources],
-        script_policy=Markup(" ".join(map(_policy_hash, sources)) or "'none'"),
+        script_policy=Markup(" ".join(hashes) or "'none'"),
         **values,
     )
 
 
 @cache
 def _environment(*folders: Path) -> Environment:
-    return Environment(
-        loader=FileSystemLoader([*folders, _FOLDER / "templates"]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return template_environment(folders, autoescape=True)
 
 
 @cache
 def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _policy_hash(script: str) -> str:
-    """A script's hash, as a content security policy writes it."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,8 +1,8 @@
-"""Safe access to files: which names may become paths, what may be opened, and atomic writes.
+"""Safe access to files: which names may become paths, what may be opened, and how a folder is read
+while others replace it.
 
-Folders come from hubs, archives and other people's repositories. rotationzoo never puts a link, a
-pipe or a name with `..` into one. An entry of this kind is refused with a one-sentence error; it is
-never followed, waited for or written to.
+Folders come from hubs, archives and other people's repositories. A link, a pipe or a name with `..`
+in one is refused with a one-sentence error, and never followed, waited for or written to.
 """
 
 import hashlib
@@ -10,10 +10,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
@@ -33,20 +33,17 @@ _KINDS = {
 
 
 def plain(name: str) -> str:
-    """Return the name itself if it is safe inside a folder. Raises `ValueError` for a name that is
-    absolute, is hidden, leaves its folder, or is not made of letters, digits and `_.+-`."""
+    """The name itself. Raises `ValueError` for one that is absolute, is hidden, leaves its folder,
+    or is not made of letters, digits and `_.+-`."""
     if not _PLAIN.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no path inside a folder")
     return name
 
 
 def child(folder: Path, name: str) -> Path:
-    """The path inside `folder` of a name that was read from a file or a hub. Such a name becomes a
-    path nowhere else.
-
-    Raises `RotationZooError` for a name that is not plain, and for one that leaves the folder
-    through a symbolic link.
-    """
+    """The path inside `folder` of a name that was read from a file or a hub, which becomes a path
+    nowhere else. Raises `RotationZooError` for a name that is not plain, and for one that leaves
+    the folder through a symbolic link."""
     try:
         path = folder / plain(name)
     except ValueError as error:
@@ -79,11 +76,8 @@ def size_of(path: Path) -> int | None:
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The path of a regular file in this folder, which is safe to verify, read and publish.
-
-    Raises `RotationZooError` for a name that is not plain, for a missing file, and for links and
-    other special files.
-    """
+    """The path of a regular file in this folder. Raises `RotationZooError` for a name that is not
+    plain, for a missing file, and for links and other special files."""
     path = child(folder, name)
     if size_of(path) is None:
         raise RotationZooError(f"{name} is missing", hint="fetch or make it again")
@@ -144,3 +138,58 @@ def read_json(path: Path) -> dict[str, Any]:
     except (RotationZooError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+Result = TypeVar("Result")
+_ATTEMPTS = 100  # at reading a folder that others replace all the time
+
+
+def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
+    """The result of `read` for a folder. Where it fails because the folder was just being replaced,
+    it is called again: between the two renames nothing has the folder's name. Raises what `read`
+    raises, and as `recover`."""
+    for _ in range(_ATTEMPTS - 1):
+        recover(folder)
+        before = _state(folder)
+        try:
+            return read()
+        except (RotationZooError, FileNotFoundError):
+            after = _state(folder)
+            gone = after is None and not beside(folder, "old").is_dir()
+            if before == after and (after is not None or (gone and _state(folder) is None)):
+                raise
+    return read()
+
+
+def _state(folder: Path) -> tuple[int, int, int] | None:
+    """How a folder differs from the one that replaces it; None where there is none. A new
+    folder may get the number of one that was removed, but not its times."""
+    try:
+        status = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def recover(folder: Path) -> None:
+    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError`
+    where the disk refuses, or where another process holds the lock."""
+    named = folder.name not in ("", "..")
+    if named and not os.path.lexists(folder) and beside(folder, "old").is_dir():
+        # A server reads folders, and hardly ever mends one.
+        from rotationzoo.storage.locks import locked
+
+        with disk_errors(folder), locked(beside(folder, "lock"), f"writing {folder}"):
+            put_back(folder)
+
+
+def put_back(folder: Path) -> None:
+    """Rename the old folder back if a killed process left none under its name."""
+    old = beside(folder, "old")
+    if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
+        old.rename(folder)
+
+
+def beside(folder: Path, what: str) -> Path:
+    """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
+    return folder.with_name(f".{folder.name}.{what}")

@@ -1,34 +1,61 @@
-"""Atomic replacement of a folder: the new one is built next to the old one, under a lock, and
-renamed into its place.
+"""Files and folders that are written whole or not at all: the new one is made next to the old one,
+and renamed into its place. No link is followed.
 
 A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
 `.NAME.partial` and renames the old one to `.NAME.old`. If it is killed between the two renames,
-`.NAME.old` remains, and the next process renames it back (`storage.settled`).
+`.NAME.old` remains, and the next process renames it back (`files.recover`).
 """
 
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage.files import disk_errors
+from rotationzoo.storage.files import beside, disk_errors, put_back
 from rotationzoo.storage.locks import locked
-from rotationzoo.storage.settled import beside, put_back
-from rotationzoo.storage.writing import remove
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file under a name that only this process uses. Whatever has the name is removed
+    first, so that no link is followed and no file of another name changes. Raises `OSError`."""
+    path.unlink(missing_ok=True)
+    # O_EXCL refuses a file or a link that was put there in the meantime.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
+        file.write(data)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace `path` atomically: write a file next to it, then rename that. Raises
+    `RotationZooError` where the disk refuses."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_new(partial, data)
+            os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (but not its target), or as much of a folder as can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to `folder`. Both are on one file system, so that a rename is atomic.
-    The new folder is removed at the end if it is still there.
-
-    The folder's lock is held throughout. What killed processes left is first put back or removed.
-    Raises `RotationZooError` where another process holds the lock, and for a `folder` that is a
-    symbolic link.
-    """
+    """Yield a new folder next to `folder`, on one file system, so that a rename is atomic. It is
+    removed at the end if it is still there. What killed processes left is put back or removed.
+    Raises `RotationZooError` where another process holds the lock, which is held throughout, and
+    for a `folder` that is a symbolic link."""
     check_name(folder)
     with locked(beside(folder, "lock"), f"writing {folder}"):
         put_back(folder)
@@ -80,8 +107,8 @@ def link(source: str | Path, target: str | Path) -> None:
 
 def check_name(folder: Path) -> None:
     """Check that `folder` may be replaced whole. Raises `UsageError` for a path without a name of
-    its own, such as `.`, and for a folder that contains the current one. Raises `RotationZooError`
-    for a symbolic link, because the folder that it leads to was not to be replaced."""
+    its own, such as `.`, and for a folder that contains the current one, and `RotationZooError` for
+    a symbolic link."""
     if folder.name in ("", ".."):
         raise UsageError(
             f"{folder} is no folder that can be replaced", hint="name a new folder with --output"
@@ -107,8 +134,7 @@ def check_writable(folder: Path) -> None:
             with temporary_sibling(folder):
                 pass
         else:
-            # The name is random here. One made from the folder's name could clash with that of
-            # another job, whose folder does not exist yet and has the same existing parent.
+            # With a random name, which clashes with that of no other job.
             tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
 
 
@@ -125,10 +151,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def default_output(model: str, suffix: str) -> Path:
-    """The folder `rotations/MODEL-SUFFIX`.
-
-    For a local model, MODEL is the folder's name, even if its path is `.`.
-    """
+    """The folder `rotations/MODEL-SUFFIX`, with the name of a local model's folder."""
     path = Path(model)
     name = path.resolve().name if path.is_dir() else path.name
     return Path("rotations") / f"{name}-{suffix}"

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
@@ -19,14 +19,10 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(lock: Path, doing: str, kept: bool = False) -> Iterator[None]:
-    """Hold the lock file while the block runs. The file is removed at the end, unless it is `kept`
-    for other programs that know its name.
-
-    `doing` says in messages what the other process is doing. The log mentions it after a second of
-    waiting. Raises `RotationZooError` after `WAIT` seconds, and for a symbolic link in the lock's
-    place. Raises `OSError` where no file can be made.
-    """
+def locked(lock: Path, doing: str) -> Iterator[None]:
+    """Hold the lock file while the block runs. `doing` says in messages, and after a second in the
+    log, what the other process is doing. Raises `RotationZooError` after `WAIT` seconds, and for a
+    symbolic link in the lock's place; `OSError` where no file can be made."""
     started, mentioned = time.monotonic(), False
     while (handle := _try(lock)) is None:
         waited = time.monotonic() - started
@@ -44,15 +40,13 @@ def locked(lock: Path, doing: str, kept: bool = False) -> Iterator[None]:
     finally:
         # Remove the file before releasing it: a process that has opened it then sees that it is
         # gone, and makes a new one.
-        if not kept:
-            lock.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
         os.close(handle)
 
 
 def _try(lock: Path) -> int | None:
-    """Try once to take the lock. Returns the open lock file, or None while another process holds
-    it. The handle counts only if it is still the file of that name: the previous holder may have
-    removed the file after it was opened here."""
+    """The open lock file, or None while another process holds it. The handle counts only if it is
+    still the file of that name, which the previous holder may have removed meanwhile."""
     try:
         handle = _open(lock)
     except OSError as error:
@@ -75,16 +69,16 @@ def _try(lock: Path) -> int | None:
 
 
 def _open(lock: Path) -> int:
-    """Open the lock file, made where there is none. Raises `OSError`.
-
-    A missing folder is made again a few times, because another process may just have removed it. In
-    a place such as /proc it is missing every time.
-    """
+    """Open the lock file, made where there is none. A missing folder is made again a few times,
+    because another process may just have removed it. Raises `OSError`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    for _ in range(_ATTEMPTS - 1):
-        with suppress(FileNotFoundError):
+    attempts = _ATTEMPTS
+    while True:
+        try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             return os.open(lock, flags, 0o666)
+        except FileNotFoundError:  # in a place such as /proc, every time
+            attempts -= 1
+            if not attempts:
+                raise
         time.sleep(_PAUSE)
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(lock, flags, 0o666)

@@ -14,6 +14,7 @@ from rotationzoo.storage import files
 LIMIT = 16 << 20  # bytes; an index entry has 400, an evaluation of the demo model 24,000
 DEPTH = 32
 _HINT = "fetch or make it again"
+_TOO_DEEP = "it is nested too deeply"
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -29,9 +30,9 @@ class Strict(BaseModel):
 
 
 def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
-    """Parse JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for text that is not JSON.
-    It also refuses JSON that parsers read differently: duplicate keys, NaN, numbers beyond float64,
-    nesting beyond 32 levels, lone surrogates."""
+    """Parse JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for text that is none, or
+    that parsers read differently: duplicate keys, NaN, numbers beyond float64, nesting beyond 32
+    levels, lone surrogates."""
     try:
         content = json.loads(
             text,
@@ -42,8 +43,7 @@ def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
         )
         _check(content)
     except (ValueError, RecursionError) as error:
-        too_deep = isinstance(error, RecursionError)
-        reason = "it is nested too deeply" if too_deep else _first_line(error)
+        reason = _TOO_DEEP if isinstance(error, RecursionError) else _first_line(error)
         raise RotationZooError(
             f"{origin} is damaged: no JSON that can be read: {reason}", hint=hint
         ) from error
@@ -133,7 +133,7 @@ def _check(content: Any) -> None:
         level = inner
         if not level:
             return
-    raise ValueError("it is nested too deeply")
+    raise ValueError(_TOO_DEEP)
 
 
 def _first_line(error: Exception) -> str:

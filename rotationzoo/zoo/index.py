@@ -1,8 +1,4 @@
-"""The schema of `zoo_index.json`: which rotations are published, where, and with which hashes.
-
-Also the other files at the root of a zoo repository: the card, and the file that makes Hugging Face
-count downloads.
-"""
+"""The schema of `zoo_index.json`: which rotations are published, where, and with which hashes."""
 
 import json
 import os
@@ -15,14 +11,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from rotationzoo.artifact.manifest import ROTATIONS, PlainName
 from rotationzoo.artifact.measured import Summary
-from rotationzoo.recipe.rope_scaling import normalize
+from rotationzoo.recipe.schema import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Count, Sha256
-from rotationzoo.zoo.hubs.registry import HubName
+from rotationzoo.zoo.hubs.protocol import HubName
 from rotationzoo.zoo.signing.signer import Signer
 
 SCHEMA = 1
 NAME = "zoo_index.json"
+ROOT_FILES = NAME, "README.md", "config.json"
+"""The files at the root of a repository."""
 WHEEL_COPY = Path(__file__).parents[1] / "data" / NAME
 REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
@@ -58,11 +56,9 @@ class Copy(_Frozen):
     hub: HubName
     repo: RepoId
     path: Annotated[str, AfterValidator(lambda path: path and files.plain(path))]
-    """The folder inside the repository. Empty if it is the whole repository, or if we have not
-    seen which folder it is."""
+    """The folder inside the repository; empty if it is the whole, or is not known."""
     revision: Place | None = None
-    """A commit on Hugging Face, a tag on ModelScope. None if the index lies in the same repository
-    as the files, or if the revision was never looked up."""
+    """A commit on Hugging Face, a tag on ModelScope; None if it is the index's or is not known."""
 
     def path_of(self, name: str) -> str:
         """The path of a file in the repository."""
@@ -84,8 +80,7 @@ class Listed(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     answered: Count | None = None
-    """How many questions of the recall tasks it answered: of all tasks that the exact model could
-    do, together."""
+    """Of the `questions` of all recall tasks that the exact model could do, together."""
     questions: Count | None = None
     perplexity_increase: float | None = None
     """Relative: 0.01 is 1 %."""
@@ -109,15 +104,10 @@ class Entry(_Growing):
     config_sha256: Sha256 | None = None
     weights_fingerprint: Sha256 | None = None
     format: Literal["rotationzoo", "oscar", "latent", "gguf"] = "rotationzoo"
-    """`rotationzoo` is an artifact. OSCAR's authors publish the other formats:
-
-    * `oscar`: two `.pt` files.
-    * `latent`: a folder with one matrix per layer for the latent that MLA stores. It is listed but
-      not pulled.
-    * `gguf`: a whole model with rotations in it. It is listed but not pulled.
-    """
+    """`rotationzoo` is an artifact. OSCAR's authors publish the others: `oscar`, two `.pt` files;
+    `latent`, a folder with one matrix per layer for the latent that MLA stores; and `gguf`, a whole
+    model with rotations in it. The last two are not pulled."""
     note: Annotated[str, Field(max_length=500)] | None = None
-    """One sentence for people who read the list."""
     recipe: PlainName
     recipe_sha256: Sha256 | None = None
     rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
@@ -163,10 +153,8 @@ class Entry(_Growing):
 
     @property
     def identity(self) -> str:
-        """The key that distinguishes two entries of one model.
-
-        It is the sha256 of the rotations, or for files without hashes their repository and folder.
-        """
+        """What distinguishes two entries of one model: the sha256 of the rotations, or for files
+        without hashes their repository and folder."""
         if self.format == "rotationzoo":
             return self.files[ROTATIONS].sha256 or ""
         return f"{self.copies[0].repo}/{self.copies[0].path}"
@@ -201,11 +189,9 @@ class Index(_Growing):
         return self
 
     def extended(self, entry: Entry) -> "Index":
-        """This index with one more entry.
-
-        If it already lists the same rotations of the same model, the two entries are merged: the
-        result has the copies of both, the newer measurements, and what only a later version knows.
-        """
+        """This index with one more entry. One for the same rotations of the same model is merged
+        with it: it has the copies of both, the newer measurements, and what only a later version
+        knows."""
         others = []
         for listed in self.entries:
             if (listed.model, listed.identity) != (entry.model, entry.identity):
@@ -220,10 +206,7 @@ class Index(_Growing):
 
     def text(self) -> str:
         """The index as JSON, with sorted entries and keys to keep diffs between versions small.
-
-        Fields that are None are left out, except in copies and files. There null says that the
-        revision or the hash is unknown.
-        """
+        Fields that are None are left out, except in copies and files, where null says unknown."""
         entries = []
         for entry in _sorted(self.entries):
             row = entry.model_dump(exclude_none=True)
@@ -237,21 +220,16 @@ class Index(_Growing):
 
 
 def parse(text: str | bytes, origin: str) -> Index:
-    """Parse and validate the text of an index.
-
-    Raises `RotationZooError`, which names `origin`, if the text is not an index or has a schema
-    other than `SCHEMA`.
-    """
+    """Parse and validate the text of an index. Raises `RotationZooError`, which names `origin`, if
+    it is none or has a schema other than `SCHEMA`."""
     content = strict_json.parse(text, origin, _OTHER_INDEX_HINT)
     strict_json.check_schema(content, SCHEMA, origin, f"{origin} is no index", _OTHER_INDEX_HINT)
     return strict_json.validate(Index, content, origin, _OTHER_INDEX_HINT)
 
 
 def read(path: Path) -> Index:
-    """Read the index at a path that the user named, which may be a symbolic link.
-
-    Raises `RotationZooError`.
-    """
+    """Read the index at a path that the user named, which may be a symbolic link. Raises
+    `RotationZooError`."""
     return parse(files.read(Path(os.path.realpath(path)), strict_json.LIMIT), str(path))
 
 
@@ -260,43 +238,3 @@ def _sorted(entries: list[Entry]) -> list[Entry]:
         return entry.model.lower(), entry.format != "rotationzoo", entry.recipe, entry.identity
 
     return sorted(entries, key=key)
-
-
-_CARD = """---
-library_name: rotationzoo
-tags:
-- kv-cache
-- 2-bit
-- rotation
-{base_models}---
-
-# A rotation zoo
-
-Orthogonal matrices for 2-bit key/value caches, one folder each. \
-`{index_name}` lists them with the sha256 of every file.
-
-    rotationzoo pull {model} --repo {repo}
-
-| model | revision | recipe | folder |
-|---|---|---|---|
-{rows}"""
-
-ROOT_FILES = NAME, "README.md", "config.json"
-"""The files at the root of a repository."""
-
-
-def render_root_files(repo: str, content: Index) -> dict[str, bytes]:
-    """Path -> content of the root files of a repository with this index."""
-    models = sorted({entry.model for entry in content.entries})
-    # Hugging Face accepts only hub ids as base models, and a local model's name has no owner.
-    bases = "".join(f"- {model}\n" for model in models if "/" in model)
-    base_models = f"base_model:\n{bases}base_model_relation: quantized\n" if bases else ""
-    rows = ""
-    for entry in content.entries:
-        path, revision = entry.copies[0].path, entry.model_revision or ""
-        rows += f"| {entry.model} | `{revision}` | {entry.recipe} | [{path}]({path}) |\n"
-    card = _CARD.format(
-        base_models=base_models, index_name=NAME, model=models[0], repo=repo, rows=rows
-    )
-    contents = content.text(), card, '{"library_name": "rotationzoo"}\n'
-    return {name: text.encode() for name, text in zip(ROOT_FILES, contents, strict=True)}

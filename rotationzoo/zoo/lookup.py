@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rotationzoo.errors import HubError, RotationZooError, UsageError
-from rotationzoo.recipe.rope_scaling import RopeScaling
+from rotationzoo.recipe.schema import RopeScaling
 from rotationzoo.zoo import index
-from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUB_NAMES, HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 
 ZOO = "rotationzoo/zoo"
@@ -17,28 +16,21 @@ BUNDLED_INDEX = "bundled"
 
 @dataclass(frozen=True)
 class LoadedIndex:
-    """An index and where it was read.
-
-    `hub`, `repo` and `revision` are None unless the index was read from a zoo repository.
-    """
+    """An index and where it was read, in words and, if that was a zoo repository, as its place and
+    its bytes, which a signature is for."""
 
     content: Index
     origin: str
-    """Where the index was read, in words."""
     hub: str | None = None
     repo: str | None = None
     revision: str | None = None
     data: bytes | None = None
-    """The file, if it was read from a zoo repository: a signature is for its bytes."""
     signature: bytes | None = None
     """The signature beside it, where that was read, too."""
 
     def revision_of(self, copy: Copy) -> str | None:
-        """The revision that holds a copy.
-
-        If the copy names none but lies in the same repository as the index, its revision is the one
-        at which the index was read.
-        """
+        """The revision that holds a copy: its own, or for one in the same repository as the index
+        that at which the index was read."""
         lies_beside = (self.hub, self.repo) == (copy.hub, copy.repo)
         return copy.revision or (self.revision if lies_beside else None)
 
@@ -46,10 +38,9 @@ class LoadedIndex:
 def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB) -> LoadedIndex:
     """The index at `place` (a path or `bundled`), or else that of a zoo repository on a hub.
 
-    If the user named no repository and the default one, `ZOO`, does not exist or is hidden, this
-    reads the copy that came with the package. Raises `UsageError` for an address, and `HubError` if
-    a named repository does not exist, or if the hub cannot be read for any other reason. Other hubs
-    are never tried: a repository of the same name there may belong to anybody.
+    If no repository is named and `ZOO` does not exist or is hidden, this reads the copy that came
+    with the package. Raises `UsageError` for an address, and `HubError` if the hub cannot be read.
+    Other hubs are never tried: a repository of the same name there may belong to anybody.
     """
     if place == BUNDLED_INDEX:
         return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
@@ -77,12 +68,9 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
 
 
 def read_index(repo: str, hub_name: str, must_exist: bool = True) -> LoadedIndex:
-    """Read a repository's own index.
-
-    Raises `HubError`, with `missing` set if there is no such repository or no index in it. Unless
-    it `must_exist`, that is an empty index; a hub that cannot be read is an error even so, because
-    an empty index would let rotations through that are worse than the published ones.
-    """
+    """Read a repository's own index. Raises `HubError`, with `missing` set if there is no such
+    repository or no index in it. Unless it `must_exist`, that is an empty index; a hub that cannot
+    be read is an error even so, or worse rotations than the published ones would be let through."""
     hub, revision = open_hub(hub_name), None
     try:
         revision = hub.resolve(repo)
@@ -108,11 +96,9 @@ def choose_entry(
 ) -> tuple[Entry, list[Copy], str]:
     """The best entry of a model, its copies on these hubs, and a phrase that describes the choice.
 
-    Only entries for the requested scaling of RoPE count, or without one those for the model as its
-    config says, if there are any. Among them, an entry for the requested revision of the model
-    wins, then an artifact over other formats, then the newest. `hubs` is also the order of the
-    copies. Raises `RotationZooError` if the model has no entry that can be pulled, and `UsageError`
-    for a scaling that cannot be.
+    Of those for the scaling of RoPE, one for the requested revision of the model wins, then an
+    artifact over other formats, then the newest. `hubs` is also the order of the copies. Raises
+    `RotationZooError` if no entry can be pulled, and `UsageError` for a scaling that cannot be.
     """
     matching = []
     for entry in loaded.content.entries:
@@ -153,11 +139,8 @@ def choose_entry(
 def _of_scaling(
     entries: list[Entry], asked: str | None, model: str
 ) -> tuple[list[Entry], list[str]]:
-    """The entries for a scaling of RoPE, and the scalings of the others.
-
-    Rotations for a scaled model are of no use to one that is not, so they are the last choice
-    where no scaling is asked for.
-    """
+    """The entries for a scaling of RoPE, and the scalings of the others. Where none is asked for,
+    rotations for a scaled model are the last choice: they are of no use to one that is not."""
     scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
     if asked is None:
         plain = [entry for entry in entries if entry.rope_scaling is None]

@@ -1,7 +1,5 @@
-"""Checks that an artifact belongs to the model that an index lists it for.
-
-The manifest must name that model, and the model must have the config that the manifest records.
-"""
+"""Checks that an artifact belongs to the model that an index lists it for: the manifest must name
+that model, and the model must have the config that the manifest records."""
 
 import re
 from collections.abc import Callable
@@ -31,11 +29,9 @@ _OTHER_NAME_HINT = "give the model's folder a name of its own, and calibrate it 
 
 
 def listed_name(model: Model) -> str:
-    """The name under which an index lists a manifest's `model`.
-
-    That is its hub id, `demo`, or for a local folder the folder's name, without an owner. Raises
-    `RotationZooError` if the id is not a valid hub id, or if a local folder is called `demo`.
-    """
+    """The name under which an index lists a manifest's `model`: its hub id, `demo`, or the name of
+    a local folder, without an owner. Raises `RotationZooError` if the id is not a valid hub id, or
+    if a local folder is called `demo`."""
     if model.revision is not None:
         if not re.fullmatch(REPOSITORY, model.id):
             raise RotationZooError(
@@ -46,10 +42,8 @@ def listed_name(model: Model) -> str:
     if name.lower() != DEMO_NAME:
         return name
     demo = Source(DEMO_NAME, DEMO, None)
-    if model.config_sha256 not in (
-        None,
-        hash_config(demo.folder),
-    ) or model.weights_fingerprint not in (None, weights_fingerprint(demo)):
+    same_config = model.config_sha256 in (None, hash_config(demo.folder))
+    if not same_config or model.weights_fingerprint not in (None, weights_fingerprint(demo)):
         raise RotationZooError(
             f"a folder called {name} is listed as the model that comes with rotationzoo, which it "
             "is not",
@@ -64,11 +58,8 @@ def describe(artifact: Artifact) -> dict[str, Any]:
 
 
 def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
-    """Raise `RotationZooError` if an artifact contradicts the entry that lists it.
-
-    Compares the model, its revision, hashes and geometry, and the recipe. `what` names the artifact
-    in the message.
-    """
+    """Raise `RotationZooError` if an artifact, called `what`, contradicts the entry that lists it:
+    in the model or any of `_FIELDS`."""
     name, stands = listed_name(artifact.manifest.model), f"{what} is listed for {entry.model}"
     if name != entry.model:
         made_for = f"and its manifest says that it was made for {name}"
@@ -86,10 +77,8 @@ def not_published(artifact: Artifact, reason: str, hint: str | None) -> Rotation
 
 
 def check_model(artifact: Artifact) -> None:
-    """Raise `RotationZooError` if the named model has another config than the manifest records.
-
-    Compares with the config at the manifest's revision, and raises the same error if that cannot be
-    read. A model from a local folder has no revision, and is not checked.
+    """Raise `RotationZooError` if the model at the manifest's revision has another config than the
+    manifest records, or cannot be read. That of a local folder has no revision, and is not checked.
     """
     model = artifact.manifest.model
     if model.revision is None:
@@ -106,10 +95,8 @@ def check_model(artifact: Artifact) -> None:
 
 
 def check_unclaimed(content: Index, entry: Entry, repo: str) -> None:
-    """Raise `RotationZooError` if a zoo already lists another model under a local model's name.
-
-    Names of local models have no owner, so two different models may claim the same one.
-    """
+    """Raise `RotationZooError` if a zoo already lists another model under a local model's name,
+    which has no owner, so that two different models may claim the same one."""
     if "/" in entry.model:
         return
     for listed in content.entries:

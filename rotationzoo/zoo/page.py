@@ -10,7 +10,7 @@ from urllib.parse import quote
 from rotationzoo.artifact.store import CARD, REPORT
 from rotationzoo.report.page import render_page
 from rotationzoo.words import UNKNOWN, change, number, percent
-from rotationzoo.zoo.hubs.registry import HUBS
+from rotationzoo.zoo.hubs.protocol import HUBS
 from rotationzoo.zoo.index import Copy, Entry, Listed
 from rotationzoo.zoo.lookup import LoadedIndex
 
@@ -60,10 +60,8 @@ COLUMNS = {"Answers": True, "Cost": False, "Bits": False, "Size": False, "Date":
 
 
 def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[str]) -> str:
-    """The HTML page of these entries of an index, sorted by model.
-
-    `place`: the options of `pull` that name the index, as `["--repo", "owner/zoo"]`.
-    """
+    """The HTML page of these entries of an index, sorted by model. `place`: the options of `pull`
+    that name the index, as `["--repo", "owner/zoo"]`."""
     rows = sorted((make_row(loaded, entry, place) for entry in entries), key=order_of)
     return render_page("zoo.html.jinja", ("zoo.js",), **table_values(rows), origin=loaded.origin)
 
@@ -126,14 +124,12 @@ def _figures(entry: Entry) -> dict[str, Cell]:
 
 
 def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
-    """Where one copy of an entry can be read: its card and its report, or else its repository.
-
-    What an index says is quoted: names may have letters of any script.
-    """
+    """Where one copy of an entry can be read: its card and its report, or else its repository."""
     hub = HUBS[copy.hub]
     revision = loaded.revision_of(copy) or hub.main
 
     def address(template: str, path: str = "") -> str:
+        # Quoted, because names may have letters of any script.
         parts = {"repo": copy.repo, "revision": revision, "path": path}
         return template.format(**{name: quote(part) for name, part in parts.items()})
 
@@ -146,10 +142,8 @@ def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
 
 
 def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | None:
-    """The command that fetches an entry; None for one that is only listed.
-
-    `place`: the options that name the index, as `["--repo", "owner/zoo"]`.
-    """
+    """The command that fetches an entry; None for one that is only listed. `place` as for
+    `render_zoo_page`."""
     if not entry.pullable:
         return None
     words = ["rotationzoo", "pull", entry.model, "--recipe", entry.recipe]

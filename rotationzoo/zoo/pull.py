@@ -1,16 +1,18 @@
-"""Pulling a published rotation into a local folder: every hash is checked, and a failed pull leaves
-nothing behind.
+"""Pulling a published rotation into a local folder, the public function `pull` among it: every hash
+is checked, and a failed pull leaves nothing behind.
 
 OSCAR's authors publish pairs of `.pt` files without hashes. The first download records the hashes
 in `zoo.lock.json` next to the files. Later downloads must agree with them.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Unpack
 
 from pydantic import ValidationError
 
@@ -21,25 +23,29 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import folders, growth, strict_json, writing
-from rotationzoo.storage.settled import recover
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.writer import remember
-from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
-from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
-from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry
-from rotationzoo.zoo.signing.check import Demand, Finding, Signed, check_signature, read_signature
+from rotationzoo.zoo.signed_index import check_index
+from rotationzoo.zoo.signing.check import (
+    Demand,
+    Finding,
+    SignatureOptions,
+    Signed,
+    check_signature,
+    make_demand,
+    read_signature,
+)
 
-_WAY_OUT = "choose another place with --local-dir"  # on a full disk
-_OWNERS = "tell the owners of the repository"
+_WAY_OUT = "choose another place with --local-dir"
 LOCK = "zoo.lock.json"
-"""For files without published hashes: records their hashes at the first download."""
 MAX_BYTES = 4 << 30
-"""The most bytes to download for one entry. The index gives no sizes for these files, so the only
-sizes are those that the hub itself claims."""
+"""The most bytes to download for an entry whose sizes the hub alone claims."""
 _UNHASHED_NOTE = (
     "no hash was published for these files: revision and hashes are recorded next to them"
 )
@@ -59,25 +65,71 @@ class Pulled:
     artifact: Artifact | None = None
     """The opened artifact, with whatever the checks have read of it. None for OSCAR's own files."""
     signature: Finding | None = None
-    """The finding on its signature. None for OSCAR's own files, which have none."""
+    """None for OSCAR's own files, which have none."""
 
 
 class Lock(strict_json.Strict):
-    """The content of `zoo.lock.json`: the revision and the hashes of the first download."""
+    """The content of `LOCK`: the revision and the hashes of the first download."""
 
     repo: str = ""
     revision: Place
     files: dict[PlainName, File]
 
 
-def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pulled:
-    """Download the files of an entry without hashes, and check them against an earlier record.
+_NO_DEMAND = Demand()
 
-    If the hub does not answer, this returns the recorded files, provided that they are still there
-    and unchanged. Raises `RotationZooError` if a file differs from the record, or does not hold
-    rotations.
+
+def pull(
+    model: str,
+    *,
+    recipe: str | None = None,
+    revision: str | None = None,
+    repo: str | None = None,
+    hub: str = "any",
+    folder: str | Path | None = None,
+    **signatures: Unpack[SignatureOptions],
+) -> Artifact:
+    """Fetch published rotations, check every hash, and log what is known of the signature.
+
+    * `model`: such as `Qwen/Qwen3-8B`;
+    * `recipe`: only rotations of this recipe; those for scaled RoPE are the last choice without it;
+    * `revision`: the model revision that the rotations must be made for; by default the newest;
+    * `repo`: the repository of a zoo, as `owner/name`; by default that of this project;
+    * `hub`: the hub to fetch from, such as `huggingface`; by default any of them;
+    * `folder`: where to put the files; by default the cache of huggingface_hub;
+    * `signatures`: who must have signed them; see `SignatureOptions`.
+
+    Raises `RotationZooError` where no rotations match, for files that differ from what the index
+    lists, and for a signature that is wrong or not as asked.
     """
-    lock = _read_lock(target)
+    demand = make_demand(**signatures)
+    hubs: list[str] = list(HUB_NAMES) if hub == "any" else [hub]
+    index = find_index(None, repo, hubs[0])
+    check_index(index, demand)
+    entry, copies, _ = choose_entry(index, model, revision, recipe, hubs)
+    target = None if folder is None else Path(folder)
+    pulled = pull_first(index, entry, copies, target, demand=demand)
+    if pulled.signature is not None:
+        level = logging.INFO if pulled.signature.state == "signed" else logging.WARNING
+        logging.getLogger("rotationzoo").log(level, "%s", pulled.signature.note)
+    # Files that OSCAR's makers published have no manifest, so they are not an artifact yet.
+    if pulled.artifact is None:
+        raise RotationZooError(
+            f"the rotations of {entry.model} in {pulled.copy.repo} are no artifact: {pulled.path}",
+            hint=f"make one of them: rotationzoo import {pulled.path} --model {entry.model}",
+        )
+    return pulled.artifact
+
+
+def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pulled:
+    """Download the files of an entry without hashes, and check them against an earlier record. If
+    the hub does not answer, the recorded files will do, provided that they are unchanged. Raises
+    `RotationZooError` if a file differs from the record, or does not hold rotations."""
+    storage.recover(target)
+    try:
+        lock = Lock.model_validate(strict_json.read(target / LOCK))
+    except (RotationZooError, ValidationError):  # a damaged one counts as none
+        lock = None
     recorded = _hash_files(target, lock.files) if lock else None
     try:
         revision = copy.revision or open_hub(copy.hub).resolve(copy.repo)
@@ -107,17 +159,15 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
                 )
             check_matrices(read_pt(path))
         made = Lock(repo=copy.repo, revision=revision, files=files)
-        writing.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
+        folders.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
         folders.install(downloaded, target)
     hashes = {name: file.sha256 or "" for name, file in files.items()}
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
 
 
 def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
-    """Name -> size in bytes, from the index or else from the hub's listing.
-
-    Raises `HubError` if the hub does not list a file, or if the total exceeds `MAX_BYTES`.
-    """
+    """Name -> size in bytes, from the index or else from the hub's listing. Raises `HubError` if
+    the hub does not list a file, or if the total exceeds `MAX_BYTES`."""
     listed = open_hub(copy.hub).list_files(copy.repo, revision)
     sizes = {}
     for name, file in entry.files.items():
@@ -138,18 +188,6 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
     return sizes
 
 
-def _read_lock(target: Path) -> Lock | None:
-    """The lock of a folder. None if it has none; a damaged lock counts as none."""
-    recover(target)
-    try:
-        return Lock.model_validate(strict_json.read(target / LOCK))
-    except (RotationZooError, ValidationError):
-        return None
-
-
-_NO_DEMAND = Demand()
-
-
 def pull_first(
     loaded: LoadedIndex,
     entry: Entry,
@@ -158,35 +196,31 @@ def pull_first(
     progress: Progress = silent,
     demand: Demand = _NO_DEMAND,
 ) -> Pulled:
-    """Pull the first of an entry's copies that exists.
+    """Pull the first of an entry's copies that exists: download it unless it is here already, check
+    it, and move it into place, which is `local_dir` or a folder in the cache.
 
-    Only a missing copy makes this try the next one. Any other error is raised, because a hub that
-    fails must not be replaced by another.
+    Only a missing copy makes this try the next one: a hub that fails must not be replaced by
+    another. Raises `RotationZooError` and leaves nothing behind if a hash differs, or the artifact
+    is not sound, of another model, or not signed as `demand` asks.
     """
     *first, last = copies
     for copy in first:
         try:
-            return pull(loaded, entry, copy, local_dir, progress, demand)
+            return _pull_copy(loaded, entry, copy, local_dir, progress, demand)
         except HubError as error:
             if not error.missing:
                 raise
-    return pull(loaded, entry, last, local_dir, progress, demand)
+    return _pull_copy(loaded, entry, last, local_dir, progress, demand)
 
 
-def pull(
+def _pull_copy(
     loaded: LoadedIndex,
     entry: Entry,
     copy: Copy,
-    local_dir: Path | None = None,
-    progress: Progress = silent,
-    demand: Demand = _NO_DEMAND,
+    local_dir: Path | None,
+    progress: Progress,
+    demand: Demand,
 ) -> Pulled:
-    """Download one copy of an entry unless it is here already, check it, and move it into place.
-
-    `local_dir` is the target folder, by default one in the cache. Raises `RotationZooError` and
-    leaves nothing behind if a hash differs, if the artifact is not sound, if it belongs to another
-    model than the entry's, or if its signature is wrong or not the one that `demand` asks for.
-    """
     revision = loaded.revision_of(copy)
     what = f"{copy.path} of {copy.repo}"
     # Before anything is downloaded.
@@ -196,7 +230,7 @@ def pull(
             hint = "make rotations of your own with: rotationzoo calibrate " + entry.model
             raise RotationZooError(f"{what} has no signature, as its makers publish none", hint)
         # An update replaces the earlier files, so the cache folder does not depend on the revision.
-        return pull_oscar(entry, copy, local_dir or _cache_folder(copy, None), progress)
+        return _pull_oscar(entry, copy, local_dir or _cache_folder(copy, None), progress)
     target = local_dir or _cache_folder(copy, revision)
     hashes = _hash_files(target, entry.files)
     if hashes is not None:
@@ -206,8 +240,8 @@ def pull(
             raise RotationZooError(f"{target} is not only what was pulled: {unlisted[0]}", hint)
         finding = _check(loaded, entry, artifact, what, demand)
         remember(artifact.identity)
-        notes = ["it was here already"]
-        return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
+        here = ["it was here already"]
+        return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
     with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
@@ -216,10 +250,11 @@ def pull(
         hashes = {name: storage.sha256(downloaded / name) for name in entry.files}
         for name, file in entry.files.items():
             if hashes[name] != file.sha256:
-                listed = "the file that the index lists: its sha256 differs"
                 raise RotationZooError(
-                    f"{name} of {copy.repo} is not {listed}",
-                    hint=f"run the same command again; if it stays so, {_OWNERS}",
+                    f"{name} of {copy.repo} is not the file that the index lists: its sha256 "
+                    "differs",
+                    hint="run the same command again; if it stays so, tell the owners of the "
+                    "repository",
                 )
         progress("checking", 0, 0)
         artifact = Artifact.open(downloaded, hashes)
@@ -254,14 +289,11 @@ def _cache_folder(copy: Copy, revision: str | None) -> Path:
 
 
 def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
-    """Name -> sha256 of the listed files in a folder.
-
-    Returns None if a file is missing, is not a regular file of the folder, or differs from its
-    listing in size or hash.
-    """
+    """Name -> sha256 of the listed files in a folder; None if a file is missing, is not a regular
+    file of the folder, or differs from its listing in size or hash."""
     hashes: dict[str, str] = {}
     # A killed process may have left the folder set aside under another name.
-    recover(folder)
+    storage.recover(folder)
     for name, file in listed.items():
         with suppress(RotationZooError):
             path = storage.regular_file(folder, name)
@@ -279,29 +311,24 @@ def _check_target(target: Path, entry: Entry) -> None:
     names = {path.name for path in target.glob("*")}  # none if it is no folder
     is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
-        raise RotationZooError(
-            f"{target} exists and holds other files", hint="choose another place with --local-dir"
-        )
+        raise RotationZooError(f"{target} exists and holds other files", hint=_WAY_OUT)
 
 
 def _download_files(
     copy: Copy, revision: str | None, sizes: Mapping[str, int], work: Path, progress: Progress
 ) -> Path:
-    """Fetch the files of a copy; `sizes` maps each name to its size in bytes.
-
-    Returns a folder inside `work` that holds these files and nothing else. Raises
-    `RotationZooError` before the first download if the disk has no room for all of them.
-    """
+    """Fetch the files of a copy into a folder inside `work` that holds nothing else; `sizes` are in
+    bytes, by name. Raises `RotationZooError` if the disk has no room for all of them."""
     needed, free = sum(sizes.values()), shutil.disk_usage(work).free
     if needed > free:
         raise RotationZooError(
             f"{copy.path} of {copy.repo} is {needed:,} bytes, and {free:,} are free on the disk",
-            hint="make room, or choose another place with --local-dir",
+            hint=f"make room, or {_WAY_OUT}",
         )
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-    with growth.tell_growth(lambda: growth.size_of_all(raw.rglob("*")), stage, needed, progress):
+    with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
         open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
     # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
     clean.mkdir()

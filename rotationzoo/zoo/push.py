@@ -17,12 +17,11 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import bits_per_element
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.progress import Progress, silent
-from rotationzoo.report.card import render_card
+from rotationzoo.report.card import render_card, template_environment
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import locks, strict_json, writing
+from rotationzoo.storage import folders, locks, strict_json
 from rotationzoo.zoo import index, signed_index
-from rotationzoo.zoo.hubs.protocol import Publication, Published
-from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, Publication, Published, open_hub
 from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.signing import check as signatures
@@ -39,7 +38,6 @@ class Upload:
     files: dict[str, Path | bytes]
     """Name -> file of the artifact, or content that was rendered for this upload."""
     path: str
-    """The folder in the repository."""
     tag: str
     entry: index.Entry
     """The index entry. Its one copy names repository and folder; `push` replaces it with one that
@@ -72,10 +70,8 @@ class Upload:
         return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
 
     def with_earlier_signature(self, folder: Path) -> "Upload":
-        """The same upload with the signature in the artifact's folder, if it is for these files.
-
-        It is for others if something was added to the artifact, or is left out.
-        """
+        """The same upload with the signature in the artifact's folder, if it is for these files:
+        something may have been added to the artifact, or is left out."""
         signature = signatures.read_signature(folder)
         if signature is None:
             return self
@@ -100,13 +96,9 @@ class Upload:
 def prepare_upload(
     artifact: Artifact, repo: str, statistics: bool = True, published: datetime.date | None = None
 ) -> Upload:
-    """Verify an artifact and prepare its upload.
-
-    `statistics`: whether to publish the statistics too. `published`: the day of the entry, by
-    which the newest of several is found; today by default. Raises `RotationZooError` if the
-    artifact is not sound or is bound to no model, and `UsageError` if `repo` is not a repository
-    id.
-    """
+    """Verify an artifact and prepare its upload. `published`: the day of the entry, by which the
+    newest of several is found; today by default. Raises `RotationZooError` if the artifact is not
+    sound or is bound to no model, and `UsageError` if `repo` is not a repository id."""
     if not re.fullmatch(index.REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     if not artifact.bound:
@@ -153,7 +145,6 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
 
 
 def _list_figures(artifact: Artifact) -> index.Listed:
-    """The figures that a list of published rotations shows."""
     layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[index.BITS_FORMAT])
     bits = bits_per_element(artifact.geometry, layout)
     figures: dict[str, Any] = {"bits_per_element": round(bits, 4)}
@@ -179,7 +170,6 @@ class Destination:
 
     repo: str
     hubs: list[str]
-    """The names of the hubs, in this order."""
     create_pr: bool = False
     """Whether a person decides there, as a pull request."""
 
@@ -191,12 +181,9 @@ def push(
     progress: Progress = silent,
     signer: IndexSigner | None = None,
 ) -> dict[str, Published]:
-    """Publish to each hub in the given order, and return hub -> where the artifact is.
-
-    Files that a hub already holds make no new commit. `name` is the name of the artifact in the
-    hint; `signer` signs the index. Raises `HubError` if the first hub refuses, `RotationZooError`
-    if its index cannot be extended, and `PartlyDone` if that happens with a later one.
-    """
+    """Publish to each hub in the given order, and return hub -> where the artifact is, which the
+    hint calls `name`; `signer` signs the index. Raises `HubError` if the first hub refuses,
+    `RotationZooError` if its index cannot be extended, and `PartlyDone` for a later one."""
     published: dict[str, Published] = {}
     megabytes = sum(file["size"] for file in upload.listing()) / 1e6
     for hub_name in to.hubs:
@@ -214,11 +201,8 @@ def push(
 
 
 def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
-    """Raise `RotationZooError` if the index of a destination may not be extended by this signer.
-
-    To be called before the artifact is signed: a public log keeps a keyless signature for good,
-    even if nothing is published with it.
-    """
+    """Raise `RotationZooError` if the index of a destination may not be extended by this signer,
+    before the artifact is signed: a public log keeps a keyless signature for good."""
     for hub_name in to.hubs:
         before = read_own_index(hub_name, to.repo)
         check_unclaimed(before.content, upload.entry, to.repo)
@@ -226,21 +210,20 @@ def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
 
 
 def extend_index_file(path: Path, entry: index.Entry) -> None:
-    """Add an entry to an index file. Creates the file if necessary, and replaces it whole."""
+    """Add an entry to an index file, which is made if necessary."""
     path = path.resolve()
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
     with locks.locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else index.Index()
-        writing.replace(path, before.extended(entry).text().encode())
+        folders.replace_file(path, before.extended(entry).text().encode())
 
 
 def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> index.Entry:
     """The entry of a published artifact with fixed revisions, for another index to list."""
-    copies = []
-    for hub_name, place in published.items():
-        copies.append(
-            index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision)
-        )
+    copies = [
+        index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision)
+        for hub_name, place in published.items()
+    ]
     return upload.entry.model_copy(update={"copies": copies})
 
 
@@ -262,7 +245,7 @@ def _push_to_hub(
             check_unsigned_push(before)
         else:
             content, files[signed_index.NAME] = signer.sign(before, content)
-        files |= index.render_root_files(repo, content)
+        files |= _render_root_files(repo, content)
         parent, message = before.revision, upload.message
         try:
             return hub.publish(Publication(repo, files, message, parent, upload.tag, to.create_pr))
@@ -271,3 +254,13 @@ def _push_to_hub(
     raise HubError(
         f"{repo} changes faster than it can be extended", hint="run the same command again later"
     )
+
+
+def _render_root_files(repo: str, content: index.Index) -> dict[str, bytes]:
+    """Path -> content of the root files: the index, the card, and the file that makes Hugging Face
+    count downloads."""
+    card = template_environment(keep_trailing_newline=True).get_template("zoo.md.jinja")
+    models = sorted({entry.model for entry in content.entries})
+    shown = {"index_name": index.NAME, "entries": content.entries, "models": models}
+    contents = content.text(), card.render(repo=repo, **shown), '{"library_name": "rotationzoo"}\n'
+    return {name: text.encode() for name, text in zip(index.ROOT_FILES, contents, strict=True)}

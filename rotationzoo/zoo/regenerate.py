@@ -26,7 +26,7 @@ from rotationzoo.words import change, counted, nats, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 from rotationzoo.zoo.lookup import LoadedIndex
-from rotationzoo.zoo.pull import pull
+from rotationzoo.zoo.pull import pull_first
 
 _WORKERS = 8  # parallel, because each request may wait until it times out
 # Changes to other files, such as the README, or in folders do not affect the rotations.
@@ -48,14 +48,11 @@ class DueModel:
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, HubError]]:
-    """The models that are due, and model -> error for those that could not be checked.
-
-    `configs` is the folder of recipe files, or one of them. Every model is looked up on Hugging
-    Face, because models are always fetched from there, whichever hub has their rotations. Raises
-    `HubError` if no model could be checked.
-    """
-    loaded = [(path, recipes.load(str(path))) for path in _recipe_files(configs)]
-    of_models = [(path, recipe) for path, recipe in loaded if recipe.model]
+    """The models that are due, and model -> error for those that could not be checked. Models are
+    looked up on Hugging Face, from which they are always fetched. `configs` is the folder of recipe
+    files, or one of them. Raises `HubError` if no model could be checked."""
+    loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
+    of_models = [(path, recipe) for path, recipe in loaded.items() if recipe.model]
     with ThreadPoolExecutor(_WORKERS) as pool:
         answers = list(pool.map(partial(_look_at, HuggingFace(), index), of_models))
     due = [answer for answer in answers if isinstance(answer, DueModel)]
@@ -69,11 +66,8 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Hub
 
 
 def find_recipe_file(configs: Path, model: str | None) -> Path:
-    """The recipe file of a model, or the first file if `model` is None.
-
-    `configs` is the folder of recipe files, or one of them: a model may have several. Raises
-    `RotationZooError` if there is no such file.
-    """
+    """The recipe file of a model, or the first file if `model` is None, with `configs` as for
+    `find_due`. Raises `RotationZooError` if there is no such file."""
     paths = _recipe_files(configs)
     if not paths:
         hint = "name the folder of yours with --configs"
@@ -94,11 +88,7 @@ def _recipe_files(configs: Path) -> list[Path]:
 
 def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
     """The newest artifact that the index lists for a model with the recipe's scaling of RoPE, of a
-    recipe of this name if there is one; None if it lists none.
-
-    Rotations for another scaling are for another model, and do not compare. A model may have
-    several recipes, each of which has its own newest artifact.
-    """
+    recipe of this name if there is one; None if it lists none."""
     meant = (model, recipe.rope_scaling, "rotationzoo")
     artifacts = [
         entry for entry in index.entries if (entry.model, entry.rope_scaling, entry.format) == meant
@@ -154,16 +144,14 @@ _SHARED = ("model", "revision", "device", "dtype", "device_map", "max_memory")
 def regenerate(
     job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Calibrate, evaluate next to the published rotations, and validate.
-
-    The artifact is then ready to publish. If nothing is published, it is evaluated alone.
+    """Calibrate, evaluate next to the published rotations, if there are any, and validate.
     `evaluation` has the text and the settings; its model and artifacts are filled in here. Raises
     `RotationZooError` if the new rotations are worse than the published ones on the new revision.
     """
     artifact = calibrate(job, progress)
     entry, published = find_newest(loaded.content, job.model, job.recipe), None
     if entry is not None and entry.identity != artifact.identity:
-        place = pull(loaded, entry, entry.copies[0], progress=progress).path
+        place = pull_first(loaded, entry, entry.copies[:1], progress=progress).path
         published = Artifact.open(place)
     folders = [each.folder for each in (artifact, published) if each is not None]
     shared = {name: getattr(job, name) for name in _SHARED}
@@ -185,11 +173,8 @@ def regenerate(
 
 
 def is_worse(difference: float, error: float | None) -> bool:
-    """Whether an increase of log perplexity is both large enough to matter and significant.
-
-    It matters above 0.1 % of perplexity. It is significant above two standard errors, or if the
-    standard error is unknown.
-    """
+    """Whether an increase of log perplexity is large enough to matter, above 0.1 % of perplexity,
+    and significant: above two standard errors, if that is known."""
     is_significant = error is None or difference > 2 * error
     return math.expm1(difference) > _WORSE and is_significant
 
@@ -197,11 +182,9 @@ def is_worse(difference: float, error: float | None) -> bool:
 def compare_rotations(
     report: Measured, identities: tuple[str, str], model: str, folder: Path
 ) -> dict[str, Any]:
-    """Compare the new rotations with the published ones, whose `identities` are these.
-
-    Answers decide. Perplexity decides where neither of the two clearly answers better. Raises
-    `RotationZooError` if the new ones are worse.
-    """
+    """Compare the new rotations with the published ones, whose `identities` are these: answers
+    decide, or perplexity where neither clearly answers better. Raises `RotationZooError` if the new
+    ones are worse."""
     new, published = (plain_arm(report.window.arms, identity) for identity in identities)
     assert new is not None, "the new rotations were evaluated"
     assert published is not None, "so were the published ones"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, folders, locks, strict_json, writing
+from rotationzoo.storage import files, folders, locks, strict_json
 from rotationzoo.zoo import index
-from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex, read_index
 from rotationzoo.zoo.signing.check import OWNERS_HINT, Demand, Finding, Signed, check_signature
@@ -42,11 +42,8 @@ class IndexSigner:
     """Whether to sign entries that have another signer or none."""
 
     def sign(self, before: LoadedIndex, content: Index) -> tuple[Index, bytes]:
-        """The extended index, `content`, with a new statement, and its signature.
-
-        If nothing has changed, and the signature that was there does not end soon, both are what
-        was there. Raises as `check`.
-        """
+        """The extended index, `content`, with a new statement, and its signature; or both as they
+        were if nothing has changed and that signature does not end soon. Raises as `check`."""
         # First, because a keyless signature is entered in a public log for good.
         self.check(before)
         last = before.content.statement
@@ -65,11 +62,8 @@ class IndexSigner:
 
     def check(self, before: LoadedIndex) -> None:
         """Raise `RotationZooError` if the earlier index is not signed by the same signer, as far as
-        that is known before a signature is made.
-
-        A signature vouches for every entry, and anyone who controls the repository may have added
-        some.
-        """
+        that is known before a signature is made. A signature vouches for every entry, and anyone
+        who controls the repository may have added some."""
         if self.adopt or not before.content.entries:
             return
         self.tool.identify()
@@ -105,12 +99,11 @@ def check_unsigned_push(before: LoadedIndex) -> None:
 
 def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     """Check the signature of an index that was read from a zoo repository, and that it is for this
-    repository and for the newest index.
+    repository and for the newest index. None for other indexes, and if the user asks for no
+    signature.
 
-    None for an index that the user named or that came with the package, and if the user asks for no
-    signature. Raises `RotationZooError` for a signature that is wrong whatever the user asks, for
-    an older index than was read before if a signer is named, and for a signature that is missing or
-    has expired if one is required.
+    Raises `RotationZooError` for a wrong signature, for an older index than was read before if a
+    signer is named, and for a signature that is missing or has expired if one is required.
     """
     if loaded.hub is None or loaded.repo is None:
         return None
@@ -189,4 +182,4 @@ def _check_newest(statement: Statement) -> None:
                 hint=f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}",
             )
         if statement.counter != seen.get(place):
-            writing.replace(path, strict_json.text({**seen, place: statement.counter}))
+            folders.replace_file(path, strict_json.text({**seen, place: statement.counter}))

@@ -16,7 +16,7 @@ from rotationzoo.report.memory import Request
 from rotationzoo.report.page import describe_measurement, describe_verdict
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
-from rotationzoo.zoo.hubs.registry import open_hub
+from rotationzoo.zoo.hubs.protocol import open_hub
 from rotationzoo.zoo.index import Entry
 from rotationzoo.zoo.lookup import BUNDLED_INDEX, LoadedIndex, find_index, read_index
 from rotationzoo.zoo.page import Link, Row, make_row, order_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.zoo.lookup import read_index
-from rotationzoo.zoo.pull import pull
+from rotationzoo.zoo.pull import pull_first
 from rotationzoo.zoo.signed_index import check_index
 from rotationzoo.zoo.signing.check import make_demand
 
@@ -47,9 +47,9 @@ def fetch_signed(repo: str, out: Path, signer: str, trust_config: Path | None) -
     for entry in loaded.content.entries:
         if entry.format != "rotationzoo":
             continue
-        (copy,) = [copy for copy in entry.copies if (copy.hub, copy.repo) == (HUB, repo)]
-        folder = out / f"{(entry.created or '')[:10]}__{copy.path.replace('/', '__')}"
-        pull(loaded, entry, copy, folder, demand=demand)
+        copies = [copy for copy in entry.copies if (copy.hub, copy.repo) == (HUB, repo)]
+        folder = out / f"{(entry.created or '')[:10]}__{copies[0].path.replace('/', '__')}"
+        pull_first(loaded, entry, copies, folder, demand=demand)
         print(folder)
 
 

@@ -12,7 +12,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, writing
+from rotationzoo.storage import files, folders
 from rotationzoo.writer import add_files, check_writable
 from rotationzoo.zoo import index
 from rotationzoo.zoo.push import prepare_upload
@@ -117,7 +117,7 @@ def test_an_export_writes_through_no_link(inside, folder, docs, name):
 @pytest.mark.hostile("link")
 def test_an_index_is_written_through_no_link(tmp_path, docs):
     (tmp_path / "zoo_index.json.partial").symlink_to(docs.file)
-    writing.replace(tmp_path / "zoo_index.json", b"{}")
+    folders.replace_file(tmp_path / "zoo_index.json", b"{}")
     assert docs.whole()
     assert (tmp_path / "zoo_index.json").read_bytes() == b"{}"
 

@@ -21,7 +21,7 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.storage import files, folders, settled
+from rotationzoo.storage import files, folders
 from rotationzoo.storage.locks import locked
 from rotationzoo.writer import add_files, check_writable, write_artifact
 
@@ -130,7 +130,7 @@ def test_an_export_is_old_or_new_after_a_kill_at_any_step(small, tmp_path, monke
         export(other, request)
 
     def check(done: bool) -> None:
-        settled.recover(target)
+        files.recover(target)
         paths = [path for path in target.iterdir() if path.name != "export.json"]
         held = {(path.name, files.sha256(path)) for path in paths}
         assert held in wanted

@@ -12,8 +12,7 @@ from support.popular import CONFIGS, PARAMETERS, shape_of
 
 from rotationzoo.capacity.cards import parse_card
 from rotationzoo.capacity.plan import Wish, measure_capacity, remarks
-from rotationzoo.capacity.shape import Shape, read_shape
-from rotationzoo.capacity.weights import weigh
+from rotationzoo.capacity.shape import Shape, read_shape, weigh
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.model.source import DEMO, Source
 

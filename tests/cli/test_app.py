@@ -19,7 +19,7 @@ from rotationzoo.cli.output import visible
 from rotationzoo.codec.engines import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.zoo.hubs.registry import HUBS, HubName
+from rotationzoo.zoo.hubs.protocol import HUBS, HubName
 
 # ---- help and usage
 

@@ -21,7 +21,7 @@ from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
-from rotationzoo.evaluation.probe import record_probes
+from rotationzoo.evaluation.real_cache import record_probes
 from rotationzoo.model.source import find
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES

@@ -93,7 +93,7 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
 
     hub = source.Source("Qwen/Qwen3-8B", qwen3_8b, "0" * 40)
     monkeypatch.setattr("rotationzoo.capacity.plan.find", lambda *_: hub)
-    monkeypatch.setattr("rotationzoo.capacity.weights._ask_hub", lambda _: None)
+    monkeypatch.setattr("rotationzoo.capacity.shape._ask_hub", lambda _: None)
     result = inside("plan", "Qwen/Qwen3-8B")
     assert "Published rotations: oscar-v1, at Zhongzhu/OSCAR-RotationZoo; fetch" in result.stdout
     assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stdout

@@ -93,7 +93,7 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
         tell("fetching the weights", 0, 0)
         assert three.wait(30)
     assert set(lines) == {"[0:00:00] fetching the weights"}
-    assert not any(thread.name == "progress-log" for thread in threading.enumerate()), (
+    assert not any(thread.name == "progress" for thread in threading.enumerate()), (
         "gone with its block"
     )
 

@@ -17,7 +17,7 @@ from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data
-from rotationzoo.report.conditions import describe_recall
+from rotationzoo.report.tables import describe_recall
 
 IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
 

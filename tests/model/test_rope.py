@@ -13,7 +13,7 @@ from rotationzoo.model.rope import (
     same_scaling,
     scaling_of,
 )
-from rotationzoo.recipe.rope_scaling import RopeScaling
+from rotationzoo.recipe.schema import RopeScaling
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

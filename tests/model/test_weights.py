@@ -14,6 +14,7 @@ from support.jobs import SMALL, job, rotation_bytes
 from support.models import save_tiny
 from support.quantized import quantize_to_fp8
 
+from rotationzoo import progress as progress_module
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.model import loading
 from rotationzoo.model import source as model_source
@@ -21,7 +22,6 @@ from rotationzoo.model.placement import PREFIX, offload_folder
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Bytes
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.storage import growth
 
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -39,7 +39,7 @@ def source(tmp_path):
 
 
 def test_weights_are_told_in_bytes(source, monkeypatch):
-    monkeypatch.setattr(growth, "_LOOK", 0.01)
+    monkeypatch.setattr(progress_module, "LOOK", 0.01)
     told, half, more = [], threading.Event(), threading.Event()
 
     def progress(stage, done, total) -> None:
@@ -80,7 +80,7 @@ def test_a_failed_download_ends_the_thread(source, monkeypatch):
     with pytest.raises(ConnectionError):
         model_source.fetch_weights(source, lambda *step: told.append(step))
     assert told == [("fetching the weights", 0, 1000)]
-    assert not any(thread.name == "growth" for thread in threading.enumerate())
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
 @pytest.fixture

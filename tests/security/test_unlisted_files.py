@@ -12,7 +12,7 @@ from support.published import ZOO, ok, refused
 
 from rotationzoo import pull
 from rotationzoo.errors import RotationZooError
-from rotationzoo.zoo.hubs.registry import open_hub
+from rotationzoo.zoo.hubs.protocol import open_hub
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import Exact, MeasuredArm
 from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.artifact.store import EVALUATION, Artifact
-from rotationzoo.evaluation import probe
+from rotationzoo.evaluation import real_cache
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.geometry import Layer, geometry_json
@@ -206,7 +206,7 @@ def short_probes() -> Iterator[None]:
     seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for name, number in (("PROMPTS", 1), ("PROMPT", 384), ("ANSWER", 4)):
-            patch.setattr(probe, name, number)
+            patch.setattr(real_cache, name, number)
         yield
 
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
-from rotationzoo.evaluation.forward import Trial
-from rotationzoo.evaluation.pace import Pace, Reader
+from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.model.loading import forward_errors
@@ -136,13 +135,9 @@ def answer_tasks(
     deciding: Collection[str] = (),
 ) -> TaskAnswers:
     """Ask the exact model, and every arm with every cache what the exact model can do, until the
-    answers are settled or all questions are asked. Without their statements, the questions of the
-    first round are asked alone: they tell what the model can do. Later rounds ask the arms named in
-    `deciding` alone. An interrupt (Ctrl-C) in a later round ends the questions, and the answers are
-    those of the rounds before it, with a note.
-
-    Raises `RotationZooError` for prompts that do not fit the device's memory.
-    """
+    answers are settled or all questions are asked. Blind prompts of the first round tell what the
+    model can do. Later rounds ask the arms named in `deciding` alone, and an interrupt (Ctrl-C)
+    ends them with a note. Raises `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.looks
     series = [each.part(0, first) for each in plan.series]
     requests = []
@@ -165,8 +160,7 @@ def answer_tasks(
 
 
 def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int) -> TaskAnswers:
-    """The answers with those of another round, which asks the tasks that the exact model can do up
-    to so many questions."""
+    """The answers with those of another round, up to so many questions."""
     whole = {(series.task, series.length): series for series in answers.plan.series}
     able = [whole[each.series.task, each.series.length] for each in answers.asked]
     added = [series.part(answers.questions, questions) for series in able]

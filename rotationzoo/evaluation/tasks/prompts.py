@@ -18,8 +18,7 @@ from rotationzoo.recipe import Data
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 from rotationzoo.words import nearest
 
-SHORTEST = 2
-"""The fewest tokens of a prompt."""
+SHORTEST = 2  # tokens of a prompt
 MOST_QUESTIONS = 100_000
 LOOKS = 16, 32, 64, 128
 """Questions per task and length after which `auto` looks whether the decision is made."""
@@ -96,8 +95,7 @@ class TaskPlan:
     first: int = 0
     """The first position at which a statement may begin: the largest sink of all caches."""
     recent: int = 0
-    """Tokens before the first question that hold no statement: at least as many as any query of any
-    cache reads exact, so that every statement is read quantized."""
+    """Tokens before the first question that hold no statement: all that any query reads exact."""
 
     def describe(self, questions: int) -> Tasks:
         """The tasks, as the report says it, with so many `questions` asked of each."""
@@ -117,11 +115,9 @@ def plan_tasks(
     tokenizer: PreTrainedTokenizerBase,
     caches: Sequence[CacheLayout],
 ) -> TaskPlan:
-    """Write the prompts, hidden in the evaluation's own text.
-
-    `data` is what `text` was read from: more of it is read where prompts are longer than `text`.
-    A task that has no room in a prompt outside the exact windows is left out, with a note.
-    """
+    """Write the prompts, hidden in the evaluation's own `text`, of whose `data` more is read for
+    longer prompts. A task that has no room outside the exact windows is left out, with a note.
+    Raises `RotationZooError` where the user's lengths leave nothing to ask."""
     if not settings.names:
         return TaskPlan(settings, ())
     lengths = settings.lengths or (data.length,)
@@ -174,9 +170,7 @@ def _read_filler(
 
 def _blind_prompts(prompts: list[Prompt], recent: int, start: list[int]) -> list[Prompt]:
     """The ends of prompts: the questions and the text just before them, which holds no statement.
-
-    All have the length of the longest. What fills the others up comes after the last answer, where
-    a causal model does not see it.
+    They are filled up to the longest after the last answer, where a causal model does not see it.
     """
     # A statement ends `recent` tokens before the first question begins, or earlier.
     cuts = [prompt.questions[0].answer.start - min(recent, _LEAD) for prompt in prompts]

@@ -1,9 +1,10 @@
 """The score of answers to recall questions: how many are right, and how probable the right ones
 are; of the exact model and of every arm, task by task."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from rotationzoo.recall.answers import Answers
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DECIMALS = 6  # of the log probabilities that are kept for every question
 
+Range = TypeVar("Range", tuple[int, int], tuple[float, float])
 Reply = tuple[Series, Answers]
 """The prompts of one task and length, and the answers to all of their questions."""
 
@@ -102,17 +104,13 @@ class Scorer:
         )
 
     def _distances(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
-        """The buckets of distances that have questions, and which these are, `[questions]`."""
         # From the power of two at or below the least distance to the one above the greatest.
         nearest, farthest = (int(end).bit_length() for end in self.distance.aminmax())
         ranges = Buckets.between(1 << (nearest - 1), 1 << farthest).ranges
-        buckets = [(ends, _within(self.distance, *ends)) for ends in ranges]
-        return [(ends, among) for ends, among in buckets if among.any()]
+        return _fill(ranges, self.distance)
 
     def _depths(self) -> list[tuple[tuple[float, float], torch.Tensor]]:
-        """The same by depth."""
-        buckets = [(ends, _within(self.depth, *ends)) for ends in pairwise(_DEPTHS)]
-        return [(ends, among) for ends, among in buckets if among.any()]
+        return _fill(pairwise(_DEPTHS), self.depth)
 
     def _score_cells(self) -> list[CellScore]:
         lengths = [(length, self.length == length) for length in self.length.unique().tolist()]
@@ -141,9 +139,10 @@ class Scorer:
         return {"answered": errors[0], "log_probability": errors[1]}
 
 
-def _within(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Which of the values lie from `low` up to, but not at, `high`."""
-    return (values >= low) & (values < high)
+def _fill(ranges: Iterable[Range], values: torch.Tensor) -> list[tuple[Range, torch.Tensor]]:
+    """The ranges, without their ends, that hold any of the values, and which these are."""
+    filled = [(ends, (values >= ends[0]) & (values < ends[1])) for ends in ranges]
+    return [(ends, among) for ends, among in filled if among.any()]
 
 
 def score_arm(

@@ -93,10 +93,7 @@ class HuggingFace(Hub):
             return _check_commit(self.retry(self.api.model_info, repo).sha, repo)
 
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
-        """The commit of a revision, and path -> hash of every file in it.
-
-        Comparing the hashes of two revisions shows whether a model has changed.
-        """
+        """The commit of a revision, and path -> hash of every file in it, to be compared."""
         with self._errors(repo, revision):
             info = self._info(repo, revision)
             hashes = {}
@@ -113,11 +110,8 @@ class HuggingFace(Hub):
             return listed
 
     def _info(self, repo: str, revision: str | None) -> Any:
-        """The commit and all of its files, in one answer.
-
-        The client's call for the file tree would fetch it in pages, and would retry each page by
-        itself for half a minute when a hub fails.
-        """
+        """The commit and all of its files, in one answer. The client's call for the file tree would
+        retry each page by itself for half a minute when a hub fails."""
         return self.retry(self.api.model_info, repo, revision=revision, files_metadata=True)
 
     def fetch(
@@ -128,11 +122,8 @@ class HuggingFace(Hub):
                 self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
-        """Download one file by plain HTTP, and stop it if it is larger than `size` bytes.
-
-        The client's own download cannot be limited: xet writes whatever it is sent, and the size is
-        known only afterwards.
-        """
+        """Download one file of at most `size` bytes by plain HTTP. The client's own download cannot
+        be limited: xet writes whatever it is sent."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -164,11 +155,9 @@ class HuggingFace(Hub):
     def _commit(
         self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
     ) -> tuple[Any, Any]:
-        """Commit, and return the commit and the open pull request that it was added to, if any.
-
-        An earlier run, or an attempt whose answer was lost, may already have made the commit or the
-        pull request; both are recognised. Raises `StaleParent` if the head is no longer `base`.
-        """
+        """The commit, and the open pull request that it was added to, if any. What an earlier run
+        or an attempt whose answer was lost has made is recognised. Raises `StaleParent` if the head
+        is no longer `base`."""
         from huggingface_hub.errors import HfHubHTTPError
 
         repo, message = publication.repo, publication.message
@@ -193,11 +182,8 @@ class HuggingFace(Hub):
         return commit, pull
 
     def _find_pull_request(self, publication: Publication, base: str) -> Any:
-        """An open pull request that this publication may continue, or None.
-
-        It must belong to the token's own user, who alone has added to it, have the same title,
-        stand on this base and touch only these files.
-        """
+        """An open pull request that this publication may continue, or None: of the token's own
+        user, who alone has added to it, with the same title, base and files."""
         from huggingface_hub.errors import HfHubHTTPError
 
         repo = publication.repo
@@ -225,10 +211,8 @@ class HuggingFace(Hub):
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
-        """Turn every failure inside the block into a `RotationZooError`.
-
-        Inside the block, the token is sent to the endpoint alone.
-        """
+        """Turn every failure inside the block into a `RotationZooError`, and send the token to the
+        endpoint alone."""
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
         where = f"{repo} on Hugging Face"
@@ -246,10 +230,8 @@ class HuggingFace(Hub):
 
 
 def _check_commit(sha: Any, repo: str) -> str:
-    """The commit as a string. Raises `HubError` unless it is 40 hexadecimal digits.
-
-    It becomes part of paths and URLs, so a hub must not choose it freely.
-    """
+    """The commit, which becomes part of paths and URLs. Raises `HubError` unless it is 40
+    hexadecimal digits."""
     if not re.fullmatch(r"[0-9a-f]{40}", str(sha)):
         raise HubError(
             f"{repo} on Hugging Face has no commit that can be read", hint="check HF_ENDPOINT"

@@ -35,16 +35,11 @@ def may_see_token(endpoint: str, url: str) -> bool:
 
 
 class LimitedAdapter(HTTPAdapter):
-    """Applies the limits to every request of the session that it is mounted on.
-
-    Requests that follow a redirect pass through it too.
-    """
+    """Applies the limits to every request of the session that it is mounted on, redirects too."""
 
     def __init__(self, endpoint: str, reads_all: bool):
-        """`reads_all`: read the whole answer here, up to the limit for small answers.
-
-        Otherwise the caller reads the answer and must limit its size.
-        """
+        """`reads_all`: read the whole answer here, up to the limit for small answers, and do not
+        leave that to the caller."""
         super().__init__(max_retries=0)
         self.endpoint, self.reads_all = endpoint, reads_all
 
@@ -96,11 +91,8 @@ def _read_body(response: requests.Response, host: str) -> None:
 
 
 def read_chunks(response: requests.Response) -> Iterator[bytes]:
-    """The body of an answer in chunks, as they arrive.
-
-    Raises `requests.ConnectionError` if fewer bytes arrive than were announced, and `HubError` if
-    the hub is silent for too long.
-    """
+    """The body of an answer in chunks, as they arrive. Raises `requests.ConnectionError` if fewer
+    bytes arrive than were announced, and `HubError` if the hub is silent for too long."""
     raw: Any = response.raw
     announced, count = response.headers.get("Content-Length", ""), 0
     try:
@@ -119,11 +111,8 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
 
 @contextmanager
 def _asking(repo: str) -> Iterator[None]:
-    """Turn every failure inside the block into a `RotationZooError`, and discard what the client
-    prints. With ROTATIONZOO_DEBUG=1, send it to stderr instead.
-
-    The client prints reports to stdout, which is for results only, and draws its own progress bars.
-    """
+    """Turn every failure inside the block into a `RotationZooError`, and discard the reports and
+    bars that the client prints, or with ROTATIONZOO_DEBUG=1 send them to stderr."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -173,10 +162,7 @@ _SETTINGS = {
 
 
 class ModelScope(Hub):
-    """ModelScope, accessed through its own client.
-
-    Sets `_SETTINGS` before it imports the client.
-    """
+    """ModelScope, accessed through its own client, which is imported with `_SETTINGS`."""
 
     pins_by_tag = True
 
@@ -238,10 +224,8 @@ class ModelScope(Hub):
             limits.save_chunks(read_chunks(response), folder / path, size, what)
 
     def publish(self, publication: Publication) -> Published:
-        """Commit to `master`, then add the tag that marks the files as complete.
-
-        ModelScope has no pull requests, so `create_pr` has no effect.
-        """
+        """Commit to `master`, then add the tag that marks the files as complete. There are no pull
+        requests, so `create_pr` has no effect."""
         from modelscope_hub.errors import AlreadyExistsError
 
         repo, tag = publication.repo, publication.tag

@@ -1,4 +1,5 @@
-"""The interface of a hub: resolve a revision, list and fetch files, and publish files.
+"""The interface of a hub: resolve a revision, list and fetch files, and publish files; and the
+table of hubs, from which the command line, the index and the tests take their names.
 
 A hub imports its client only when it is used. It limits what it reads and retries failures that may
 be temporary. The caller checks the hashes.
@@ -8,16 +9,16 @@ a 503 on the body of a file or on a commit, and ModelScope's waits silently for 
 therefore told not to retry, and all retries happen here.
 """
 
+import importlib
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from rotationzoo.errors import HubError
-from rotationzoo.network.limits import ANSWER_BYTES
 
 T = TypeVar("T")
 _ATTEMPTS = 4
@@ -78,18 +79,13 @@ class Hub(ABC):
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
-        """Download these files into `folder`, under the same paths.
-
-        `sizes`: path -> the most bytes to accept. A download that exceeds it is aborted.
-        """
+        """Download these files into `folder`, under the same paths. `sizes`: path -> the most bytes
+        to accept."""
 
     @abstractmethod
     def publish(self, publication: Publication) -> Published:
-        """Publish files to a repository, and create the repository if it does not exist.
-
-        Readers see all of the files or none. Raises `StaleParent` if the repository has changed
-        since `publication.parent`.
-        """
+        """Publish files to a repository, which is made if there is none; readers see all or none.
+        Raises `StaleParent` if the repository has changed since `publication.parent`."""
 
     @staticmethod
     def may_pass(error: Exception) -> bool:
@@ -97,10 +93,8 @@ class Hub(ABC):
         return False
 
     def retry(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses.
-
-        A failure is retried only if it `may_pass`. A `HubError` never is.
-        """
+        """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses, as long as a failure
+        `may_pass`. A `HubError` never does."""
         for attempt in range(_ATTEMPTS - 1):
             try:
                 return call(*args, **options)
@@ -111,10 +105,10 @@ class Hub(ABC):
         return call(*args, **options)
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
-        """The content of one small file, or None if the revision has no such file.
+        """The content of a file of at most `ANSWER_BYTES`; None if the revision has none."""
+        # Here, because `--help` reads the table below, and must not wait for safetensors.
+        from rotationzoo.network.limits import ANSWER_BYTES
 
-        Raises `HubError` if the file is larger than `ANSWER_BYTES`.
-        """
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))
@@ -123,3 +117,59 @@ class Hub(ABC):
                     return None
                 raise
             return (Path(scratch) / path).read_bytes()
+
+
+@dataclass(frozen=True)
+class HubEntry:
+    """Everything known about a hub without importing its client."""
+
+    title: str
+    """Its name in sentences."""
+    abbreviation: str
+    """Its name in the narrow column of `list`."""
+    class_name: str
+    """Its class in the module of `zoo/hubs` that has the hub's name, imported only on use."""
+    main: str
+    """The branch that a repository begins with."""
+    repo_page: str
+    """This and below are addresses of pages and of files themselves: `str.format` templates of
+    `repo`, `revision` and `path`."""
+    file_page: str
+    file: str
+
+
+HUBS = {
+    "huggingface": HubEntry(
+        title="Hugging Face",
+        abbreviation="hf",
+        class_name="HuggingFace",
+        main="main",
+        repo_page="https://huggingface.co/{repo}",
+        file_page="https://huggingface.co/{repo}/blob/{revision}/{path}",
+        file="https://huggingface.co/{repo}/resolve/{revision}/{path}",
+    ),
+    "modelscope": HubEntry(
+        title="ModelScope",
+        abbreviation="ms",
+        class_name="ModelScope",
+        main="master",
+        repo_page="https://modelscope.cn/models/{repo}",
+        file_page="https://modelscope.cn/models/{repo}/file/view/{revision}/{path}",
+        file="https://modelscope.cn/models/{repo}/resolve/{revision}/{path}",
+    ),
+}
+HUB_NAMES = tuple(HUBS)
+DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
+
+# Typer derives an option's choices from a Literal, and pydantic a field's check. mypy does not
+# accept a computed Literal, so it sees `str`.
+if TYPE_CHECKING:
+    HubName = str
+else:
+    HubName = Literal[HUB_NAMES]
+
+
+def open_hub(name: str) -> Hub:
+    """The client of a hub. Raises `KeyError` if the table has no such name."""
+    module = importlib.import_module(f"rotationzoo.zoo.hubs.{name}")
+    return cast(Hub, getattr(module, HUBS[name].class_name)())

@@ -49,18 +49,14 @@ class Demand:
     """The signatures that a user accepts or requires."""
 
     signers: tuple[Signer, ...] = ()
-    """Whose signature is accepted. Empty if the user named no one."""
     required: bool = False
     """Whether even an index that was read from a hub must be signed."""
     trust_config: Path | None = None
     """A file of keys to trust in place of Sigstore's own."""
 
     def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
-        """Who must have signed: whom the user named, or else the index that the user named.
-
-        Empty if no signer is named. Raises `RotationZooError` if a signature is required anyway: a
-        signature of just anybody proves nothing.
-        """
+        """Who must have signed: whom the user named, or else the index that the user named. Raises
+        `RotationZooError` if one is required of nobody, which would prove nothing."""
         named = self.signers or ((listed,) if listed is not None and vouched else ())
         if self.required and not named:
             hint = "name the signer with --signer: an identity, or the file of a public key"
@@ -104,10 +100,8 @@ def is_installed() -> bool:
 
 
 def check_installed(what: str, otherwise: str = "") -> None:
-    """Raise `RotationZooError` if the extra `sign` is missing.
-
-    `what` needs it, in words; `otherwise` ends the hint with a way to do without.
-    """
+    """Raise `RotationZooError` if the extra `sign` is missing, which `what` needs. `otherwise` ends
+    the hint with a way to do without."""
     if not is_installed():
         raise RotationZooError(f"{what} needs the extra `sign`", hint=f"run: {INSTALL}{otherwise}")
 
@@ -117,10 +111,8 @@ class Signed:
     """Something that may be signed: an artifact's folder, or an index."""
 
     what: str
-    """It in words."""
     hashes: Mapping[str, str]
-    """Name -> sha256 of each file that it has now; the signature has to be for those but the card
-    and itself."""
+    """Name -> sha256 of each file that it has now; the signature has to be for `signed_part`."""
     signature: bytes | None
     listed: Signer | None = None
     """Who signed it, as an index says."""
@@ -134,7 +126,6 @@ class Finding:
 
     state: Literal["unsigned", "unchecked", "signed"]
     note: str
-    """One sentence for people."""
     signer: Signer | None = None
 
     def summary(self) -> dict[str, Any]:
@@ -190,7 +181,7 @@ class _Statement(Strict):
 
 
 def parse_bundle(data: bytes, origin: str) -> Bundle:
-    """Read a signature file. Raises `RotationZooError`, naming `origin`, if it is none."""
+    """A signature file. Raises `RotationZooError`, naming `origin`, if it is none."""
     if len(data) > LIMIT:
         raise RotationZooError(
             f"{origin} has {len(data):,} bytes, and no signature has more than {LIMIT:,}",
@@ -208,9 +199,7 @@ def parse_bundle(data: bytes, origin: str) -> Bundle:
 
 def claimed_signer(bundle: Bundle, what: str) -> Signer | None:
     """The identity and the issuer in the certificate, not verified yet; None if there is none.
-
-    Raises `RotationZooError`, naming `what` is signed, if it does not have one of each.
-    """
+    Raises `RotationZooError`, naming `what` is signed, if it does not have one of each."""
     if bundle.certificate is None:
         return None
     from cryptography import x509
@@ -231,11 +220,8 @@ def claimed_signer(bundle: Bundle, what: str) -> Signer | None:
 
 
 def check_signature(signed: Signed, demand: Demand) -> Finding:
-    """Check a signature, and say what is known of it.
-
-    Raises `RotationZooError` for a signature that is wrong in any way, and where one is required or
-    its signer named, also for one that is missing or cannot be checked.
-    """
+    """Check a signature. Raises `RotationZooError` for one that is wrong in any way, and where one
+    is required or its signer named, also for one that is missing or cannot be checked."""
     what, listed = signed.what, signed.listed
     expected = demand.expected(listed, signed.vouched, what)
     candidates = expected or (() if listed is None else (listed,))
@@ -293,11 +279,9 @@ def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) ->
 
 
 def _load_trust(path: Path | None) -> "ClientTrustConfig":
-    """The keys of Sigstore, or those in a file of the user's own (a `ClientTrustConfig` in JSON).
-
-    Sigstore's are updated through the network (TUF), or with `HF_HUB_OFFLINE` read as they were
-    last seen. Raises `RotationZooError`.
-    """
+    """The keys in a file of the user's own (a `ClientTrustConfig` in JSON), or those of Sigstore,
+    which are updated through the network (TUF), or with `HF_HUB_OFFLINE` read as they were last
+    seen. Raises `RotationZooError`."""
     from huggingface_hub import constants
     from sigstore.models import ClientTrustConfig
 
@@ -316,8 +300,6 @@ def _load_trust(path: Path | None) -> "ClientTrustConfig":
 def _verify_identity(
     data: bytes, payload: bytes, signer: Signer, trust: "ClientTrustConfig", what: str
 ) -> None:
-    """Verify the certificate's chain and its time, the entry in the transparency log, the identity
-    in the certificate, and the signature with its key."""
     from sigstore.errors import CertValidationError
     from sigstore.models import Bundle as SigstoreBundle
     from sigstore.verify import Verifier
@@ -375,10 +357,8 @@ def read_signature(folder: Path) -> bytes | None:
 
 
 def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
-    """Check the signature in the folder of an artifact, on this machine and with no index.
-
-    Raises as `check_signature`.
-    """
+    """Check the signature in the folder of an artifact, with no index. Raises as
+    `check_signature`."""
     folder = artifact.folder
     hashes = {MANIFEST: sha256(files.regular_file(folder, MANIFEST))}
     for name in artifact.manifest.files:

@@ -38,10 +38,8 @@ class SigningTool:
     """Signs files, any number of times, always as the same signer."""
 
     def __init__(self, key: Path | None, trust_config: Path | None = None, why: str = "signing"):
-        """`key` is the file of a private key in PEM, or None for keyless signing. `trust_config`
-        names another instance of Sigstore than the public one. `why` is for the error: what needs
-        a signature. Raises `RotationZooError` if the extra `sign` is missing, or there is no such
-        key."""
+        """`key` is the file of a private key in PEM, or None for keyless signing; `why` says what
+        needs a signature. Raises `RotationZooError` without the extra `sign` or such a key."""
         check_installed(why, "; or publish unsigned, with: --sign none")
         self.key, self.trust_config = key, trust_config
         self.signer = None if key is None else read_key(key, private=True)
@@ -64,10 +62,8 @@ class SigningTool:
 
     @_refusals()
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
-        """The signature of these files (name -> file or content), and who it shows as its signer.
-
-        `name` is what the statement calls the whole. Raises `RotationZooError`.
-        """
+        """The signature of these files (name -> file or content), which its statement calls
+        `name` together, and who it shows as its signer. Raises `RotationZooError`."""
         from model_signing import hashing, signing
 
         # Both lie in the folder of an artifact, so a reader's tool must not ask for them.
@@ -97,10 +93,8 @@ class SigningTool:
 
 
 def _find_token() -> str | None:
-    """The token of this CI job's identity. None at a terminal, where a person can log in instead.
-
-    Raises `RotationZooError` if there is neither.
-    """
+    """The token of this CI job's identity; None at a terminal, where a person can log in. Raises
+    `RotationZooError` if there is neither."""
     from sigstore.oidc import detect_credential
 
     token = detect_credential()

@@ -56,11 +56,9 @@ def describe_key(sha256: str) -> str:
 
 
 def parse_signer(text: str, issuer: str | None) -> Signer:
-    """The signer that `--signer` names: the file of a public key, or an identity.
-
-    Workflows of GitHub need no `issuer`. Raises `UsageError` for any other identity without one,
-    and `RotationZooError` for a file that holds no key.
-    """
+    """The signer that `--signer` names: the file of a public key, or an identity. Raises
+    `UsageError` for an identity without an `issuer`, but for workflows of GitHub, and
+    `RotationZooError` for a file that holds no key."""
     if text.endswith(_KEY_SUFFIXES):
         return read_key(Path(text).expanduser())
     if issuer is None and text.startswith(_WORKFLOW):
@@ -84,9 +82,8 @@ def read_key(path: Path, private: bool = False) -> Signer:
         kind = "private"
         hint = "make one with: openssl ecparam -genkey -name prime256v1 -noout -out new.pem"
     try:
-        key: Any
         if private:
-            key = serialization.load_pem_private_key(data, None).public_key()
+            key: Any = serialization.load_pem_private_key(data, None).public_key()
         else:
             key = serialization.load_pem_public_key(data)
     except TypeError as error:

@@ -1,5 +1,5 @@
 """A third hub, which keeps its repositories in the folder `hub`: all that a new hub takes is a
-module like this one and a row in the registry.
+module like this one and a row in the table of hubs.
 
 Run as a program it is the command line of rotationzoo with that row.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from rotationzoo.errors import HubError
-from rotationzoo.zoo.hubs import registry
+from rotationzoo.zoo.hubs import protocol
 from rotationzoo.zoo.hubs.protocol import Hub, ListedFile, Publication, Published
 
 ROOT = Path("hub")
@@ -59,10 +59,10 @@ class FolderHub(Hub):
 
 
 def register() -> None:
-    """Add the row, as if it stood in the registry; nothing else has imported the registry yet."""
+    """Add the row, as if it stood in the table; nothing else has imported that module yet."""
     sys.modules["rotationzoo.zoo.hubs.folder"] = sys.modules[__name__]
     file = "https://folder.example/{repo}/{revision}/{path}"
-    registry.HUBS["folder"] = registry.HubEntry(
+    protocol.HUBS["folder"] = protocol.HubEntry(
         title="Folder",
         abbreviation="fo",
         class_name="FolderHub",
@@ -71,8 +71,8 @@ def register() -> None:
         file_page=file,
         file=file,
     )
-    registry.HUB_NAMES = tuple(registry.HUBS)
-    registry.HubName = Literal[registry.HUB_NAMES]
+    protocol.HUB_NAMES = tuple(protocol.HUBS)
+    protocol.HubName = Literal[protocol.HUB_NAMES]
 
 
 if __name__ == "__main__":

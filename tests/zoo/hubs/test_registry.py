@@ -12,8 +12,7 @@ from support.published import ZOO, ok
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.zoo import index
-from rotationzoo.zoo.hubs.protocol import Hub
-from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+from rotationzoo.zoo.hubs.protocol import HUBS, Hub, open_hub
 
 
 @pytest.fixture
