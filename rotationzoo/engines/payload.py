@@ -21,12 +21,11 @@ Provenance = dict[str, str | int | float | bool]
 def provenance(
     artifact: Artifact, pools: bool, uncentered: bool, absorbed: bool, served: Provenance
 ) -> Provenance:
-    """The provenance of an export.
+    """The provenance of an export, with the serving parameters `served`: model, recipe and text of
+    a calibration, or what imported files stated.
 
-    For a calibrated artifact it names model, recipe and text. For an imported one it repeats what
-    the imported files stated. `pools`, `uncentered` and `absorbed` say how the artifact was
-    reduced: rotations pooled over heads, means left out, the value rotation in the weights.
-    `served` holds the serving parameters.
+    The artifact was reduced to rotations that it `pools` over heads, to ones `uncentered`, or to
+    those of keys alone, where values are `absorbed` in the weights.
     """
     # The generation id is the same for both sides of an export and differs between artifacts and
     # reductions. An import refuses two files whose ids differ.
@@ -122,11 +121,8 @@ def dropped_means(artifact: Artifact, request: Request) -> list[str]:
 
 
 def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | None) -> Payload:
-    """The engine's payload, for a settled request. `changed_model` is the copy of the model to
-    serve, whose weights carry the value rotation.
-
-    Raises `RotationZooError` if the rotations should be pooled and cannot be.
-    """
+    """The engine's payload, for a settled request and the copy of the model whose weights carry the
+    value rotation. Raises `RotationZooError` if rotations should be pooled and cannot be."""
     recipe = artifact.recipe
     pools = request.pooled and artifact.rotations.per_head
     uncentered = dropped_means(artifact, request)
@@ -176,8 +172,7 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
 
 
 def _model_to_serve(artifact: Artifact) -> str | None:
-    """The launch command's model: its hub id, its folder if it is found, or a placeholder. None if
-    the model is not known."""
+    """The launch command's model: its hub id, its folder, or a placeholder; None if unknown."""
     if not artifact.bound:
         return None
     model = artifact.manifest.model

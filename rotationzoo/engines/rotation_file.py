@@ -1,5 +1,8 @@
-"""Imported rotation files: one side as a file holds it, and the checks of its matrices."""
+"""Imported rotation files: one side as a file holds it, and the checks of its content, of which
+nothing is used unchecked."""
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,9 +13,12 @@ import torch
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import orthogonality
+from rotationzoo.model.files import MOST_LAYERS
 
 # How far rounding may push an eigenvalue below zero, relative to the largest.
 _NEGATIVE = 1e-4
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LONGEST_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,9 @@ class RotationFile:
 
 
 def normalise(file: RotationFile, transposed: bool) -> RotationFile:
-    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues.
-
-    `transposed` says that the file stores `R^T` against the convention of its format. Raises
-    `RotationZooError` for unsorted eigenvalues.
-    """
+    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues, where it
+    stores `R^T`, against the convention of its format, if `transposed`. Raises `RotationZooError`
+    for unsorted eigenvalues."""
     name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
     if transposed:
         matrices = {layer: matrix.mT for layer, matrix in matrices.items()}
@@ -97,3 +101,58 @@ def _problem(
         if not fits or not torch.isfinite(mean).all():
             return "has a mean that is not finite or not of its shape"
     return None
+
+
+def as_mapping(content: Any) -> Mapping[str, Any]:
+    """The content if it is a table, else an empty one. Untrusted files may hold anything there."""
+    return content if isinstance(content, Mapping) else {}
+
+
+def primitives(content: Any) -> dict[str, str | int | float]:
+    """The entries of a table that a manifest can hold: printable text, finite numbers and
+    booleans."""
+    entries = {}
+    for name, value in as_mapping(content).items():
+        is_number = isinstance(value, int | float) and abs(value) < 2**63 and math.isfinite(value)
+        if _is_text(name) and (is_number or _is_text(value)):
+            entries[name] = value
+    return entries
+
+
+def objective_name(content: Any) -> str:
+    """The objective that a file names, or `unknown` if it is empty, too long or not printable."""
+    return content if content and _is_text(content) else "unknown"
+
+
+def check_layer(path: Path, layer: int | str) -> int:
+    """The layer's number as an integer. Raises `RotationZooError` for one that no model has."""
+    if int(layer) >= MOST_LAYERS:
+        raise RotationZooError(
+            f"{path.name} has a layer {layer}, and no model has", hint="do not use it"
+        )
+    return int(layer)
+
+
+def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
+    """Raise `RotationZooError` unless a tensor is dense, real floating-point, and neither empty nor
+    a scalar."""
+    plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
+    if not plain or not tensor.numel():
+        raise RotationZooError(
+            f"the {label} in {path.name} is no table of real numbers", hint="do not use it"
+        )
+
+
+def check_regular(path: Path) -> None:
+    """Raise `RotationZooError` unless `path` is a regular file that this user may read: reading a
+    pipe or a device could block for ever."""
+    if not path.exists():
+        raise RotationZooError(f"there is no file {path}", hint="check the path")
+    if not path.is_file():
+        raise RotationZooError(f"{path} is no regular file", hint="give a file")
+    if not os.access(path, os.R_OK):
+        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_TEXT and value.isprintable()

@@ -15,9 +15,9 @@ from pathlib import Path
 import huggingface_hub
 
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.engines.base import Launch, Options, Payload, clip_text
+from rotationzoo.engines.base import PAGE, Launch, Options, Payload, check_limits, clip_text
 from rotationzoo.engines.formats import gguf_file
-from rotationzoo.engines.formats.reading import PAGE, as_mapping, check_limits, objective_name
+from rotationzoo.engines.rotation_file import as_mapping, objective_name
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import text_config
