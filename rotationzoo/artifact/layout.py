@@ -62,13 +62,10 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
 
 
 def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
-    """Build rotations from tensors by name: the inverse of `rotation_tensors`.
-
-    Raises `KeyError` if a layer lacks one of its matrices or clip ratios.
-    """
-    layers = sorted({split_name(name)[0] for name in tensors})
+    """Build rotations from tensors by name: the inverse of `rotation_tensors`. Raises `KeyError` if
+    a layer lacks one of its matrices or clip ratios."""
     rotations = {}
-    for layer in layers:
+    for layer in sorted({split_name(name)[0] for name in tensors}):
         is_latent = matrix_name(layer, LATENT) in tensors
         sides = (LATENT,) if is_latent else SIDES
         by_side = {side: _rotation_from(tensors, layer, side) for side in sides}
@@ -89,7 +86,7 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
         heads = matrix_count(recipe, layer.kv_heads)
         for side in layer.sides:
             dim = layer.dims[side]
-            fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            fields: Shapes = {
                 "rotation": (torch.float32, (heads, dim, dim)),
                 "eigenvalues": (torch.float32, (heads, dim)),
                 "clip": (torch.float64, (layer.kv_heads,)),

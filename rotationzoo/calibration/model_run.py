@@ -1,7 +1,5 @@
-"""The part of a calibration that needs the model's weights.
-
-Its steps: load the model, find its geometry, check the capture, collect, fit.
-"""
+"""The part of a calibration that needs the model's weights: load the model, find its geometry,
+check the capture, collect, fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,12 +49,8 @@ class CalibrationResult:
 def run_model(
     planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
 ) -> CalibrationResult:
-    """Load the model and calibrate it.
-
-    - `text`: the calibration text. None if the recipe needs no statistics, so that the model is
-      loaded only for its geometry.
-    - `checkpoint`: what a stopped run left, and where this run saves.
-    """
+    """Load the model and calibrate it, or only find its geometry where the recipe needs no text.
+    The `checkpoint` is what a stopped run left, and where this run saves."""
     job = planned.job
     assert planned.config is not None
     placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
@@ -73,7 +67,6 @@ def run_model(
             geometry = geometry_of(model, ids)
             check_recipe(job.recipe, geometry)
         dtype = str(model.dtype).removeprefix("torch.")
-        # The model was loaded only for its geometry.
         if text is None:
             rotations = fit(None, job.recipe, geometry)
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
@@ -101,10 +94,7 @@ def _check_capture(
     model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
 ) -> tuple[Recipe, list[str], torch.Tensor]:
     """Check that capturing does not change the model's logits, and settle whether keys can be
-    centered.
-
-    Returns the recipe to follow, notes for the user, and the logits.
-    """
+    centered. Returns the recipe to follow, notes for the user, and the logits."""
     shift = ShiftCheck()
     with torch.no_grad():
         logits = check_transparent(model, ids, shift if recipe.center_keys else attend_as_is)

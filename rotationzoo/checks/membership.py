@@ -1,7 +1,5 @@
-"""Whether an artifact belongs to a model's weights.
-
-The model is run on a text, and the artifact's rotations are compared with the resulting statistics.
-"""
+"""Whether an artifact belongs to a model's weights: the model is run on a text, and the rotations
+are compared with the resulting statistics."""
 
 from dataclasses import dataclass
 
@@ -48,10 +46,8 @@ class Agreement:
 
     @property
     def lowest(self) -> float:
-        """The smaller of the two, which decides.
-
-        Keys of any two models agree a little, because RoPE leaves the same structure in them.
-        """
+        """The smaller of the two, which decides: keys of any two models agree a little, because
+        RoPE leaves the same structure in them."""
         return min(self.key, self.value)
 
     @property
@@ -83,10 +79,7 @@ def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
 ) -> Agreement:
     """Run a model on the bundled text and compare its statistics with an artifact's rotations.
-
-    Raises `RotationZooError` for rotations that contain no eigenbasis, and for artifacts that are
-    bound to no model.
-    """
+    Raises `RotationZooError` for rotations without an eigenbasis, and for artifacts of no model."""
     candidate.check_memory_limits()
     bases = _recover_bases(artifact)
     check_bound(artifact, candidate.model)
@@ -94,7 +87,7 @@ def check_membership(
     _check_shapes(artifact, candidate)
     statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
     moments = {
-        (layer.index, side): target_moment(statistics, recipe, layer.index, side)
+        (layer.index, side): target_moment(statistics[layer.index], recipe, side)
         for layer in cached_layers(artifact.geometry)
         for side in layer.sides
     }
@@ -150,10 +143,7 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
 def measure_agreement(
     bases: dict[tuple[int, str], torch.Tensor], moments: dict[tuple[int, str], torch.Tensor]
 ) -> Agreement:
-    """Compare eigenbases `[H, D, D]` with second moments `[H, D, D]`, both by layer and side.
-
-    H is 1 if the rotations are pooled.
-    """
+    """Compare eigenbases `[H, D, D]` with second moments, both by layer and side."""
     shares: dict[str, list[torch.Tensor]] = {}
     for (layer, side), moment in moments.items():
         shares.setdefault(side, []).append(explained_share(bases[layer, side], moment))
@@ -164,12 +154,12 @@ def measure_agreement(
 
 
 def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """How much of the structure of second moments `[H, D, D]` a basis `[H, D, D]` explains: `[H]`.
+    """How much of the structure of second moments `[H, D, D]` a basis `[H, D, D]`, in ascending
+    order of eigenvalues, explains: `[H]`.
 
-    The basis has its columns in ascending order of their eigenvalues. The share is the cosine
-    between the logarithm of the moment and the matrix with the same eigenvalues in this basis, both
-    made traceless. Logarithms weight all directions equally. Directions with nearly equal
-    eigenvalues, which differ from text to text, do not lower the share.
+    The share is the cosine between the logarithm of the moment and the matrix with the same
+    eigenvalues in this basis, both made traceless. Directions with nearly equal eigenvalues, which
+    differ from text to text, do not lower it.
     """
     eigenvalues, vectors = compositions.eigenbasis(moment)
     logarithms = eigenvalues.clamp(min=_FLOOR * eigenvalues.amax().item()).log()

@@ -226,15 +226,17 @@ def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None
         # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer takes.
         return _checked(os.fsencode(text), "--prompt")
     if file is not None and str(file) != "-":
-        return _without_line_end(_checked(_read_file(file), str(file)))
-    if file is None and not _is_piped():
+        content, name = _read_file(file), str(file)
+    elif file is None and not _is_piped():
         return None
-    content = b""
-    if sys.stdin is not None:
-        if not select.select([sys.stdin], [], [], _PATIENCE)[0]:
-            note("Waiting for a prompt on standard input")
-        content = sys.stdin.buffer.read(_LONGEST + 1)
-    return _without_line_end(_checked(content, "standard input"))
+    else:
+        content, name = b"", "standard input"
+        if sys.stdin is not None:
+            if not select.select([sys.stdin], [], [], _PATIENCE)[0]:
+                note("Waiting for a prompt on standard input")
+            content = sys.stdin.buffer.read(_LONGEST + 1)
+    # Editors and `echo` write a line end, and a model would go on in a new line.
+    return _checked(content, name).removesuffix("\n").removesuffix("\r")
 
 
 def _read_file(file: Path) -> bytes:
@@ -272,8 +274,3 @@ def _checked(content: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         hint = "convert it, for example with: iconv -f latin1 -t utf-8"
         raise UsageError(f"{name} is no UTF-8 text: byte {error.start} is wrong", hint) from error
-
-
-def _without_line_end(text: str) -> str:
-    """Editors and `echo` write a line end, and a model would go on in a new line."""
-    return text.removesuffix("\n").removesuffix("\r")

@@ -30,9 +30,9 @@ def ignores_shift(
 ) -> bool:
     """Whether this attention gives the same output when all keys are shifted alike.
 
-    It is tried on the CPU. Random numbers replace the queries `[B, H_q, T, D]`, the keys and values
-    `[B, H, T, D]` and the weights that the attention reads, so that no weights are needed. An
-    attention that cannot be tried counts as one that does not ignore the shift.
+    It is tried on the CPU, with random numbers for the queries `[B, H_q, T, D]`, the keys and
+    values `[B, H, T, D]` and the weights that the attention reads. One that cannot be tried counts
+    as one that does not ignore the shift.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = _with_random_numbers(attend, generator)
@@ -68,10 +68,8 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
         return drawn[id(given)]
 
     module = copy.copy(attend.module)
-    module._parameters = {
-        name: _parameter(draw(tensor)) for name, tensor in attend.module._parameters.items()
-    }
-    module._buffers = {name: draw(tensor) for name, tensor in attend.module._buffers.items()}
+    module._parameters = {name: draw(each) for name, each in attend.module._parameters.items()}
+    module._buffers = {name: draw(each) for name, each in attend.module._buffers.items()}
     options = {name: draw(option) for name, option in attend.options.items()}
     return replace(attend, module=module, options=options)
 
@@ -99,10 +97,6 @@ def _rows(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random rows `[1, H, T, D]` with the heads and the dimension of `like`."""
     shape = (1, like.shape[1], _TOKENS, like.shape[3])
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:
-    return None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
 
 
 class ShiftCheck:
@@ -135,8 +129,7 @@ class ShiftCheck:
 
 
 def reason(layers: Sequence[int]) -> str:
-    """The reason why keys may not be stored without their mean, given the layers where a shift
-    changes attention."""
+    """Why keys may not be stored without their mean, by the layers that a shift changes."""
     where = f"layer {layers[0]}"
     if len(layers) > 1:
         where = f"{len(layers)} layers, {layers[0]} the first"

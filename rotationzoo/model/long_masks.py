@@ -114,10 +114,7 @@ def seen_keys(mask: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def long_masks(implementation: str) -> Iterator[None]:
     """Inside the block, models with this attention implementation get a `LongMask` in place of
-    every mask of more than `LARGEST_MASK` entries.
-
-    Who calls this stands in for their attention, and reads it block by block.
-    """
+    every mask of more than `LARGEST_MASK` entries, which the caller reads block by block."""
     from transformers import masking_utils
 
     functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS

@@ -45,11 +45,8 @@ class TwoCopyMask:
     _kept: list[Block] = field(default_factory=list)
 
     def blocks(self) -> Iterator[Block]:
-        """The mask, split by queries.
-
-        A block does not need to read all 2T positions. Later positions are hidden from all of its
-        queries, and so is one of the two copies of nearly every earlier position.
-        """
+        """The mask, split by queries. From all of a block's, later positions are hidden, and so is
+        one of the two copies of nearly every earlier position."""
         kept_bytes = sum(block.mask.nbytes for block in self._kept)
         for number, queries in enumerate(query_blocks(self.length)):
             if number < len(self._kept):
@@ -65,19 +62,14 @@ class TwoCopyMask:
 
     def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
         """The two-copy mask `[B or 1, 1, q, 2T]` of some of the T queries, boolean or additive like
-        the model's own. Raises `UnsupportedModel` as `own_mask` does. All of it takes T times 2T
-        entries, 34 GB for 131,072 tokens: long rows are read through `blocks`."""
+        the model's own: of all, 34 GB for 131,072 tokens. Raises as `own_mask` does."""
         single = own_mask(self.attend, queries, self.length, self.device)
         positions = torch.arange(self.length, device=self.device)[queries]
         return _both_copies(single, self.cache.exact_for(positions, self.length))
 
     def fits(self, attend: Attention, length: int, device: torch.device) -> bool:
         """Whether this mask was made from the same model mask, for as many positions, on the same
-        device.
-
-        Masks are compared by content, because layers on a second device each receive their own
-        copy.
-        """
+        device. Layers on a second device each receive their own copy, so content counts."""
         if self.device != device or self.length != length:
             return False
         mask, other = self.attend.mask, attend.mask

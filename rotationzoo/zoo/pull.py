@@ -14,10 +14,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rotationzoo.artifact.leftovers import unlisted_files
 from rotationzoo.artifact.manifest import PlainName
 from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
-from rotationzoo.checks.verify import verify
+from rotationzoo.checks.verify import unlisted_files, verify
 from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
