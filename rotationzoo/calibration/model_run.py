@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration.checkpoint import Checkpoint
@@ -72,7 +71,12 @@ def run_model(
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        recipe, notes, logits = _check_capture(model, ids, job.recipe, geometry)
+        shift = ShiftCheck()
+        function = shift if job.recipe.center_keys else attend_as_is
+        with torch.no_grad():
+            logits = check_transparent(model, ids, function)
+        moved = sorted({*shifted_layers(geometry), *shift.layers})
+        recipe, notes = settle_centering(job.recipe, moved)
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += doubt_loss(guessed.item(), logits.shape[-1])
@@ -88,14 +92,3 @@ def run_model(
             rotations = spend_bits(rotations, recipe.budget, recipe.group_size)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
-
-
-def _check_capture(
-    model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
-) -> tuple[Recipe, list[str], torch.Tensor]:
-    """Check that capturing does not change the model's logits, and settle whether keys can be
-    centered. Returns the recipe to follow, notes for the user, and the logits."""
-    shift = ShiftCheck()
-    with torch.no_grad():
-        logits = check_transparent(model, ids, shift if recipe.center_keys else attend_as_is)
-    return *settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers})), logits

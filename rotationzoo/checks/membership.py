@@ -4,12 +4,13 @@ are compared with the resulting statistics."""
 from dataclasses import dataclass
 
 import torch
+from transformers import PretrainedConfig
 
 from rotationzoo.artifact.fit import target_moment
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError
-from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.geometry import cached_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
@@ -21,7 +22,7 @@ from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Data
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.text.rows import read_corpus
 
@@ -69,11 +70,6 @@ class Candidate(RunSettings):
 
     model: str
 
-    @property
-    def source(self) -> Source:
-        """Where the model's files are."""
-        return find(self.model, self.revision)
-
 
 def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
@@ -83,9 +79,12 @@ def check_membership(
     candidate.check_memory_limits()
     bases = _recover_bases(artifact)
     check_bound(artifact, candidate.model)
-    recipe = artifact.recipe
-    _check_shapes(artifact, candidate)
-    statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
+    recipe, source = artifact.recipe, find(candidate.model, candidate.revision)
+    config = loading.load_config(source, recipe.rope_scaling)
+    geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    if geometry is not None:  # before the weights are fetched
+        check_artifacts(candidate.model, [artifact], geometry)
+    statistics = _collect_statistics(candidate, source, config, artifact, progress)
     moments = {
         (layer.index, side): target_moment(statistics[layer.index], recipe, side)
         for layer in cached_layers(artifact.geometry)
@@ -94,21 +93,15 @@ def check_membership(
     return measure_agreement(bases, moments)
 
 
-def _check_shapes(artifact: Artifact, candidate: Candidate) -> None:
-    """Raise `RotationZooError` for a model of other shapes, before its weights are fetched."""
-    source = candidate.source
-    config = loading.load_config(source, artifact.recipe.rope_scaling)
-    geometry = geometry_on_meta(loading.on_meta(config, source.name))
-    if geometry is not None:
-        check_artifacts(candidate.model, [artifact], geometry)
-
-
 def _collect_statistics(
-    candidate: Candidate, recipe: Recipe, geometry: Geometry, progress: Progress
+    candidate: Candidate,
+    source: Source,
+    config: PretrainedConfig,
+    artifact: Artifact,
+    progress: Progress,
 ) -> Statistics:
-    """The model's statistics on `TEXT`, as a calibration with this recipe would collect them."""
-    source, device = candidate.source, candidate.torch_device
-    config = loading.load_config(source, recipe.rope_scaling)
+    """The model's statistics on `TEXT`, as a calibration with its recipe would collect them."""
+    device = candidate.torch_device
     check_loadable(config, source.name, device)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
@@ -120,7 +113,8 @@ def _collect_statistics(
         with loading.forward_errors(candidate.model, 1, TEXT.length), torch.no_grad():
             first_tokens = text.rows[0][None, :_TRANSPARENCY_TOKENS]
             check_transparent(model, first_tokens.to(loading.input_device(model)))
-            return collect(model, geometry, text.batches(1), recipe, progress=progress)
+            batches = text.batches(1)
+            return collect(model, artifact.geometry, batches, artifact.recipe, progress=progress)
 
 
 def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:

@@ -9,8 +9,7 @@ import torch
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.engines.formats import oscar_pt
-from rotationzoo.engines.objectives import describe
-from rotationzoo.engines.rotation_file import RotationFile, check_matrices, normalise
+from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalise
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers, shifted_layers
 from rotationzoo.linalg.composition_table import DATA_FREE

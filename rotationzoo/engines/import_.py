@@ -14,7 +14,7 @@ from rotationzoo.calibration.checkpoint import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.formats.oscar_pt import latent_files
 from rotationzoo.engines.gather import Files, find_geometry, gather_files
-from rotationzoo.engines.objectives import describe
+from rotationzoo.engines.rotation_file import describe
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN

@@ -9,11 +9,14 @@ from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
-from rotationzoo.engines.objectives import objective_of
+from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.absorbed import find_model
 from rotationzoo.rotations import LATENT, SIDES, Rotations
 from rotationzoo.storage.files import digest
 
+# OSCAR has no word for the exact `output` statistic. Files that rotationzoo writes state it under
+# `calibration`.
+_WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output": "sst"}
 Provenance = dict[str, str | int | float | bool]
 """Only primitives, so that a `.pt` file loads without running code."""
 
@@ -149,11 +152,15 @@ def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | 
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:
-    """The objective name: what imported files stated, unless pooling has fitted new rotations."""
-    imported = artifact.manifest.imported
+    """The objective name, such as `qqt_r_h_pbr`: what imported files stated, unless pooling has
+    fitted new rotations, or the words for the recipe's statistic and composition."""
+    recipe, imported = artifact.recipe, artifact.manifest.imported
     if imported and not pools:
         return imported.objectives[LATENT if LATENT in imported.objectives else side]
-    return objective_of(artifact.recipe, side)
+    if not recipe.has_eigenbasis:
+        return recipe.composition
+    statistic = recipe.key_statistic if side == "key" else recipe.value_statistic
+    return f"{_WORDS[statistic]}_{recipe.composition}"
 
 
 def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatrices:

@@ -1,19 +1,23 @@
-"""One continuation of a prompt, by the model with a given cache, while it is written, and how it
-compares with the exact model's."""
+"""One continuation of a prompt: its settings, the text while the model writes it with a given
+cache, and how it compares with the exact model's."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.options import check_options
+from rotationzoo.codec.settings import CacheOptions
+from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
 from rotationzoo.generation.prompt import Prompt
-from rotationzoo.generation.settings import Generation
 from rotationzoo.model.cache_names import cache_argument
-from rotationzoo.model.loading import input_device
+from rotationzoo.model.loading import RunSettings, input_device
 from rotationzoo.model.out_of_memory import is_out_of_memory
 from rotationzoo.progress import Progress
 from rotationzoo.recall.prompts import common_length
@@ -30,12 +34,56 @@ _PLAIN: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
     "cache_implementation": None,
 }
+MAX_NEW_TOKENS = 256
 _CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with
 _INCOMPLETE = "\ufffd"  # what the first bytes of a character are decoded to
 
 END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
 """Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
 Write = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Generation(RunSettings):
+    """The settings of one text, as the user gave them."""
+
+    model: str
+    prompt: str | None
+    """The text to continue. None asks the demo model for a statement hidden in code."""
+    rotations: str | Path | Artifact | None
+    """An artifact or its folder, or a name in the zoo, which is pulled. None is no rotation."""
+    chat: bool = False
+    """Whether the prompt is a user's message, put into the tokenizer's chat template."""
+    max_new_tokens: int | None = None
+    """`MAX_NEW_TOKENS` by default; for the demo's question, as many as its answer has."""
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    """The format, the windows and the rounding, where they differ from the recipe's."""
+    prefill_chunk: int = 2048
+    """The prompt is read in chunks of so many tokens, each of which reads the ones before it from
+    the cache. Longer ones need more memory, and read fewer tokens quantized."""
+    anyway: bool = False
+    """Whether rotations that were made for other weights are used, too."""
+    compare: bool = False
+    """Whether the exact model continues the prompt too."""
+    rope_scaling: str | None = None
+    """How the model's RoPE is scaled, as in a recipe. None means as the rotations were
+    calibrated."""
+
+    def check(self) -> None:
+        """Raise `UsageError` for settings out of range, and for some that exclude each other."""
+        numbers = {"--max-new-tokens": self.max_new_tokens, "--prefill-chunk": self.prefill_chunk}
+        for option, number in numbers.items():
+            if number is not None and number < 1:
+                raise UsageError(f"{option} must be at least 1, not {number}", hint=f"{option} 256")
+        if self.prompt is None and (self.model != "demo" or self.chat):
+            raise UsageError(
+                "there is no prompt",
+                hint='give one with --prompt "TEXT" or --file FILE, or pipe it into the command',
+            )
+        if self.prompt is not None and not self.prompt.strip():
+            raise UsageError("the prompt is empty", hint="give some text to continue")
+        check_options({**self.cache})
+        self.check_memory_limits()
 
 
 class TextStream(BaseStreamer):

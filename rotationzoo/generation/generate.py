@@ -19,6 +19,8 @@ from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import rope_notes
 from rotationzoo.generation.continuation import (
     INTERRUPTED,
+    MAX_NEW_TOKENS,
+    Generation,
     TextStream,
     Write,
     compare_texts,
@@ -26,7 +28,6 @@ from rotationzoo.generation.continuation import (
     describe_text,
 )
 from rotationzoo.generation.prompt import Prompt, encode_prompt, write_example
-from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import (

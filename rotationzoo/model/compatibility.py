@@ -4,7 +4,6 @@ import logging
 import shlex
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.manifest import hash_config
@@ -14,7 +13,7 @@ from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_d
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import complete_scaling, same_scaling, scaling_of
-from rotationzoo.model.source import Source, has_weights, weights_fingerprint
+from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.rope_scaling import normalize
 
 _LOG = logging.getLogger(__name__)
@@ -124,5 +123,4 @@ def _source_of(model: PreTrainedModel) -> Source | None:
     name, commit = model.name_or_path or "", getattr(model.config, "_commit_hash", None)
     if name and Path(name).is_dir():
         return Source(name, Path(name), None)
-    config = commit and try_to_load_from_cache(name, "config.json", revision=commit)
-    return Source(name, Path(config).parent, commit) if isinstance(config, str) else None
+    return find_cached(name, commit) if commit else None

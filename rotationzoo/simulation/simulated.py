@@ -255,32 +255,19 @@ def _attention_kl(
     """`KL(exact || simulated)` `[B, H_q, Q]` of the attention of queries at some positions `[Q]`.
     `query` and `key` are the exact model's, and `keys` `[exact; quantized]` the simulated cache's.
     """
-    batch, heads, _, _ = query.shape
+    batch, heads, length, _ = query.shape
     size = max(1, SCORES // (batch * heads * keys.shape[2]))
     at, parts = queries.to(query.device), []
     for positions in at.split(size):
-        rows = as_additive(mask.rows(positions), torch.float32)
-        parts.append(_divergence_of(attend, query[:, :, positions], key, keys, rows))
+        rows, some = as_additive(mask.rows(positions), torch.float32), query[:, :, positions]
+        # The query sees a position if it sees either copy.
+        visible = torch.maximum(rows[..., :length], rows[..., length:])
+        exact = replace(attend, mask=visible).weights(some, key)
+        both = replace(attend, mask=rows).weights(some, keys)
+        simulated = both[..., :length] + both[..., length:]
+        # In float64: of nearly equal weights, it is a small difference of large terms.
+        parts.append(divergence(exact.double(), simulated.double()))
     return torch.cat(parts, dim=2)
-
-
-def _divergence_of(
-    attend: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    keys: torch.Tensor,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """The divergence `[B, H_q, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask
-    `[B, 1, Q, 2T]`, float32 and additive."""
-    length = key.shape[2]
-    # The query sees a position if it sees either copy.
-    exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
-    exact = replace(attend, mask=exact_mask).weights(query, key)
-    both = replace(attend, mask=mask).weights(query, keys)
-    simulated = both[..., :length] + both[..., length:]
-    # In float64: of nearly equal weights, it is a small difference of large terms.
-    return divergence(exact.double(), simulated.double())
 
 
 def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:

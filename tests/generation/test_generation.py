@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rotationzoo import Artifact, RotatedCache, generate
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.generation import generate as generating
-from rotationzoo.generation.continuation import TextStream, find_parting
+from rotationzoo.generation.continuation import Generation, TextStream, find_parting
 from rotationzoo.generation.generate import generate as run
-from rotationzoo.generation.settings import Generation
 from rotationzoo.model import loading
 from rotationzoo.model.source import DEMO
 
