@@ -13,9 +13,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT
 
 
-def zero_statistics(
-    geometry: Geometry, recipe: Recipe, device: torch.device | str = "cpu"
-) -> Statistics:
+def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
     """The initial sums: four moments per cached layer, one more with key energy."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):

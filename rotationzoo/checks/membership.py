@@ -10,7 +10,6 @@ from rotationzoo.artifact.fit import target_moment
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError
-from rotationzoo.geometry import cached_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
@@ -85,12 +84,13 @@ def check_membership(
     if geometry is not None:  # before the weights are fetched
         check_artifacts(candidate.model, [artifact], geometry)
     statistics = _collect_statistics(candidate, source, config, artifact, progress)
-    moments = {
-        (layer.index, side): target_moment(statistics[layer.index], recipe, side)
-        for layer in cached_layers(artifact.geometry)
-        for side in layer.sides
-    }
-    return measure_agreement(bases, moments)
+    shares: dict[str, list[torch.Tensor]] = {}
+    for (layer, side), basis in bases.items():
+        moment = target_moment(statistics[layer], recipe, side)
+        shares.setdefault(side, []).append(explained_share(basis, moment))
+    means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
+    sides = (LATENT, LATENT) if LATENT in means else SIDES
+    return Agreement(*(means[side] for side in sides))
 
 
 def _collect_statistics(
@@ -129,22 +129,8 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
     bases = {}
     for layer, side, rotation in artifact.rotations.each():
         group = recipe.group(rotation.dim)
-        basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
-        bases[layer, side] = basis
+        bases[layer, side] = compositions.recover_basis(rotation.matrix, recipe.composition, group)
     return bases
-
-
-def measure_agreement(
-    bases: dict[tuple[int, str], torch.Tensor], moments: dict[tuple[int, str], torch.Tensor]
-) -> Agreement:
-    """Compare eigenbases `[H, D, D]` with second moments, both by layer and side."""
-    shares: dict[str, list[torch.Tensor]] = {}
-    for (layer, side), moment in moments.items():
-        shares.setdefault(side, []).append(explained_share(bases[layer, side], moment))
-    means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
-    sides = (LATENT, LATENT) if LATENT in means else SIDES
-    key, value = (means[side] for side in sides)
-    return Agreement(key, value)
 
 
 def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:

@@ -68,28 +68,24 @@ def _check_tensors(artifact: Artifact) -> Verification:
 def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
     """Compare the config and, if the model's weights are on this machine, their fingerprint.
     Returns the problems and a phrase that says what was compared."""
-    expected = artifact.manifest.model
-    source = find(model, revision)
-    compared = f"the config of {model}"
+    expected, source = artifact.manifest.model, find(model, revision)
+    fingerprint, compared, problems = expected.weights_fingerprint, f"the config of {model}", []
     if not artifact.bound:
-        problem = "bound to no model: it is not known which one the imported files are for"
-        return [problem], compared
-    if hash_config(source.folder) != expected.config_sha256:
-        problem = f"made for another model or config than that of {model}: {expected.id}"
-        return [problem], compared
-    fingerprint = expected.weights_fingerprint
-    if fingerprint and has_weights(source):
+        problems = ["bound to no model: it is not known which one the imported files are for"]
+    elif hash_config(source.folder) != expected.config_sha256:
+        problems = [f"made for another model or config than that of {model}: {expected.id}"]
+    elif fingerprint and has_weights(source):
         compared = f"the weights of {model}"
         if weights_fingerprint(source) != fingerprint:
-            return [f"made for other weights than {model} has: {expected.id}"], compared
-        return [], compared
-    if fingerprint:
-        compared += ", whose weights are not on this machine"
-    # Without weights to compare, the revision still identifies them.
-    if expected.revision and source.revision and source.revision != expected.revision:
-        problem = f"made for revision {expected.revision}, and {model} is at {source.revision}"
-        return [problem], compared
-    return [], compared
+            problems = [f"made for other weights than {model} has: {expected.id}"]
+    else:
+        if fingerprint:
+            compared += ", whose weights are not on this machine"
+        # Without weights to compare, the revision still identifies them.
+        if expected.revision and source.revision not in (None, expected.revision):
+            made_for = f"made for revision {expected.revision}"
+            problems = [f"{made_for}, and {model} is at {source.revision}"]
+    return problems, compared
 
 
 # ---- entries that the manifest does not list

@@ -25,30 +25,20 @@ def provenance(
     artifact: Artifact, pools: bool, uncentered: bool, absorbed: bool, served: Provenance
 ) -> Provenance:
     """The provenance of an export, with the serving parameters `served`: model, recipe and text of
-    a calibration, or what imported files stated.
-
-    The artifact was reduced to rotations that it `pools` over heads, to ones `uncentered`, or to
-    those of keys alone, where values are `absorbed` in the weights.
-    """
+    a calibration, or what imported files stated. The other flags say how the artifact was reduced:
+    pooled over heads, without means, or without the values, which the weights carry."""
     # The generation id is the same for both sides of an export and differs between artifacts and
     # reductions. An import refuses two files whose ids differ.
     reduction = f"{artifact.identity} {pools} {uncentered} {absorbed}"
     generation = digest(reduction.encode())[:32]
     pooling = "layer" if pools else artifact.recipe.pooling
-    imported = artifact.manifest.imported
-    if imported is None:
-        return _of_calibration(artifact, generation, pooling) | served
-    # If the imported files stated nothing, the exported ones state nothing either.
-    if not imported.calibration:
-        return {}
-    stated = dict(imported.calibration)
-    if pools or uncentered:
-        stated |= {"pooling": pooling, "generation_id": generation}
-    return {**stated, **served}
-
-
-def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Provenance:
     manifest, recipe = artifact.manifest, artifact.recipe
+    if manifest.imported is not None:
+        stated = dict(manifest.imported.calibration)
+        if pools or uncentered:
+            stated |= {"pooling": pooling, "generation_id": generation}
+        # If the imported files stated nothing, the exported ones state nothing either.
+        return {**stated, **served} if manifest.imported.calibration else {}
     model, data = manifest.model, manifest.calibration
     tokens, text_sha256 = (data.tokens, data.fingerprint) if data else (None, None)
     entries: dict[str, str | int | bool | None] = {
@@ -70,7 +60,7 @@ def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Proven
         "post_rope": True,
         "accumulator_dtype": "float64",
     }
-    return {name: value for name, value in entries.items() if value is not None}
+    return {name: value for name, value in entries.items() if value is not None} | served
 
 
 PLACEHOLDER = "MODEL"

@@ -52,9 +52,9 @@ class RotationFile:
 
 
 def normalise(file: RotationFile, transposed: bool) -> RotationFile:
-    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues, where it
-    stores `R^T`, against the convention of its format, if `transposed`. Raises `RotationZooError`
-    for unsorted eigenvalues."""
+    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues. A `transposed`
+    one stores `R^T` against the convention of its format. Raises `RotationZooError` for unsorted
+    eigenvalues."""
     name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
     if transposed:
         matrices = {layer: matrix.mT for layer, matrix in matrices.items()}

@@ -9,6 +9,7 @@ with and without a shift.
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,12 @@ def ignores_shift(
     drawn = _with_random_numbers(attend, generator)
     queries, keys, values = (_LOGITS * _rows(like, generator) for like in (query, key, value))
     shift = _LOGITS * _rows(key, generator)[:, :, :1]
-    for attempt in _attempts(drawn, attend.module):
+    visible, hidden = _causal_masks(_TOKENS, torch.float64)
+    attempts = [replace(drawn, mask=visible)]
+    with suppress(AttributeError):  # of a module without an eager implementation, which is first
+        eager = eager_attention(attend.module)
+        attempts.insert(0, replace(drawn, function=eager, mask=hidden))
+    for attempt in attempts:
         try:
             plain = attempt(queries, keys, values)
             up = (attempt(queries, keys + shift, values) - plain).abs().max().item()
@@ -72,18 +78,6 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
     module._buffers = {name: draw(each) for name, each in attend.module._buffers.items()}
     options = {name: draw(option) for name, option in attend.options.items()}
     return replace(attend, module=module, options=options)
-
-
-def _attempts(attend: Attention, module: torch.nn.Module) -> list[Attention]:
-    """The call with a causal mask, in the order to try: the module's eager implementation if it has
-    one, which needs an additive mask, then the function in use."""
-    visible, hidden = _causal_masks(_TOKENS, torch.float64)
-    in_use = replace(attend, mask=visible)
-    try:
-        eager = replace(attend, function=eager_attention(module), mask=hidden)
-    except AttributeError:
-        return [in_use]
-    return [eager, in_use]
 
 
 def _causal_masks(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -120,7 +120,12 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call],
 
     with intercept(model, record):
         output = decoder(model)(input_ids=ids, use_cache=True)
-    return calls, _stored_rows(returned_cache(output))
+    stored = {}  # layers without any are absent
+    for index, layer in enumerate(getattr(returned_cache(output), "layers", [])):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
+            stored[index] = keys, values
+    return calls, stored
 
 
 def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, _Rows]) -> Layer:
@@ -199,13 +204,3 @@ def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
 
 def _shape(tensor: torch.Tensor) -> _Shape:
     return tensor.shape[1], tensor.shape[-1]
-
-
-def _stored_rows(cache: Any) -> dict[int, _Rows]:
-    """Layer -> the keys and the values in the cache. Layers without any are absent."""
-    stored = {}
-    for index, layer in enumerate(getattr(cache, "layers", [])):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
-            stored[index] = keys, values
-    return stored

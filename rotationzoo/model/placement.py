@@ -110,27 +110,13 @@ def place_weights(
             hint="leave out GPUs that are not here: --max-memory cpu=60GiB",
         )
     if limits is None and reserved:
-        limits = _limits_beside(reserved)
+        computing = devices_of(on_cpu=not torch.cuda.is_available())
+        limits = {}
+        for device in [*computing, *({"cpu"} - set(computing))]:
+            usable = int(USABLE * free_memory(device))
+            limits[device] = max(0, usable - reserved * (device in computing))
     with offload_folder() as folder:
         yield Placement(device_map, limits, str(folder))
-
-
-def _is_device(name: str) -> bool:
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _limits_beside(reserved: int) -> Limits:
-    """Memory limits that leave so many bytes free on the devices that compute."""
-    computing = devices_of(on_cpu=not torch.cuda.is_available())
-    limits: Limits = {}
-    for device in [*computing, *({"cpu"} - set(computing))]:
-        usable = int(USABLE * free_memory(device))
-        limits[device] = max(0, usable - reserved * (device in computing))
-    return limits
 
 
 def devices_of(on_cpu: bool) -> list[int | str]:
@@ -175,8 +161,12 @@ def sum_entries(path: Path, *names: str) -> int:
 def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | None:
     """Parse `0=20GiB,cpu=60GiB` into bytes by device, as accelerate takes them. A device that is
     not named gets no weights. Raises `UsageError`, for a device map that does not exist too."""
-    if device_map is not None and device_map not in _MAPS and not _is_device(device_map):
-        raise UsageError(f"there is no device map {device_map!r}", hint="--device-map auto")
+    if device_map not in (None, *_MAPS):
+        try:
+            torch.device(device_map)
+        except RuntimeError as error:
+            unknown = f"there is no device map {device_map!r}"
+            raise UsageError(unknown, hint="--device-map auto") from error
     if max_memory is None:
         return None
     if device_map is None:
