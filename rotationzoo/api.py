@@ -21,9 +21,8 @@ from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
+from rotationzoo.generation.continuation import Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
-from rotationzoo.generation.settings import Generation
-from rotationzoo.generation.text_stream import Write
 from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe

@@ -17,8 +17,10 @@ from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
 
+LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
+"""Kind -> moment of one layer, as sums or as averages."""
 Moments = Mapping[int, Mapping[str, Moment]] | Mapping[int, Mapping[str, Average]]
-"""Layer -> kind -> moment, as sums or as averages."""
+"""Layer -> kind -> moment."""
 
 METRIC_KINDS = {"key": ("query",), "value": ("output",), LATENT: ("query", "output")}
 """Side -> the statistics in whose second moments errors of its rows count. Both reads of a latent
@@ -34,9 +36,8 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     `moment` is C, the second moment `[KV heads, D, D]`: `C_Q` of the queries for keys, `C_S` of the
     attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is the
     error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; T is the rotation where nothing is whitened.
-    For keys, `e M e^T` is the mean square of the
-    change of a score. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured
-    it against the metric of the output projection.
+    For keys, `e M e^T` is the mean square of the change of a score. For values, C_S is what OSCAR
+    weights errors with; docs/ablation.md measured it against the metric of the output projection.
     """
     inverse = rotation.inverse.double()
     return inverse @ moment.double().cpu() @ inverse.mT
@@ -44,10 +45,7 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
     """The rotations with the whitening and the factors of both sides' metrics; unchanged for a
-    recipe without error feedback.
-
-    Raises `RotationZooError` if there are no statistics.
-    """
+    recipe without error feedback. Raises `RotationZooError` if there are no statistics."""
     if not recipe.feedback:
         return rotations
     if statistics is None:
@@ -97,10 +95,8 @@ EXACT = 1e-12
 
 def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Rotations:
     """The rotations that a recipe makes from statistics; None will do for a recipe that needs none.
-
-    Raises `RotationZooError` if a rotation is not orthogonal to 1e-12 before it is cast to float32,
-    or if what the recipe needs is missing.
-    """
+    Raises `RotationZooError` if what the recipe needs is missing, or if a rotation is not
+    orthogonal to 1e-12 before it is cast to float32."""
     layers = {}
     for layer in cached_layers(geometry):
         rotations = {side: _fit_side(statistics, recipe, layer, side) for side in layer.sides}
@@ -108,16 +104,14 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
     return add_factors(Rotations(layers), statistics, recipe)
 
 
-def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str) -> torch.Tensor:
-    """The second moment `[H, D, D]` whose eigenbasis one side uses. H is 1 if the recipe pools the
-    heads of a layer."""
-    second_moment = sum_moments(statistics[layer], recipe.target_kinds(side))
+def target_moment(moments: LayerMoments, recipe: Recipe, side: str) -> torch.Tensor:
+    """The second moment `[H, D, D]` whose eigenbasis one side of a layer uses. H is 1 if the recipe
+    pools the heads."""
+    second_moment = sum_moments(moments, recipe.target_kinds(side))
     return second_moment.mean(0, keepdim=True) if recipe.pooling == "layer" else second_moment
 
 
-def sum_moments(
-    moments: Mapping[str, Moment] | Mapping[str, Average], kinds: Sequence[str]
-) -> torch.Tensor:
+def sum_moments(moments: LayerMoments, kinds: Sequence[str]) -> torch.Tensor:
     """The sum of the second moments `[H, D, D]` of some kinds, on the CPU."""
     total = moments[kinds[0]].second_moment.cpu()
     for kind in kinds[1:]:
@@ -133,23 +127,11 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         raise RotationZooError(
             f"the {side} rotation of layer {layer.index} is off orthogonality by {error:.1e}"
         )
-    clip = torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64)
-    return Rotation(
-        matrix.float().contiguous(),
-        clip,
-        eigenvalues.float().contiguous(),
-        _mean(statistics, recipe, layer.index, side),
-    )
-
-
-def _mean(
-    statistics: Statistics | None, recipe: Recipe, layer: int, side: str
-) -> torch.Tensor | None:
-    """The mean `[H, D]` that a side is stored without; None where the recipe does not center it."""
-    if not recipe.centers(side):
-        return None
-    assert statistics is not None
-    return statistics[layer][side].mean.float().cpu().contiguous()
+    clip, mean = torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64), None
+    if recipe.centers(side):
+        assert statistics is not None
+        mean = statistics[layer.index][side].mean.float().cpu().contiguous()
+    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
 
 
 def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.Tensor | None:
@@ -173,7 +155,7 @@ def _compose_side(
     if recipe.has_eigenbasis:
         if statistics is None:
             raise RotationZooError(f"the composition {recipe.composition} needs statistics")
-        moment = target_moment(statistics, recipe, layer.index, side)
+        moment = target_moment(statistics[layer.index], recipe, side)
         eigenvalues, basis = compositions.eigenbasis(moment)
         return eigenvalues, compositions.compose(basis, recipe.composition, recipe.group(dim))
     heads = range(1 if recipe.pooling == "layer" else layer.kv_heads)
@@ -183,9 +165,6 @@ def _compose_side(
 
 
 def _seed(*parts: int | str) -> int:
-    """An independent seed for each layer, side and head.
-
-    A hash keeps the seed of one matrix the same whatever other matrices are made.
-    """
+    """A seed for each layer, side and head, whatever other matrices are made."""
     words = ".".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(words).digest()[:7], "little")

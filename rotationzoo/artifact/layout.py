@@ -38,11 +38,6 @@ def side_name(layer: int, side: str) -> str:
     return f"layers.{layer}.{side}"
 
 
-def matrix_name(layer: int, side: str) -> str:
-    """The name of the rotation of one side of a layer."""
-    return tensor_name(layer, side, "rotation")
-
-
 def split_name(name: str) -> tuple[int, str, str]:
     """The layer, kind and field of a tensor name: the inverse of `tensor_name`."""
     _, layer, kind, field = name.split(".")
@@ -53,7 +48,7 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
     """The tensors of `rotations.safetensors` by name."""
     tensors: dict[str, torch.Tensor] = {}
     for layer, side, rotation in rotations.each():
-        tensors[matrix_name(layer, side)] = rotation.matrix
+        tensors[tensor_name(layer, side, "rotation")] = rotation.matrix
         tensors[tensor_name(layer, side, "clip")] = rotation.clip
         for field in OPTIONAL:
             if (tensor := getattr(rotation, field)) is not None:
@@ -62,14 +57,11 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
 
 
 def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
-    """Build rotations from tensors by name: the inverse of `rotation_tensors`.
-
-    Raises `KeyError` if a layer lacks one of its matrices or clip ratios.
-    """
-    layers = sorted({split_name(name)[0] for name in tensors})
+    """Build rotations from tensors by name: the inverse of `rotation_tensors`. Raises `KeyError` if
+    a layer lacks one of its matrices or clip ratios."""
     rotations = {}
-    for layer in layers:
-        is_latent = matrix_name(layer, LATENT) in tensors
+    for layer in sorted({split_name(name)[0] for name in tensors}):
+        is_latent = tensor_name(layer, LATENT, "rotation") in tensors
         sides = (LATENT,) if is_latent else SIDES
         by_side = {side: _rotation_from(tensors, layer, side) for side in sides}
         rotations[layer] = LayerRotations.of_sides(by_side)
@@ -79,7 +71,7 @@ def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
 def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -> Rotation:
     optional = {field: tensors.get(tensor_name(layer, side, field)) for field in OPTIONAL}
     clip = tensors[tensor_name(layer, side, "clip")]
-    return Rotation(tensors[matrix_name(layer, side)], clip, **optional)
+    return Rotation(tensors[tensor_name(layer, side, "rotation")], clip, **optional)
 
 
 def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
@@ -89,7 +81,7 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
         heads = matrix_count(recipe, layer.kv_heads)
         for side in layer.sides:
             dim = layer.dims[side]
-            fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            fields: Shapes = {
                 "rotation": (torch.float32, (heads, dim, dim)),
                 "eigenvalues": (torch.float32, (heads, dim)),
                 "clip": (torch.float64, (layer.kv_heads,)),

@@ -1,8 +1,5 @@
-"""The schema of an artifact's manifest, which gives every command well-typed data.
-
-Keys that every command relies on are required; keys that only some artifacts have are optional. The
-schema does not check whether a manifest is true: `verify` does.
-"""
+"""The schema of an artifact's manifest, which gives every command well-typed data. It does not
+check whether a manifest is true: `verify` does."""
 
 import hashlib
 import json
@@ -48,8 +45,7 @@ class File(Strict):
 
 
 class Model(Strict):
-    """The model that the rotations were made for. The hashes are None if no model has been
-    named."""
+    """The model that the rotations were made for. The hashes are None if none was named."""
 
     id: str
     architecture: str
@@ -221,8 +217,7 @@ def _validate(kind: type[BaseModel], content: Any, strict: bool = True) -> BaseM
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest file that passes `Manifest`. Raises `RotationZooError`
-    otherwise."""
+    """The content of a manifest file that passes `Manifest`, or else a `RotationZooError`."""
     content: Any = strict_json.read(path)
     hint = "fetch or make the artifact again"
     strict_json.check_schema(content, SCHEMA, str(path.parent), f"{path} is damaged", hint)
@@ -231,10 +226,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
-    """Validate the content of a manifest and return it typed.
-
-    Raises `RotationZooError`, naming `origin`, if it is damaged.
-    """
+    """The typed content of a manifest. Raises `RotationZooError`, naming `origin`, if damaged."""
     return strict_json.validate(Manifest, content, origin)
 
 

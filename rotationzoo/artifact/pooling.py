@@ -52,12 +52,8 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     _check_statistics(artifact)
     # Means are not fitted again but copied from the artifact, since statistics recovered from
     # imported files have none.
-    changes: dict[str, Any] = {
-        "pooling": "layer",
-        "center_keys": False,
-        "center_values": False,
-        "feedback": False,
-    }
+    left_out = dict.fromkeys(("center_keys", "center_values", "feedback"), False)
+    changes: dict[str, Any] = {"pooling": "layer", **left_out}
     moments = None if artifact.statistics is None else sums(artifact.statistics)
     fitted = fit(moments, artifact.recipe.model_copy(update=changes), artifact.geometry)
 

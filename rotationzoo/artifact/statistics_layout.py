@@ -11,11 +11,8 @@ from rotationzoo.recipe import Recipe
 
 
 def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
-    """The tensors of `statistics.safetensors` by name.
-
-    Averages are stored with their counts, so that statistics from several files can be merged,
-    weighted by count.
-    """
+    """The tensors of `statistics.safetensors` by name. Averages have their counts, so that
+    statistics from several files can be merged."""
     tensors: dict[str, torch.Tensor] = {}
     for layer, kinds in averages.items():
         for kind, average in kinds.items():
@@ -59,17 +56,10 @@ def _count_name(layer: int, kind: str) -> str:
 
 
 def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
-    """The tensors that `statistics.safetensors` must hold.
-
-    Imported files may lack eigenvalues; then no statistics can be recovered from them.
-    """
+    """The tensors that `statistics.safetensors` must hold. Imported files may lack eigenvalues;
+    then no statistics can be recovered from them."""
     if imported:
         return Layout(_recovered_shapes(recipe, geometry), "_moment")
-    return Layout(_shapes(recipe, geometry))
-
-
-def _shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """The dtype and shape of every tensor in `statistics.safetensors`, by name."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         for kind, dim in layer.dims.items():
@@ -81,17 +71,16 @@ def _shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
             moment = torch.float64, (layer.kv_heads, layer.value_dim, layer.value_dim)
             shapes[_moment_name(layer.index, "key_energy")] = moment
             shapes[_count_name(layer.index, "key_energy")] = torch.float64, (layer.kv_heads,)
-    return shapes
+    return Layout(shapes)
 
 
 def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """The dtypes and shapes of the statistics that are recovered from an imported file's
-    eigenvalues and rotations, by name."""
+    """The statistics that are recovered from an imported file's eigenvalues and rotations."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         heads = matrix_count(recipe, layer.kv_heads)
         for side in layer.sides:
-            dim, kinds = layer.dims[side], recipe.target_kinds(side)
-            for kind in kinds:
+            dim = layer.dims[side]
+            for kind in recipe.target_kinds(side):
                 shapes[_moment_name(layer.index, kind)] = torch.float64, (heads, dim, dim)
     return shapes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.artifact.layout import Layout, rotation_layout, rotations_from
+from rotationzoo.artifact.layout import rotation_layout, rotations_from
 from rotationzoo.artifact.manifest import (
     ROTATIONS,
     STATISTICS,
@@ -59,12 +59,9 @@ class Artifact:
 
     @classmethod
     def open(cls, folder: str | Path, hashes: Mapping[str, str] | None = None) -> "Artifact":
-        """Open the artifact in a folder, without reading its tensors yet.
-
-        `hashes` gives the sha256 of files that the caller has just computed. Raises
-        `RotationZooError` for a folder that is not an artifact, for a newer schema, and for a
-        damaged manifest.
-        """
+        """Open the artifact in a folder, without reading its tensors yet. The caller has just
+        computed the `hashes` of some files. Raises `RotationZooError` for a folder that is not an
+        artifact, for a newer schema, and for a damaged manifest."""
         folder = Path(folder)
         content = read_settled(folder, partial(_read_manifest, folder))
         return cls(folder, content, dict(hashes or {}))
@@ -77,8 +74,7 @@ class Artifact:
         return Artifact(folder, self.content, self.hashes, self._examined)
 
     def foreign_files(self) -> list[str]:
-        """Entries of the folder that do not belong to an artifact: unknown names, and known names
-        that are not regular files."""
+        """Entries of the folder with unknown names, and those that are not regular files."""
         names = []
         for path in sorted(self.folder.iterdir()):
             if path.name not in PARTS or path.is_symlink() or not path.is_file():
@@ -113,17 +109,13 @@ class Artifact:
 
     @cached_property
     def rotations(self) -> Rotations:
-        """The rotations by layer index, read on first access.
-
-        Raises `RotationZooError` if they do not fit the recipe and the geometry, are not
-        orthogonal, or differ from the manifest's sha256.
-        """
+        """The rotations by layer index. Raises `RotationZooError` if they do not fit the recipe and
+        the geometry, are not orthogonal, or differ from the manifest's sha256."""
         return rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
     def statistics(self) -> "Averages | None":
-        """The averages by layer index and kind. None if the artifact has no statistics file,
-        because it was made or published without one. Raises as `rotations`."""
+        """The averages by layer index and kind, or None without a file. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
         from rotationzoo.artifact.statistics_layout import statistics_from
@@ -132,10 +124,8 @@ class Artifact:
 
     @cached_property
     def measured(self) -> "Measured | None":
-        """The evaluation that `evaluate --save` has added; None if there is none.
-
-        Raises `RotationZooError` for a damaged file, and for one of other rotations.
-        """
+        """The evaluation that `evaluate --save` has added; None if there is none. Raises
+        `RotationZooError` for a damaged file, and for one of other rotations."""
         if EVALUATION not in self.manifest.files:
             return None
         # Whoever reads rotations alone, as a server does, needs none of its types.
@@ -149,13 +139,16 @@ class Artifact:
         return measured
 
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The tensors of a file, and one sentence for each kind of problem with them.
-
-        Nothing is read from a file whose names, dtypes or shapes do not fit the recipe and the
-        geometry. Raises `RotationZooError` for a file that is not safetensors.
-        """
+        """The tensors of a file, as `read_tensors` gives them by the recipe and the geometry."""
         if name not in self._examined:
-            layout = self._layout(name)
+            claimed = self.recipe, self.geometry, self.manifest.imported is not None
+            if name == ROTATIONS:
+                layout = rotation_layout(*claimed)
+            else:
+                # Whoever reads rotations alone, as a server does, needs no statistics.
+                from rotationzoo.artifact.statistics_layout import statistics_layout
+
+                layout = statistics_layout(*claimed)
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)
@@ -165,18 +158,8 @@ class Artifact:
             self._examined[name] = read_settled(self.folder, read)
         return self._examined[name]
 
-    def _layout(self, name: str) -> Layout:
-        claimed = self.recipe, self.geometry, self.manifest.imported is not None
-        if name == ROTATIONS:
-            return rotation_layout(*claimed)
-        # Whoever reads rotations alone, as a server does, needs no statistics.
-        from rotationzoo.artifact.statistics_layout import statistics_layout
-
-        return statistics_layout(*claimed)
-
     def damaged_files(self) -> list[str]:
-        """One sentence for each file that is missing, is not a regular file in the folder, or
-        differs from the manifest's size or sha256."""
+        """One sentence for each file that is missing, no regular file, or not the manifest's."""
         return [problem for name in self.manifest.files for problem in self._damage(name)]
 
     def _damage(self, name: str) -> list[str]:
@@ -214,11 +197,8 @@ class Artifact:
 
     def _check_same(self, name: str) -> None:
         """Raise `RotationZooError` if another artifact took the folder's place after this one was
-        opened, so that the tensors that were just read do not belong to this manifest.
-
-        The manifests are compared, because nothing else tells: file systems give a new folder the
-        number of one that was removed.
-        """
+        opened. The manifests are compared, because nothing else tells: file systems give a new
+        folder the number of one that was removed."""
         if Artifact.open(self.folder).manifest.files.get(name) != self.manifest.files.get(name):
             raise RotationZooError(
                 f"{self.folder} was replaced while it was read", hint="run the command again"

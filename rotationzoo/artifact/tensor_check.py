@@ -31,9 +31,8 @@ def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], l
 
     Names, dtypes and shapes are checked first, and no tensor is read if any of them is wrong. What
     is read can therefore be no larger than the layout allows, because safetensors itself checks
-    that each tensor's data has the size that its shape and dtype imply and lies within the file.
-    The file is opened once, so what is checked is what is read. Raises `RotationZooError` for a
-    file that is not safetensors, and for dtypes that no artifact uses.
+    the size of each tensor's data. The file is opened once, so what is checked is what is read.
+    Raises `RotationZooError` for no safetensors, and for dtypes that no artifact uses.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -65,8 +64,7 @@ def tensor_problems(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list
 
 
 def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
-    """Tensors that are missing, superfluous, or of the wrong shape or dtype: one sentence per
-    kind."""
+    """One sentence for each kind of tensors missing, superfluous, or of wrong shape or dtype."""
     problems = sentences(_misfits(shapes, layout))
     if extra := sorted(shapes.keys() - layout.shapes.keys()):
         names = ", ".join(name[:80] for name in extra[:_SHOWN])
@@ -87,9 +85,7 @@ def _misfits(shapes: Shapes, layout: Layout) -> Iterator[Problem]:
 
 def _value_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
     """Tensors that are not finite, means too large for the codec, and counts that are not positive.
-
-    The tensors must have the names of a layout.
-    """
+    The tensors must have the names of a layout."""
     for name, tensor in tensors.items():
         layer, kind, field = split_name(name)
         words = _words(kind, field)

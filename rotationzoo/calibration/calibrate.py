@@ -1,7 +1,7 @@
 """Runs one whole calibration, from a model's name to an artifact on disk.
 
-A job can be stopped and resumed. It prints nothing; a callback reports its progress. The output
-folder is checked first: whether it is writable, replaceable, or already finished.
+A job can be stopped and resumed. The output folder is checked first: whether it is writable,
+replaceable, or already finished.
 """
 
 import shutil
@@ -40,18 +40,20 @@ _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed"
 
 def check_output(job: Job) -> None:
     """Raise `RotationZooError` unless the output can be written and whatever is there may be
-    replaced."""
+    replaced: the artifact of another recipe only if the user asks for that with `--restart`, or
+    did so for the unfinished run that is being resumed."""
     with disk_errors(job.output):
         recover(job.output)
         check_replaceable(job.output)
         if _holds_artifact(job):
-            _check_recipe_of(job, Artifact.open(job.output))
+            artifact = Artifact.open(job.output)
+            if not (job.restart or job.unfinished or _asked_recipe(artifact) == job.recipe.hash):
+                raise _other_recipe(job, artifact)
     folders.check_writable(job.output)
 
 
 def check_room(known: Plan) -> None:
-    """Raise `RotationZooError` if the disk has no room for the artifact and a checkpoint of the
-    same size."""
+    """Raise `RotationZooError` if the disk lacks room for the artifact and a checkpoint."""
     output = known.job.output
     free = shutil.disk_usage(folders.existing_parent(output)).free
     needed = 2 * known.artifact_bytes
@@ -65,10 +67,7 @@ def check_room(known: Plan) -> None:
 
 def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
     """The finished artifact of this same job, or None if it is missing, damaged or about to be
-    replaced.
-
-    Raises `RotationZooError` if the folder holds the artifact of another job.
-    """
+    replaced. Raises `RotationZooError` if the folder holds the artifact of another job."""
     if job.restart or job.unfinished or not _holds_artifact(job):
         return None
     artifact = Artifact.open(job.output)
@@ -85,33 +84,22 @@ def _holds_artifact(job: Job) -> bool:
     return (job.output / MANIFEST).is_file()
 
 
-def _check_recipe_of(job: Job, artifact: Artifact) -> None:
-    """Refuse to replace the artifact of another recipe, unless the user asks for it with
-    `--restart`, or did so for the unfinished run that is being resumed."""
-    if job.restart or job.unfinished:
-        return
-    if _asked_recipe(artifact) != job.recipe.hash:
-        existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
-        if artifact.recipe.name == job.recipe.name and (changed := _changed_text(job, artifact)):
-            existing += f", with other {', '.join(changed)}"
-        raise RotationZooError(
-            f"{job.output} holds the work of another recipe ({existing})",
-            hint="choose another place with --output, or replace it with --restart",
-        )
-
-
-def _changed_text(job: Job, artifact: Artifact) -> list[str]:
-    """The settings of the text, such as `tokens`, in which a job differs from an artifact."""
+def _other_recipe(job: Job, artifact: Artifact) -> RotationZooError:
+    """The error for the artifact of another recipe, with settings of the text that differ."""
+    existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
     saved, asked = artifact.manifest.recipe["data"], job.recipe.published()["data"]
-    return [key for key in {**saved, **asked} if saved.get(key) != asked.get(key)]
+    changed = [key for key in {**saved, **asked} if saved.get(key) != asked.get(key)]
+    if artifact.recipe.name == job.recipe.name and changed:
+        existing += f", with other {', '.join(changed)}"
+    return RotationZooError(
+        f"{job.output} holds the work of another recipe ({existing})",
+        hint="choose another place with --output, or replace it with --restart",
+    )
 
 
 def _asked_recipe(artifact: Artifact) -> str:
-    """The hash of the recipe that the user asked for.
-
-    It differs from the hash of the recipe that was followed if only the weights showed that keys
-    cannot be centered.
-    """
+    """The hash of the recipe that the user asked for. Another was followed if only the weights
+    showed that keys cannot be centered."""
     manifest = artifact.manifest
     return str(manifest.identity.get("recipe", manifest.recipe_sha256))
 
@@ -120,12 +108,11 @@ def calibrate(
     job: Job, progress: Progress = silent, note: Callable[[str], None] | None = None
 ) -> Artifact:
     """Run a job, resuming from a checkpoint of the same job if there is one, and return its
-    artifact.
+    artifact, unchanged if it is there already.
 
-    `note` is told at the start if there are fewer tokens than asked for. If the finished artifact
-    of the same job is already there, it is returned unchanged. Raises `RotationZooError`, with one
-    sentence, for everything that a user can put right. Whatever can be known before the passes
-    through the model is raised before them.
+    `note` is told at the start if there are fewer tokens than asked for. Raises `RotationZooError`
+    for everything that a user can put right, before the passes through the model where it can be
+    known.
     """
     # Listed before the job creates any of them.
     missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
@@ -147,10 +134,8 @@ def calibrate(
 def _calibrate(
     job: Job, progress: Progress, note: Callable[[str], None] | None, locks: ExitStack
 ) -> Artifact:
-    """Run the job under a lock, which `locks` holds until the end.
-
-    Meanwhile no other calibration may touch the checkpoint or the artifact's folder.
-    """
+    """Run the job under a lock, which `locks` holds until the end, so that no other calibration
+    touches the checkpoint or the artifact's folder."""
     started, versions = time.monotonic(), library_versions()
     progress("looking at the model", 0, 0)
     planned = plan(job)
@@ -181,7 +166,13 @@ def _calibrate(
     if finished is not None:
         return finished
 
-    result = _run(planned, text, checkpoint, progress)
+    if planned.needs_weights:
+        with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
+            result = run_model(planned, text, checkpoint, progress)
+    else:  # the shapes are enough
+        assert planned.geometry is not None
+        rotations = fit(None, job.recipe, planned.geometry)
+        result = CalibrationResult(job.recipe, planned.geometry, rotations)
     seconds = time.monotonic() - started
     content = manifest_content(planned, result, identity, versions, seconds)
     averages = None if result.statistics is None else average(result.statistics)
@@ -208,30 +199,12 @@ def _read_text(planned: Plan) -> Corpus | None:
     return text
 
 
-def _run(
-    planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
-) -> CalibrationResult:
-    """Run the model, or compose the rotations without it if its shapes are enough."""
-    job = planned.job
-    if not planned.needs_weights:
-        assert planned.geometry is not None
-        return CalibrationResult(
-            job.recipe, planned.geometry, fit(None, job.recipe, planned.geometry)
-        )
-    with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
-        return run_model(planned, text, checkpoint, progress)
-
-
 # ---- what the manifest records
 
 
 def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
-    """The job's identity: everything that decides the bytes of the result.
-
-    A checkpoint or a finished artifact belongs to the job only if all of it agrees. `text` is
-    the calibration text. It is None if the recipe needs no statistics; then only the recipe and the
-    config matter.
-    """
+    """The job's identity: everything that decides the bytes of the result, which is only the recipe
+    and the config where these need no `text`."""
     identity = {
         "recipe": job.recipe.hash,
         "config": hash_config(source.folder),
@@ -261,14 +234,8 @@ def manifest_content(
     versions: dict[str, str],
     seconds: float,
 ) -> dict[str, Any]:
-    """The content of the manifest, without the keys that are added when it is written.
-
-    - `planned`: the job, its model and the notes so far.
-    - `result`: what the run produced.
-    - `identity`: as `identify_job` returns it.
-    - `versions`: library versions as they were when the job started.
-    - `seconds`: how long the job took.
-    """
+    """The content of the manifest, without the keys that are added when it is written. `versions`
+    are those of libraries when the job started, which took so many `seconds`."""
     assert planned.config is not None
     job = planned.job
     return {

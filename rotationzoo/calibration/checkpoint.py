@@ -34,11 +34,8 @@ def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
 
 
 def read_field(path: Path, identity: Identity, field: str, kind: Any) -> Any:
-    """One `field` of a file's metadata, validated as `kind`, which decides whether the field may be
-    missing (None). None also if there is no file.
-
-    Raises `RotationZooError` if the file is of a job with another `identity`, or damaged.
-    """
+    """One `field` of a file's metadata, validated as `kind`; None if there is no file. Raises
+    `RotationZooError` if the file is of a job with another `identity`, or damaged."""
     if files.size_of(path) is None:
         return None
     try:
@@ -73,9 +70,8 @@ _SPEED = 2e8
 class Checkpoint:
     """The raw sums of an unfinished job, bound to it by its `identity`.
 
-    The identity covers everything that could change a byte of the result, but for free memory,
-    which decides how many rows are computed at a time. Sums are saved only between batches, so
-    where as much memory is free, a resumed run gives the bytes of an uninterrupted one.
+    Sums are saved only between batches, so where as much memory is free, which decides how many
+    rows are computed at a time, a resumed run gives the bytes of an uninterrupted one.
     """
 
     def __init__(self, path: Path, identity: Identity):
@@ -86,18 +82,12 @@ class Checkpoint:
         self._due: float | None = None
 
     def resume_limit(self) -> None:
-        """Go on with the `limit` of the run that saved sums.
-
-        Raises `RotationZooError` if the file is damaged or of another job.
-        """
+        """Go on with the `limit` of the run that saved sums. Raises as `read` does."""
         self.limit.rows = read_field(self.path, self.identity, "rows", PositiveInt | None)
 
     def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
-        """The saved sums and the number of batches in them, or None if nothing was saved.
-
-        `zeros` are the sums that the job starts from. Raises `RotationZooError` if the saved sums
-        are of another job, or of other layers or shapes.
-        """
+        """The saved sums and the number of batches in them, or None if nothing was saved. Raises
+        `RotationZooError` if they are of another job, or of other layers or shapes than `zeros`."""
         done = read_field(self.path, self.identity, "done", int)
         if done is None:
             return None
@@ -110,11 +100,8 @@ class Checkpoint:
         return from_raw(sums), done
 
     def save(self, statistics: Statistics, done: int, at_once: bool = False) -> bool:
-        """Save the sums after `done` batches, and return whether that was done.
-
-        Unless they are to be saved at once, they are saved so seldom that saving takes less than
-        5 % of the time. The first call only starts the clock.
-        """
+        """Save the sums after `done` batches, at once or so seldom that saving takes less than 5 %
+        of the time, and return whether that was done. The first call only starts the clock."""
         if at_once:
             self._due = 0.0
         elif self._due is None:

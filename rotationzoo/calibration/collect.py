@@ -32,24 +32,18 @@ def collect(
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> Statistics:
-    """Collect the second moments that a recipe needs, for each cached layer and KV head.
+    """Collect the second moments that a recipe needs, for each cached layer and KV head, from token
+    ids `[B, T]`, or from rows with images or audio, which say what of them counts.
 
-    - `batches`: token ids `[B, T]`, or rows with images or audio, which say what of them counts.
-    - `checkpoint`: where the sums of whole batches are saved now and then, and if the process is
-      interrupted, and from which earlier sums of the same job are read.
-    - `progress`: called with "calibrating" and the tokens read, at first and after every batch.
+    The sums of whole batches are saved to the `checkpoint` now and then, and if the process is
+    interrupted, and those of the same job are read from there. Queries and outputs count at every
+    position, towards the layer that owns the cache they read. Keys and values count from position
+    `sink` on if the recipe excludes the sink. `key_energy` takes a second pass over the same rows,
+    because its weights depend on the queries of all of them.
 
-    Queries and outputs count at every position, towards the layer that owns the cache they read.
-    Keys and values count from position `sink` on if the recipe excludes the sink. `key_energy`
-    takes a second pass over the same rows, because its weights depend on the queries of all of
-    them.
-
-    A batch that runs out of memory is halved, and so are those that follow, also after a resume:
-    the `limit` of the checkpoint says how many rows were left. Raises `RotationZooError` where a
-    single row is too large.
-
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError`, naming
-    the layer, if an activation is not finite.
+    A batch that runs out of memory is halved, and so are those that follow, also after a resume.
+    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError` if a
+    single row is too large, or an activation not finite.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     sums = RunningSums(geometry, recipe, checkpoint, input_device(model))

@@ -26,7 +26,7 @@ from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
-from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory
+from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory, sum_entries
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import read_json
@@ -36,11 +36,8 @@ _STATUS = Path("/proc/self/status")
 
 
 def total_memory(on_cpu: bool, spread: bool) -> int:
-    """Bytes of memory available where a job runs.
-
-    That is main memory, the memory of the GPU, or all of both if the weights are `spread` over
-    devices. In a container, the container's own limit caps main memory.
-    """
+    """Bytes of memory where a job runs: main memory, within the limit of a container, the GPU's, or
+    all of both if the weights are `spread` over devices."""
     main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such limit, or the word "max"
         main = min(main, int(_CONTAINER_LIMIT.read_text()))
@@ -59,10 +56,8 @@ def peak_memory() -> int:
         on_devices = sum(torch.cuda.max_memory_allocated(device) for device in devices)
         if on_devices:
             return on_devices
-    with suppress(OSError):  # only Linux has it
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    if kilobytes := sum_entries(_STATUS, "VmHWM:"):  # which only Linux has
+        return 1024 * kilobytes
     # Where the process that started this one was larger, this is the peak of that one.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux.
@@ -135,11 +130,8 @@ class Footprint:
         return self.activations(batch) + 3 * self.statistics
 
     def activations(self, batch: int) -> int:
-        """Peak memory of the decoder for one batch.
-
-        The terms are the residual stream, one layer's projections, what adding its queries or its
-        outputs to the sums takes and, under eager attention, the scores.
-        """
+        """Peak memory of the decoder for one batch: the residual stream, one layer's projections,
+        what adding its rows to the sums takes and, under eager attention, the scores."""
         length, tokens = self.recipe.data.length, self.recipe.data.length * batch
         scores = 0
         if self._text._attn_implementation == "eager":
@@ -193,9 +185,8 @@ SIZED = 0
 def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
     """The rows of a pass: all of them if their activations fit, else even parts, as few as fit.
 
-    * `weights`: bytes of all weights once they are loaded;
-    * `limits`: how much of them each device may hold. Without limits, `placement` keeps weights off
-      a device for the sake of the activations, which get half of what is free there.
+    Of the bytes of all `weights`, each device may hold its limit. Without limits, `placement` keeps
+    weights off a device for the activations, which get half of what is free there.
     """
     rooms = []
     for device in devices_of(on_cpu=needs.on_cpu):
@@ -212,11 +203,8 @@ def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
 
 
 def earlier_batch(checkpoint: Path, output: Path) -> int | None:
-    """The batch of the run whose checkpoint or artifact is there, or None.
-
-    A sum can only be continued with batches of the same rows, and what is free changes from run to
-    run. Whether the run was of the same job is checked elsewhere.
-    """
+    """The batch of the run whose checkpoint or artifact is there, or None: a sum can only be
+    continued with batches of the same rows, and what is free changes from run to run."""
     identities: list[Any] = [read_json(output / MANIFEST).get("identity")]
     # No checkpoint, or a damaged one, which is refused when it is read.
     with suppress(Exception), safe_open(checkpoint, "pt") as file:

@@ -1,13 +1,10 @@
-"""The part of a calibration that needs the model's weights.
-
-Its steps: load the model, find its geometry, check the capture, collect, fit.
-"""
+"""The part of a calibration that needs the model's weights: load the model, find its geometry,
+check the capture, collect, fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration.checkpoint import Checkpoint
@@ -51,12 +48,8 @@ class CalibrationResult:
 def run_model(
     planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
 ) -> CalibrationResult:
-    """Load the model and calibrate it.
-
-    - `text`: the calibration text. None if the recipe needs no statistics, so that the model is
-      loaded only for its geometry.
-    - `checkpoint`: what a stopped run left, and where this run saves.
-    """
+    """Load the model and calibrate it, or only find its geometry where the recipe needs no text.
+    The `checkpoint` is what a stopped run left, and where this run saves."""
     job = planned.job
     assert planned.config is not None
     placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
@@ -73,13 +66,17 @@ def run_model(
             geometry = geometry_of(model, ids)
             check_recipe(job.recipe, geometry)
         dtype = str(model.dtype).removeprefix("torch.")
-        # The model was loaded only for its geometry.
         if text is None:
             rotations = fit(None, job.recipe, geometry)
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        recipe, notes, logits = _check_capture(model, ids, job.recipe, geometry)
+        shift = ShiftCheck()
+        function = shift if job.recipe.center_keys else attend_as_is
+        with torch.no_grad():
+            logits = check_transparent(model, ids, function)
+        moved = sorted({*shifted_layers(geometry), *shift.layers})
+        recipe, notes = settle_centering(job.recipe, moved)
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += doubt_loss(guessed.item(), logits.shape[-1])
@@ -95,17 +92,3 @@ def run_model(
             rotations = spend_bits(rotations, recipe.budget, recipe.group_size)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
-
-
-def _check_capture(
-    model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
-) -> tuple[Recipe, list[str], torch.Tensor]:
-    """Check that capturing does not change the model's logits, and settle whether keys can be
-    centered.
-
-    Returns the recipe to follow, notes for the user, and the logits.
-    """
-    shift = ShiftCheck()
-    with torch.no_grad():
-        logits = check_transparent(model, ids, shift if recipe.center_keys else attend_as_is)
-    return *settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers})), logits

@@ -13,9 +13,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT
 
 
-def zero_statistics(
-    geometry: Geometry, recipe: Recipe, device: torch.device | str = "cpu"
-) -> Statistics:
+def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
     """The initial sums: four moments per cached layer, one more with key energy."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
@@ -36,10 +34,7 @@ def add_rows(
     weights: torch.Tensor | None = None,
 ) -> None:
     """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to the sums of the owner of the cache
-    that a layer reads; H is a multiple of the KV heads.
-
-    On a GPU a whole batch is added at once, in runs of rows that depend on nothing but the batch.
-    """
+    that a layer reads; H is a multiple of the KV heads."""
     moments = statistics[layer.owner]
     # Sums stay on the device of the layer that owns them; weights may be spread over several.
     if layer.owner == layer.index:
@@ -65,10 +60,7 @@ def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = No
 
 class MomentObserver:
     """Sums second moments of queries, outputs, keys and values, for the layer that owns their
-    cache.
-
-    Keys and values count from position `skip` on.
-    """
+    cache. Keys and values count from position `skip` on."""
 
     kinds: tuple[str, ...] = ("query", "key", "value", "output", LATENT)
     """What it adds to, of what a layer has."""

@@ -1,8 +1,5 @@
-"""A calibration job, and what the model's config alone tells about it.
-
-That is whether the job is refused, what it reads, how its recipe is adapted where that is allowed,
-and how much memory and disk it needs.
-"""
+"""A calibration job, and what the model's config alone tells about it: whether it is refused, how
+its recipe is adapted where that is allowed, and how much memory and disk it needs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,11 +68,10 @@ class Job(RunSettings):
 
 @dataclass(frozen=True)
 class Plan:
-    """A job as it is known before any weights are read.
+    """A job as it is known before any weights are read, with rows that fit the model.
 
-    `job` is the job to run, with rows that fit the model. `config` and `geometry` are None if the
-    model is refused; `geometry` is also None if only the weights can tell. Sizes are estimates in
-    bytes.
+    `config` and `geometry` are None if the model is refused; `geometry` is also None if only the
+    weights can tell. Sizes are estimates in bytes.
     """
 
     job: Job
@@ -134,15 +130,13 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     stored = weights_bytes(known.source, model)
     dtype = job.torch_dtype
     quantized = quantization_of(known.config) is not None
-    loaded = stored
-    if quantized or not isinstance(dtype, torch.dtype):
-        # Weights load in their stored dtype; activations use the config's.
+    loads_stored = quantized or not isinstance(dtype, torch.dtype)
+    if loads_stored:  # activations use the config's dtype
         text_config = known.config.get_text_config(decoder=True)
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
-        plain = is_dequantized(known.config)
-    else:
-        plain = True
-    if plain:
+    assert isinstance(dtype, torch.dtype)
+    loaded = stored
+    if not loads_stored or is_dequantized(known.config):
         loaded = dtype.itemsize * model.num_parameters()
     on_cpu = job.torch_device == "cpu"
     memory = total_memory(on_cpu, spread=job.device_map is not None)

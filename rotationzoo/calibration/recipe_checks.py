@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise `RotationZooError` if the recipe's composition does not exist for a head dimension.
-
-    Either there is no Hadamard matrix of that order, or the quantization groups do not divide the
-    dimension. The composition `given` is refused too.
-    """
+    """Raise `RotationZooError` if the recipe's composition does not exist for a head dimension: for
+    want of a Hadamard matrix, for groups that do not divide it, or because it is `given`."""
     if recipe.composition == GIVEN:
         raise RotationZooError(
             "the composition 'given' stands for imported matrices and cannot be calibrated",
@@ -56,8 +53,8 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
 
 
 def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
-    """The recipe for a model in which subtracting a mean from all keys changes the attention of
-    `layers`: keys keep their mean. Also returns notes for the user."""
+    """The recipe for a model whose attention a common shift of keys changes in `layers`: keys keep
+    their mean. Also returns notes for the user."""
     if not recipe.center_keys or not layers:
         return recipe, []
     reason = centering.reason(layers)

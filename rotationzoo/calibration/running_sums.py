@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 
 import torch
 
@@ -21,17 +22,10 @@ from rotationzoo.recipe import Recipe
 
 
 def keep_sums(statistics: Statistics) -> Undo:
-    """Copy the sums where they are, and return what puts the copies in their place, once.
-
-    The copies take as much memory as the sums; `calibration.memory` counts them.
-    """
-    kept = deepcopy(statistics)
-
-    def undo() -> None:
-        # Observers hold the outer table, so it stays the same one.
-        statistics.update(kept)
-
-    return undo
+    """Copy the sums where they are, and return what puts the copies in their place, once. The
+    copies take as much memory as the sums; `calibration.memory` counts them."""
+    # Observers hold the outer table, so it stays the same one.
+    return partial(statistics.update, deepcopy(statistics))
 
 
 class RunningSums:
@@ -67,19 +61,15 @@ class RunningSums:
         return self._clear_batch
 
     def _clear_batch(self) -> None:
-        """Set the sums of the current batch back to zero. Before the first of its rows, this
-        makes a copy unnecessary."""
+        """Set the sums of the batch back to zero, which needs no copy."""
         moments = itertools.chain.from_iterable(kinds.values() for kinds in self.batch.values())
         torch._foreach_zero_([tensor for moment in moments for tensor in _sums(moment)])
         self._begun = False
 
     def finish_batch(self, kinds: tuple[str, ...]) -> None:
         """Add the sums of the batch under way, of these kinds, to the others, and save them if the
-        last save is long ago.
-
-        Raises `Unsound` if a sum is not finite. The checkpoint is then removed, because its sums
-        would make a run with other options refuse to start.
-        """
+        last save is long ago. Raises `Unsound` if a sum is not finite, and removes the checkpoint,
+        whose sums would make a run with other options refuse to start."""
         try:
             check_finite(self.batch, kinds)
         except Unsound:
@@ -114,11 +104,8 @@ class RunningSums:
 
 
 def check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
-    """Raise `Unsound`, naming the first layer, if a sum is not finite.
-
-    The sums of a device are looked at together, and read at once: every kernel takes its time, and
-    a transfer waits for all of them.
-    """
+    """Raise `Unsound`, naming the first layer, if a sum is not finite. The sums of a device are
+    read at once: every kernel takes its time, and a transfer waits for all of them."""
     by_device = defaultdict(list)
     for layer, kind in itertools.product(statistics, kinds):
         if kind in statistics[layer]:

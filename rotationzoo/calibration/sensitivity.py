@@ -47,10 +47,10 @@ def measure_sensitivities(
     """The rotations with the sensitivity of each layer and side: the mean `KL(exact || stored)` of
     the model's predictions, in nats a token.
 
-    `rows` are token ids `[T]`. The longest are read, once exact and once for every layer and side.
-    Layers before it are left out then, which halves the time: what they return is kept from the
-    exact run. Windows are those of the recipe, or a quarter of a shorter row. Raises
-    `RotationZooError` for predictions that are not finite.
+    The longest rows of token ids `[T]` are read, once exact and once for every layer and side.
+    Layers before it are left out then: what they return is kept from the exact run. Windows are
+    those of the recipe, or a quarter of a shorter row. Raises `RotationZooError` for predictions
+    that are not finite.
     """
     places = [(layer, side) for layer, side, _ in rotations.each()]
     readers: dict[int, set[int]] = {}
@@ -103,8 +103,8 @@ def _keep_in_main_memory(states: object) -> tuple[torch.Tensor, torch.device] | 
 def _leaving_out(
     layers: list[torch.nn.Module], outputs: list[tuple[torch.Tensor, torch.device] | None]
 ) -> AbstractContextManager[None]:
-    """A context in which these first layers of the model do not run: the last of them returns what
-    it has returned before. All run where that is not one tensor."""
+    """A context in which these first layers of the model do not run, and return what the last of
+    them has returned before. All run where that is not one tensor."""
     kept = outputs[len(layers) - 1] if layers else None
     if kept is None:
         return nullcontext()

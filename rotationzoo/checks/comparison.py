@@ -1,8 +1,7 @@
 """Comparison of the CUDA kernels with the codec's definition.
 
-Codes, scales, offsets and dequantized values must agree bit by bit. Rotations must agree within the
-error of float32. Each call compares the rows of one side of one layer. These rows are drawn from an
-artifact's statistics, and placed at the edges of the codec's domain.
+Codes, scales, offsets and dequantized values must agree bit by bit, and rotations within the error
+of float32. Rows are drawn from an artifact's statistics, or at the edges of the codec's domain.
 """
 
 from collections.abc import Iterator
@@ -32,12 +31,9 @@ _FEW_ROWS = 16  # of each head
 
 
 def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: int) -> torch.Tensor:
-    """Random rows `[heads, count, dim]`, float32, with heavy tails.
-
-    They have the mean `[H, D]` of `moments`. Around it they are multivariate Student t: normal with
-    the covariance of `moments`, whose second moment is `[H, D, D]`, and each row scaled by a random
-    factor of its own. Without `moments` the rows are standard normal, scaled likewise.
-    """
+    """Random rows `[heads, count, dim]`, float32, with heavy tails: multivariate Student t about
+    the mean of `moments`, normal with their covariance and each row scaled by a random factor of
+    its own. Without `moments` the rows are standard normal, scaled likewise."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(heads, count, dim, generator=generator, dtype=torch.float64)
     degrees = torch.randn(heads, count, _TAIL_DEGREES, generator=generator, dtype=torch.float64)
@@ -55,11 +51,8 @@ def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: i
 
 
 def edge_rows(dim: int, largest: float) -> torch.Tensor:
-    """Rows `[EDGE_ROWS, dim]` at the edges of the codec's domain, with magnitudes up to `largest`.
-
-    They are: zero, constant, one spike, subnormal, the full range, constant at `largest`, a tiny
-    range on a large offset, and the grid of the codes themselves.
-    """
+    """Rows `[EDGE_ROWS, dim]` at the edges of the codec's domain, with magnitudes up to `largest`:
+    the last are a tiny range on a large offset, and the grid of the codes themselves."""
     rows = torch.zeros(EDGE_ROWS, dim)
     rows[1] = 0.37
     rows[2, dim // 3] = -5.0
@@ -104,11 +97,8 @@ class KernelComparison:
         clip: torch.Tensor,
         factor: torch.Tensor | None = None,
     ) -> None:
-        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios `[H]`.
-
-        `name` is the layer and side, for error messages. With a `factor` `[H, D, D]`, the encoder
-        that chooses codes by error feedback is compared too.
-        """
+        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios `[H]`,
+        and with a `factor` `[H, D, D]` also the encoder of error feedback."""
         self.name = name
         self.rows += rows.shape[0] * rows.shape[1]
         if self.on_gpu:
@@ -163,11 +153,8 @@ class KernelComparison:
         return rotated.cpu()
 
     def _compare_feedback(self, rotated: torch.Tensor, factor: torch.Tensor) -> None:
-        """Compare the kernel of `feedback.cu` on rotated rows.
-
-        Its definition runs on the GPU too: it takes D steps for every range, seconds on a CPU.
-        The tests compare it with what the CPU computes.
-        """
+        """Compare the kernel of `feedback.cu` on rotated rows. Its definition runs on the GPU too:
+        on a CPU it would take seconds, and the tests compare both."""
         self.feedback_rows += rotated.shape[0] * rotated.shape[1]
         factor = factor.cuda()
         for format in int2.FORMATS.values():
@@ -196,10 +183,7 @@ class KernelComparison:
     def _check_quantized(
         self, packed: cuda.Packed, rows: torch.Tensor, clip: torch.Tensor, format: int2.Format
     ) -> int2.Quantized:
-        """Check that the kernel stores rotated rows as the definition does.
-
-        Returns what the definition stores.
-        """
+        """Check the kernel on rotated rows. Returns what the definition stores."""
         expected = int2.quantize(rows, clip[:, None], self.group_size, format)
         self.check_stored(packed, expected, format)
         return expected
@@ -237,10 +221,8 @@ class KernelComparison:
     def _check_product(
         self, what: str, actual: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor
     ) -> None:
-        """Check `rows @ matrix` as computed in float32 against float64.
-
-        The error of a dot product of D terms is at most D 2^-24 |x| |R| (Higham 2002, section 3.1).
-        """
+        """Check `rows @ matrix` as computed in float32 against float64: the error of a dot product
+        of D terms is at most D 2^-24 |x| |R| (Higham 2002, section 3.1)."""
         rows, matrix = rows.double(), matrix.double()
         allowed = rows.shape[-1] * _FLOAT32_ROUNDING * (rows.abs() @ matrix.abs())
         error = (actual.double() - rows @ matrix).abs() / (allowed + _SMALLEST_BOUND)

@@ -35,13 +35,10 @@ def validate_kernel(
     artifact: Artifact, rows: int = 1024, device: str = "auto", progress: Progress = silent
 ) -> dict[str, Any]:
     """Compare the kernel with the codec's definition on so many rows of every layer, KV head and
-    side.
+    side, and return the report, which is added to the artifact with the sources that ran.
 
-    Where rows have a factor of error feedback, both encoders are compared. Adds `validation.json`
-    and the sources that ran to the artifact and returns the report. Raises `RotationZooError` at
-    the first difference, naming its layer, head, row and both values.
-    Without a GPU only the definition is checked: the report says so, and the artifact is not
-    changed.
+    Raises `RotationZooError` at the first difference. Without a GPU only the definition is checked:
+    the report says so, and the artifact is not changed.
     """
     on_gpu = loading.torch_device(device) == "cuda"
     # Fail now if the result could not be saved, not after it was computed.
@@ -65,10 +62,8 @@ def validate_kernel(
 
 
 def check_device(folder: Path, device: str) -> None:
-    """Raise `RotationZooError` if there is no GPU, unless the user asked for the CPU.
-
-    A CPU checks less, so it is never chosen silently.
-    """
+    """Raise `RotationZooError` if there is no GPU, unless the user asked for the CPU: it checks
+    less, so it is never chosen silently."""
     if device == "auto" and loading.torch_device(device) != "cuda":
         raise RotationZooError(
             f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU, and there is none "
@@ -104,11 +99,8 @@ def _compare_layers(
 
 
 def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
-    """Bytes that a copy and both kernels read and write per second on bfloat16 rows `[1, N, D]`.
-
-    A kernel's bytes are the rows, the packed codes and the metadata. Fewer rows are used where 80 %
-    of the free memory cannot hold them.
-    """
+    """Bytes that a copy and both kernels read and write per second on bfloat16 rows `[1, N, D]`:
+    the rows, the packed codes and the metadata."""
     dtype = torch.bfloat16
     free, _ = torch.cuda.mem_get_info()
     # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.

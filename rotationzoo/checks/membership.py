@@ -1,17 +1,15 @@
-"""Whether an artifact belongs to a model's weights.
-
-The model is run on a text, and the artifact's rotations are compared with the resulting statistics.
-"""
+"""Whether an artifact belongs to a model's weights: the model is run on a text, and the rotations
+are compared with the resulting statistics."""
 
 from dataclasses import dataclass
 
 import torch
+from transformers import PretrainedConfig
 
 from rotationzoo.artifact.fit import target_moment
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError
-from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
@@ -23,7 +21,7 @@ from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Data
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.text.rows import read_corpus
 
@@ -48,10 +46,8 @@ class Agreement:
 
     @property
     def lowest(self) -> float:
-        """The smaller of the two, which decides.
-
-        Keys of any two models agree a little, because RoPE leaves the same structure in them.
-        """
+        """The smaller of the two, which decides: keys of any two models agree a little, because
+        RoPE leaves the same structure in them."""
         return min(self.key, self.value)
 
     @property
@@ -73,49 +69,39 @@ class Candidate(RunSettings):
 
     model: str
 
-    @property
-    def source(self) -> Source:
-        """Where the model's files are."""
-        return find(self.model, self.revision)
-
 
 def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
 ) -> Agreement:
     """Run a model on the bundled text and compare its statistics with an artifact's rotations.
-
-    Raises `RotationZooError` for rotations that contain no eigenbasis, and for artifacts that are
-    bound to no model.
-    """
+    Raises `RotationZooError` for rotations without an eigenbasis, and for artifacts of no model."""
     candidate.check_memory_limits()
     bases = _recover_bases(artifact)
     check_bound(artifact, candidate.model)
-    recipe = artifact.recipe
-    _check_shapes(artifact, candidate)
-    statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
-    moments = {
-        (layer.index, side): target_moment(statistics, recipe, layer.index, side)
-        for layer in cached_layers(artifact.geometry)
-        for side in layer.sides
-    }
-    return measure_agreement(bases, moments)
-
-
-def _check_shapes(artifact: Artifact, candidate: Candidate) -> None:
-    """Raise `RotationZooError` for a model of other shapes, before its weights are fetched."""
-    source = candidate.source
-    config = loading.load_config(source, artifact.recipe.rope_scaling)
+    recipe, source = artifact.recipe, find(candidate.model, candidate.revision)
+    config = loading.load_config(source, recipe.rope_scaling)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
-    if geometry is not None:
+    if geometry is not None:  # before the weights are fetched
         check_artifacts(candidate.model, [artifact], geometry)
+    statistics = _collect_statistics(candidate, source, config, artifact, progress)
+    shares: dict[str, list[torch.Tensor]] = {}
+    for (layer, side), basis in bases.items():
+        moment = target_moment(statistics[layer], recipe, side)
+        shares.setdefault(side, []).append(explained_share(basis, moment))
+    means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
+    sides = (LATENT, LATENT) if LATENT in means else SIDES
+    return Agreement(*(means[side] for side in sides))
 
 
 def _collect_statistics(
-    candidate: Candidate, recipe: Recipe, geometry: Geometry, progress: Progress
+    candidate: Candidate,
+    source: Source,
+    config: PretrainedConfig,
+    artifact: Artifact,
+    progress: Progress,
 ) -> Statistics:
-    """The model's statistics on `TEXT`, as a calibration with this recipe would collect them."""
-    source, device = candidate.source, candidate.torch_device
-    config = loading.load_config(source, recipe.rope_scaling)
+    """The model's statistics on `TEXT`, as a calibration with its recipe would collect them."""
+    device = candidate.torch_device
     check_loadable(config, source.name, device)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
@@ -127,7 +113,8 @@ def _collect_statistics(
         with loading.forward_errors(candidate.model, 1, TEXT.length), torch.no_grad():
             first_tokens = text.rows[0][None, :_TRANSPARENCY_TOKENS]
             check_transparent(model, first_tokens.to(loading.input_device(model)))
-            return collect(model, geometry, text.batches(1), recipe, progress=progress)
+            batches = text.batches(1)
+            return collect(model, artifact.geometry, batches, artifact.recipe, progress=progress)
 
 
 def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
@@ -142,34 +129,17 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
     bases = {}
     for layer, side, rotation in artifact.rotations.each():
         group = recipe.group(rotation.dim)
-        basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
-        bases[layer, side] = basis
+        bases[layer, side] = compositions.recover_basis(rotation.matrix, recipe.composition, group)
     return bases
 
 
-def measure_agreement(
-    bases: dict[tuple[int, str], torch.Tensor], moments: dict[tuple[int, str], torch.Tensor]
-) -> Agreement:
-    """Compare eigenbases `[H, D, D]` with second moments `[H, D, D]`, both by layer and side.
-
-    H is 1 if the rotations are pooled.
-    """
-    shares: dict[str, list[torch.Tensor]] = {}
-    for (layer, side), moment in moments.items():
-        shares.setdefault(side, []).append(explained_share(bases[layer, side], moment))
-    means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
-    sides = (LATENT, LATENT) if LATENT in means else SIDES
-    key, value = (means[side] for side in sides)
-    return Agreement(key, value)
-
-
 def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """How much of the structure of second moments `[H, D, D]` a basis `[H, D, D]` explains: `[H]`.
+    """How much of the structure of second moments `[H, D, D]` a basis `[H, D, D]`, in ascending
+    order of eigenvalues, explains: `[H]`.
 
-    The basis has its columns in ascending order of their eigenvalues. The share is the cosine
-    between the logarithm of the moment and the matrix with the same eigenvalues in this basis, both
-    made traceless. Logarithms weight all directions equally. Directions with nearly equal
-    eigenvalues, which differ from text to text, do not lower the share.
+    The share is the cosine between the logarithm of the moment and the matrix with the same
+    eigenvalues in this basis, both made traceless. Directions with nearly equal eigenvalues, which
+    differ from text to text, do not lower it.
     """
     eigenvalues, vectors = compositions.eigenbasis(moment)
     logarithms = eigenvalues.clamp(min=_FLOOR * eigenvalues.amax().item()).log()

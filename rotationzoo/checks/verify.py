@@ -1,26 +1,29 @@
 """Verification that an artifact is intact and sound: its checksums, geometry, orthogonality and
-statistics."""
+statistics, and that its folder holds no files of others."""
+
+import os
+import pickletools
+import re
+from pathlib import Path
 
 from rotationzoo.artifact.layout import rotations_from
-from rotationzoo.artifact.leftovers import unlisted_files
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, hash_config
 from rotationzoo.artifact.statistics_layout import statistics_from
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.calibration.soundness import Verification, check
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.source import find, has_weights, weights_fingerprint
 from rotationzoo.recipe import digest
+from rotationzoo.storage import files
+from rotationzoo.storage.files import read_settled
 
 
 def verify(
     artifact: Artifact, model: str | None = None, revision: str | None = None
 ) -> Verification:
     """Recompute everything that can be recomputed. With `model`, also check that the artifact was
-    made for it.
-
-    Raises `RotationZooError` only if the check itself cannot be made, for example because the model
-    cannot be found. Problems of the artifact are returned.
-    """
+    made for it. Raises `RotationZooError` only if the check itself cannot be made, for example
+    because the model cannot be found."""
     problems = artifact.damaged_files()
     checked = [] if problems else ["checksums"]
     # After the checksums, so that a file that was changed comes first.
@@ -50,10 +53,7 @@ def verify(
 
 
 def _check_tensors(artifact: Artifact) -> Verification:
-    """Check the names, dtypes and shapes of all tensors, then their content.
-
-    If the first do not match the recipe and the geometry, no tensor is read.
-    """
+    """Check the names, dtypes and shapes of all tensors, then, if they are right, their content."""
     rotations, problems = artifact.examine(ROTATIONS)
     statistics = None
     if STATISTICS in artifact.manifest.files:
@@ -67,28 +67,87 @@ def _check_tensors(artifact: Artifact) -> Verification:
 
 def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
     """Compare the config and, if the model's weights are on this machine, their fingerprint.
-
-    Returns the problems and a phrase that says what was compared.
-    """
-    expected = artifact.manifest.model
-    source = find(model, revision)
-    compared = f"the config of {model}"
+    Returns the problems and a phrase that says what was compared."""
+    expected, source = artifact.manifest.model, find(model, revision)
+    fingerprint, compared, problems = expected.weights_fingerprint, f"the config of {model}", []
     if not artifact.bound:
-        problem = "bound to no model: it is not known which one the imported files are for"
-        return [problem], compared
-    if hash_config(source.folder) != expected.config_sha256:
-        problem = f"made for another model or config than that of {model}: {expected.id}"
-        return [problem], compared
-    fingerprint = expected.weights_fingerprint
-    if fingerprint and has_weights(source):
+        problems = ["bound to no model: it is not known which one the imported files are for"]
+    elif hash_config(source.folder) != expected.config_sha256:
+        problems = [f"made for another model or config than that of {model}: {expected.id}"]
+    elif fingerprint and has_weights(source):
         compared = f"the weights of {model}"
         if weights_fingerprint(source) != fingerprint:
-            return [f"made for other weights than {model} has: {expected.id}"], compared
-        return [], compared
-    if fingerprint:
-        compared += ", whose weights are not on this machine"
-    # Without weights to compare, the revision still identifies them.
-    if expected.revision and source.revision and source.revision != expected.revision:
-        problem = f"made for revision {expected.revision}, and {model} is at {source.revision}"
-        return [problem], compared
-    return [], compared
+            problems = [f"made for other weights than {model} has: {expected.id}"]
+    else:
+        if fingerprint:
+            compared += ", whose weights are not on this machine"
+        # Without weights to compare, the revision still identifies them.
+        if expected.revision and source.revision not in (None, expected.revision):
+            made_for = f"made for revision {expected.revision}"
+            problems = [f"{made_for}, and {model} is at {source.revision}"]
+    return problems, compared
+
+
+# ---- entries that the manifest does not list
+
+# What the clients of hubs and the Finder leave in a folder, and no engine reads.
+_LEFT_BEHIND = re.compile(
+    r"\.gitattributes|\.DS_Store|\.mv|\.msc|\.mdl"
+    r"|\.cache/huggingface/(\.gitignore(\.lock)?|CACHEDIR\.TAG|trees/[0-9a-f]{40}\.json)"
+    r"|\.cache/huggingface/download/[^/]+\.(metadata|lock|incomplete)"
+)
+_LEFT_FOLDERS = ".cache", "._____temp"
+_PICKLES = ".msc", ".mdl"  # earlier versions of ModelScope's client write and load them
+_PLAIN_OPCODES = {"PROTO", "FRAME", "MARK", "STOP", "NONE", "MEMOIZE", "BINGET", "BINPUT"}
+_PLAIN_OPCODES |= {"LONG_BINGET", "LONG_BINPUT", "SHORT_BINUNICODE", "BINUNICODE", "BININT"}
+_PLAIN_OPCODES |= {"BININT1", "BININT2", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT"}
+_PLAIN_OPCODES |= {"SETITEM", "SETITEMS"}
+_PICKLE_LIMIT = 1 << 20
+
+
+def unlisted_files(artifact: Artifact) -> list[str]:
+    """One sentence for each entry of the folder that the manifest does not list, but for the
+    manifest itself, the card, the signature, and what the clients of hubs leave behind."""
+    folder, problems = artifact.folder, []
+    for name in read_settled(folder, lambda: sorted(os.listdir(folder))):
+        if name in artifact.manifest.files:
+            continue
+        path = folder / name
+        if name not in (MANIFEST, CARD, SIGNATURE):
+            if foreign := _foreign_file(folder, name):
+                problem = f"{foreign} is not in the manifest: whoever made it did not write it"
+                problems.append(problem)
+        elif path.is_symlink() or not path.is_file():
+            problems.append(f"{name} is not a file")
+    return problems
+
+
+def _foreign_file(folder: Path, name: str) -> str | None:
+    """The first file of an entry that no client of a hub leaves in a folder; None if there is
+    none."""
+    top = folder / name
+    if top.is_symlink() or not top.is_dir():
+        return None if _is_left_behind(folder, top) else name
+    if name not in _LEFT_FOLDERS:
+        return name
+    unreadable: list[OSError] = []
+    for parent, inner, names in os.walk(top, onerror=unreadable.append):
+        # A link to a folder is among the folders, and is not followed.
+        links = [each for each in inner if Path(parent, each).is_symlink()]
+        for path in (Path(parent, each) for each in (*links, *names)):
+            if not _is_left_behind(folder, path):
+                return path.relative_to(folder).as_posix()
+    return name if unreadable else None
+
+
+def _is_left_behind(folder: Path, path: Path) -> bool:
+    """Whether it is a file that a client of a hub leaves, and a harmless one if it is a pickle."""
+    if not _LEFT_BEHIND.fullmatch(path.relative_to(folder).as_posix()):
+        return False
+    try:
+        if path.name in _PICKLES:
+            codes = pickletools.genops(files.read(path, _PICKLE_LIMIT))
+            return {code.name for code, _, _ in codes} <= _PLAIN_OPCODES
+        return files.size_of(path) is not None
+    except (RotationZooError, ValueError):
+        return False

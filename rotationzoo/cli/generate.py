@@ -1,5 +1,10 @@
 """`rotationzoo generate`: write text with a model whose cache stores 2 bits."""
 
+import os
+import select
+import stat
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
@@ -10,7 +15,6 @@ from rotationzoo.cli.next_steps import served, shell_line
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Mode, Output, hush_libraries, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
-from rotationzoo.cli.prompt_text import read_prompt
 from rotationzoo.errors import Interrupted, UsageError
 from rotationzoo.words import byte_count, counted
 
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 NO_ROTATION = "none"
 _SHOWN = 24  # characters of each text after the place where two part
+_LONGEST = 16 << 20  # bytes of a prompt, of which English has four a token
+_PATIENCE = 2.0  # seconds
+_HINT = 'give a text with --prompt "TEXT" or --file FILE'
 
 
 def generate_command(
@@ -70,7 +77,7 @@ def generate_command(
         raise UsageError(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
-    text = read_prompt(prompt, file, out.note)
+    text = _read_prompt(prompt, file, out.note)
     from rotationzoo.api import generation_job
     from rotationzoo.generation.generate import generate
 
@@ -119,7 +126,7 @@ def _choose_rotations(
         return None
     if rotations is not None:
         return rotations
-    from rotationzoo.generation.artifacts import newest_artifact
+    from rotationzoo.generation.generate import newest_artifact
     from rotationzoo.model.source import find
 
     artifact, count = newest_artifact(Path("rotations"), find(model, revision))
@@ -203,3 +210,66 @@ def suggest_next(
         out.suggest("report", report["rotations"])
     else:
         out.suggest("evaluate", model, report["rotations"], *served(engine), "--save")
+
+
+# ---- the prompt
+
+
+def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]) -> str | None:
+    """The prompt of these options or, without them, what is piped into the command, or None. `note`
+    says that the command waits for it. Raises `UsageError` for more than one prompt, and for what
+    is no text."""
+    if text is not None and file is not None:
+        raise UsageError("--prompt and --file are two prompts", hint="leave out one of them")
+    if text is not None:
+        # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer takes.
+        return _checked(os.fsencode(text), "--prompt")
+    if file is not None and str(file) != "-":
+        content, name = _read_file(file), str(file)
+    elif file is None and not _is_piped():
+        return None
+    else:
+        content, name = b"", "standard input"
+        if sys.stdin is not None:
+            if not select.select([sys.stdin], [], [], _PATIENCE)[0]:
+                note("Waiting for a prompt on standard input")
+            content = sys.stdin.buffer.read(_LONGEST + 1)
+    # Editors and `echo` write a line end, and a model would go on in a new line.
+    return _checked(content, name).removesuffix("\n").removesuffix("\r")
+
+
+def _read_file(file: Path) -> bytes:
+    # The user named the file, so a link or the pipe of a shell's <(...) is as good as a file. To
+    # open a pipe would otherwise wait for a writer; a read ends where there is none.
+    try:
+        handle = os.open(file.expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as content:
+            select.select([content], [], [], _PATIENCE)
+            os.set_blocking(handle, True)
+            return content.read(_LONGEST + 1)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}", hint=_HINT) from error
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file, and no terminal or /dev/null."""
+    if sys.stdin is None:
+        return False
+    try:
+        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or not of this process
+        return False
+
+
+def _checked(content: bytes, name: str) -> str:
+    if len(content) > _LONGEST:
+        raise UsageError(f"{name} has more than {_LONGEST >> 20} MiB", hint="give a shorter prompt")
+    if not content.strip():
+        raise UsageError(f"{name} is empty", hint=_HINT)
+    if b"\0" in content:
+        raise UsageError(f"{name} is no text: it holds zero bytes", hint=_HINT)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        hint = "convert it, for example with: iconv -f latin1 -t utf-8"
+        raise UsageError(f"{name} is no UTF-8 text: byte {error.start} is wrong", hint) from error

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from rotationzoo.codec.engines import ENGINES
+from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers, head_dims
 
 
@@ -106,8 +107,7 @@ class Options:
 
 
 class Engine(Protocol):
-    """The interface of an engine's module. To add an engine, write such a module in `formats/` and
-    add a row to `registry.py`."""
+    """The interface of an engine's module in `formats/`."""
 
     def check_payload(self, payload: Payload) -> None:
         """Raise `RotationZooError` for what the engine cannot run and no reduction can fix, such as
@@ -127,3 +127,26 @@ def load_engine(name: str) -> Engine:
     """The module that writes an engine's files. Raises `KeyError` for an unknown name."""
     module = importlib.import_module(f"rotationzoo.engines.formats.{ENGINES[name].module}")
     return cast(Engine, module)
+
+
+PAGE = "docs/engines.md says what each engine takes"
+"""The hint for limits that no flag can lift."""
+
+
+def check_limits(
+    engine: str, payload: Payload, powers: bool = False, equal: bool = False, groups: bool = False
+) -> None:
+    """Raise `RotationZooError` for what an engine cannot run: heads whose dimension is no power of
+    two, keys and values that differ in dimension, or whole heads of many dimensions as groups."""
+    dims, problems = sorted(payload.head_dims), []
+    if powers and (others := [dim for dim in dims if dim & (dim - 1)]):
+        problems.append(f"cannot run head dimension {others[0]}: only powers of two")
+    for layer in cached_layers(payload.geometry):
+        if equal and layer.key_dim != layer.value_dim:
+            values = f"values of dimension {layer.value_dim}"
+            problems.append(f"cannot run keys of dimension {layer.key_dim} with {values}")
+    if groups and payload.group_size is None and len(dims) > 1:
+        whole = f"this artifact's groups are whole heads of {dims} channels"
+        problems.append(f"takes one group size, and {whole}")
+    if problems:
+        raise RotationZooError(f"{engine} {problems[0]}", hint=PAGE)

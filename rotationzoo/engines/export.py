@@ -1,7 +1,6 @@
 """Exporting an artifact: the files that one serving engine reads, and the command that starts it.
 
-An export replaces an earlier one as a whole and keeps the user's files. Where it leaves the
-value rotation to the model's weights, the model's folder must carry it.
+An export replaces an earlier one as a whole and keeps the user's files.
 """
 
 import shlex
@@ -45,11 +44,8 @@ def check_target(target: Path) -> None:
 
 
 def install_export(work: Path, target: Path) -> None:
-    """Put the folder `work` in the place of `target`.
-
-    Files that the user added to an earlier export are kept. Files that the earlier export wrote are
-    dropped, so that an engine never finds the files of two exports.
-    """
+    """Put the folder `work` in the place of `target`, with files that the user added to an earlier
+    export, and without those that it wrote: an engine never finds the files of two exports."""
     if target.is_dir():
         written = {path.name for path in work.iterdir()}
         # SGLang's own calibration marks what it has written, or is writing, in such files.
@@ -60,10 +56,8 @@ def install_export(work: Path, target: Path) -> None:
 
 
 def _earlier_files(target: Path) -> list[str]:
-    """The names of files that the earlier export wrote and that have not changed since.
-
-    Anybody may have written the record, so a name counts only if the file's hash matches.
-    """
+    """The names of files that the earlier export wrote. Anybody may have written the record, so a
+    name counts only if the file's hash matches."""
     try:
         content = strict_json.read(target / EXPORT)
         record = strict_json.validate(_Record, content, str(target / EXPORT))
@@ -78,10 +72,8 @@ def _earlier_files(target: Path) -> list[str]:
 
 
 def check_absorbed(artifact: Artifact, folder: Path) -> str:
-    """The absolute path of a model whose weights carry the value rotation.
-
-    Raises `RotationZooError` unless its record names this very artifact.
-    """
+    """The absolute path of a model whose weights carry the value rotation. Raises
+    `RotationZooError` unless its record names this very artifact."""
     record = read_record(folder)
     if record is None:
         command = f"rotationzoo export {shlex.quote(str(artifact.folder))} --absorb MODEL"
@@ -95,12 +87,6 @@ def check_absorbed(artifact: Artifact, folder: Path) -> str:
             f"{folder} carries the value rotation of another artifact", hint="export that one"
         )
     return str(folder.absolute())
-
-
-_UNTRIED = (
-    "untested whether the model's attention ignores the key mean, which is subtracted and "
-    "never added back: with learned sinks or a soft cap it does not, and --uncentered leaves it out"
-)
 
 
 @dataclass(frozen=True)
@@ -117,11 +103,8 @@ class Exported:
 
 
 def export(artifact: Artifact, request: Request) -> Exported:
-    """Write the files of one engine, without what it does not take. For an engine that reads
-    artifacts themselves, nothing is written.
-
-    Raises `RotationZooError` for what the engine cannot serve.
-    """
+    """Write the files of one engine, without what it does not take, or nothing for an engine that
+    reads artifacts themselves. Raises `RotationZooError` for what the engine cannot serve."""
     if command := find_engine(request.engine).command:
         return _start_of(artifact, request, command)
     settled = settle_request(artifact, request)
@@ -136,9 +119,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
         hint = f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}"
         raise RotationZooError(f"{artifact.folder} is not exported: {problems[0]}", hint)
     reduced = list_reductions(artifact, settled)
-    changed_model = None
-    if request.absorbed is not None:
-        changed_model = check_absorbed(artifact, request.absorbed)
+    changed_model = check_absorbed(artifact, request.absorbed) if request.absorbed else None
     payload = assemble_payload(artifact, settled, changed_model)
     engine.check_payload(payload)
     with disk_errors(target), folders.temporary_sibling(target) as work:
@@ -241,7 +222,11 @@ def _notes_of_artifact(artifact: Artifact, payload: Payload, launch: Launch) -> 
     notes = []
     untried = any(layer.shift_invariant is None for layer in payload.geometry)
     if payload.key.mean and untried:
-        notes.append(_UNTRIED)
+        notes.append(
+            "untested whether the model's attention ignores the key mean, which is subtracted and "
+            "never added back: with learned sinks or a soft cap it does not, and --uncentered "
+            "leaves it out"
+        )
     if artifact.recipe.rope_scaling is not None:
         notes.append(
             f"calibrated with the rope scaling {artifact.recipe.rope_scaling}: the server must "

@@ -1,17 +1,21 @@
-"""Finding the rotation files to import: files that the user names, the one pair in a folder, or a
-folder of latents; and the checks that they belong together."""
+"""Finding the rotation files to import, and the checks that they belong together and to a model."""
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-from rotationzoo.engines.formats import oscar_pt_reader
-from rotationzoo.engines.objectives import describe
-from rotationzoo.engines.rotation_file import RotationFile, check_matrices, normalise
-from rotationzoo.errors import RotationZooError
+from rotationzoo.artifact.manifest import hash_config
+from rotationzoo.engines.formats import oscar_pt
+from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalise
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.geometry import Geometry, Layer, cached_layers, shifted_layers
 from rotationzoo.linalg.composition_table import DATA_FREE
+from rotationzoo.model import centering, loading
+from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
 from rotationzoo.rotations import LATENT, SIDES
 
 Files = dict[str, RotationFile]
@@ -22,20 +26,22 @@ _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
 # Entries of `calibration` that agree in both files of one run.
 _SHARED = ("generation_id", "config_sha256", "model")
 _FETCH_AGAIN = "fetch both again"
+_CHECK = "check the model"
+_NAME_IT = "name the model, which tells: --model MODEL"
 
 
 def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
     """Read the key side and the value side from the given files, or from a folder with one pair; or
     the latents from a folder with a file for each layer.
 
-    The matrices are orthogonal and applied as `x @ R`, also if the files hold them `transposed`.
-    Raises `RotationZooError` if a side is missing, present twice, unidentified, damaged, or being
-    written by another process, and if two files do not belong together.
+    The matrices are applied as `x @ R`, also if the files hold them `transposed`. Raises
+    `RotationZooError` if a side is missing, unidentified or damaged, and if two files do not belong
+    together.
     """
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir():
-        if oscar_pt_reader.latent_files(paths[0]):
-            latents = normalise(oscar_pt_reader.read_latents(paths[0]), transposed)
+        if oscar_pt.latent_files(paths[0]):
+            latents = normalise(oscar_pt.read_latents(paths[0]), transposed)
             check_matrices(latents)
             return {LATENT: latents}
         paths = _pair_in(paths[0])
@@ -47,12 +53,12 @@ def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
 
 
 def _read_file(path: Path) -> list[RotationFile]:
-    """The sides in one file. A GGUF file holds both, any other file one."""
+    """The sides in one file: both of a GGUF file, and one of any other."""
     if path.suffix == ".gguf":
         from rotationzoo.engines.formats.gguf_file import read_gguf
 
         return read_gguf(path)
-    return [oscar_pt_reader.read_pt(path)]
+    return [oscar_pt.read_pt(path)]
 
 
 def _pair_of(files: list[RotationFile]) -> Files:
@@ -108,3 +114,101 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
     free = describe(key).composition in DATA_FREE
     if not free and all(torch.equal(matrices[i], others[i]) for i in matrices):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
+
+
+def find_geometry(
+    files: Files, model: str | None, revision: str | None
+) -> tuple[Source | None, Geometry]:
+    """The named model, or None, and its geometry, or the one that the files imply.
+
+    Raises `RotationZooError` for files that do not fit the model or contradict each other, and for
+    latents without a model.
+    """
+    first = next(iter(files.values()))
+    if model is None:
+        if LATENT in files:
+            beside = "which do not say what is cached beside them"
+            raise RotationZooError(f"{first.path} holds rotations of latents, {beside}", _NAME_IT)
+        return None, _geometry_of_files(**files)
+    source = find(model, revision)
+    geometry = geometry_on_meta(loading.on_meta(loading.load_config(source), source.name))
+    if geometry is None:
+        unknown = f"what {model} caches shows only with its weights"
+        raise UnsupportedModel(unknown, hint="import without --model")
+    if not files.keys() & {side for layer in geometry for side in layer.sides}:
+        held = f"{first.path} holds rotations of {' and '.join(f'{side}s' for side in files)}"
+        raise UnsupportedModel(f"{held}, and {model} is not known to cache any", _CHECK)
+    _check_model(model, source, first)
+    for side, file in files.items():
+        for misfit in _misfits(side, file, geometry):
+            raise RotationZooError(f"these files are not for {model}: {misfit}", _CHECK)
+    # Engines subtract a key mean and never add it back, which changes what some models compute.
+    if first.side == "key" and first.content.mean and (moved := shifted_layers(geometry)):
+        changed = f"changes what {model} computes: {centering.reason(moved)}"
+        hint = "import files that were made without a key mean"
+        raise RotationZooError(f"{first.path.name} centers keys, which {changed}", hint)
+    return source, geometry
+
+
+def _geometry_of_files(key: RotationFile, value: RotationFile) -> Geometry:
+    """The geometry that the files imply. Raises `RotationZooError` if layers may be missing: their
+    numbers are evenly spaced, by 1 or by the distance of a hybrid model's attention layers."""
+    layers = sorted(key.content.rotation)
+    steps = {after - before for before, after in pairwise(layers)}
+    if len(steps) > 1:
+        gap = next(before for before, after in pairwise(layers) if after - before > min(steps))
+        irregular = "the numbers of those it has are irregular"
+        raise RotationZooError(
+            f"{key.path.name} may lack layers after layer {gap}: {irregular}", _NAME_IT
+        )
+    geometry = []
+    for index in layers:
+        matrices = key.content.rotation[index], value.content.rotation[index]
+        counts = {len(matrix) for matrix in matrices if matrix.ndim == 3}
+        mean = key.content.mean.get(index)
+        if mean is not None and mean.ndim == 2:
+            counts.add(len(mean))
+        if len(counts) > 1:
+            listed = " and ".join(map(str, sorted(counts)))
+            raise RotationZooError(f"the files disagree on the KV heads of layer {index}: {listed}")
+        # Files with one matrix per layer and no mean do not say how many KV heads there are.
+        heads = counts.pop() if counts else 1
+        key_dim, value_dim = (matrix.shape[-1] for matrix in matrices)
+        geometry.append(Layer(index, index, heads, heads, key_dim, value_dim))
+    return geometry
+
+
+def _check_model(model: str, source: Source, file: RotationFile) -> None:
+    """Raise `RotationZooError` if the file states another model than the user's."""
+    stated = file.calibration
+    config, weights = stated.get("config_sha256"), stated.get("weights_fingerprint")
+    named = str(stated.get("model") or stated.get("model_path") or "")
+    theirs, ours = (path.rstrip("/").rsplit("/", 1)[-1].lower() for path in (named, model))
+    # Names are compared only for hub models: a local folder may have any name.
+    other_name = source.revision is not None and theirs not in ("", ours)
+    contradicts = config != hash_config(source.folder) if config else other_name
+    made = f"{file.path.name} says that it was made for"
+    if contradicts:
+        hint = f"name that model: --model {named}" if named else _CHECK
+        raise RotationZooError(f"{made} {named or 'another config'}, and not for {model}", hint)
+    if weights and has_weights(source) and weights != weights_fingerprint(source):
+        raise RotationZooError(f"{made} other weights than {model} has", _CHECK)
+
+
+def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]:
+    """Each difference between the layers of a model and those of a file."""
+    layers, content = {layer.index: layer for layer in cached_layers(geometry)}, file.content
+    for missing in sorted(layers.keys() - content.rotation.keys()):
+        yield f"they have no {side} rotation for layer {missing}"
+    for extra in sorted(content.rotation.keys() - layers.keys()):
+        yield f"they have layer {extra}, which caches no {side}s there"
+    for index, layer in layers.items():
+        matrix, mean, dim = content.rotation[index], content.mean.get(index), layer.dims.get(side)
+        wrong = matrix.shape[-1] != dim or (matrix.ndim == 3 and len(matrix) != layer.kv_heads)
+        if mean is not None and mean.ndim == 2:
+            wrong |= len(mean) not in (1, layer.kv_heads)  # one mean may serve all heads
+        if wrong:
+            yield (
+                f"layer {index} has {layer.kv_heads} KV heads with {side}s of {dim}, the file "
+                f"{list(matrix.shape)}"
+            )

@@ -1,9 +1,5 @@
 """Importing other tools' rotation files as an artifact, with their matrices unchanged, and with the
-statistics that can be recovered from them.
-
-The recipe is what the files and the user state. What neither states is taken from the published
-fitter's recipe, `oscar-v1`.
-"""
+statistics that can be recovered from them."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +12,9 @@ import torch
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.engines.formats.oscar_pt_reader import latent_files
-from rotationzoo.engines.gather import Files, gather_files
-from rotationzoo.engines.import_geometry import find_geometry
-from rotationzoo.engines.objectives import describe
+from rotationzoo.engines.formats.oscar_pt import latent_files
+from rotationzoo.engines.gather import Files, find_geometry, gather_files
+from rotationzoo.engines.rotation_file import describe
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
@@ -44,11 +39,8 @@ _OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
 
 @dataclass(frozen=True)
 class Import:
-    """The settings of one import, as the user gave them.
-
-    What neither the files nor the user state, such as clip ratios, is taken from the recipe
-    `oscar-v1`.
-    """
+    """The settings of one import, as the user gave them. What neither the files nor the user state,
+    such as clip ratios, is taken from the published fitter's recipe, `oscar-v1`."""
 
     files: Sequence[Path]
     output: Path
@@ -65,11 +57,8 @@ class Import:
 
 
 def import_(job: Import) -> Artifact:
-    """Read the files, check them, and write an artifact.
-
-    If the output already holds the artifact of this very import, it is returned unchanged. Raises
-    `RotationZooError` that names whatever is ambiguous or broken.
-    """
+    """Read the files, check them, and write an artifact, unless the output holds that of this very
+    import. Raises `RotationZooError` that names whatever is ambiguous or broken."""
     started = time.monotonic()
     check_replaceable(job.output)
     check_writable(job.output)
@@ -86,6 +75,9 @@ def import_(job: Import) -> Artifact:
         identity |= {"model": source.label, "revision": job.revision or ""}
     if (finished := _finished_artifact(job, identity)) is not None:
         return finished
+    stated = first.calibration
+    # Without the paths of the machine that made the file.
+    names = {key: name_of(value) for key, value in stated.items() if isinstance(value, str)}
     rotations = _rotations_of(files, recipe, geometry)
     statistics, unrecovered = _recover_statistics(rotations, recipe)
     seconds = round(time.monotonic() - started, 3)
@@ -99,7 +91,7 @@ def import_(job: Import) -> Artifact:
             "format": first.format,
             "files": measured,
             "objectives": {side: file.content.objective for side, file in files.items()},
-            "calibration": _publishable(first.calibration),
+            "calibration": {**stated, **names},
             "notes": [*notes, *unrecovered],
         },
         "identity": identity,
@@ -112,11 +104,8 @@ def import_(job: Import) -> Artifact:
 
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
-    """The recipe, and remarks on what neither the files nor the user state. What the user states
-    overrides the files' own.
-
-    Raises `RotationZooError` if the files state something that no recipe allows.
-    """
+    """The recipe, where the user's word overrides the files' own, and remarks on what neither
+    states. Raises `RotationZooError` for what no recipe allows."""
     first, published = next(iter(files.values())), PRESETS[_PUBLISHED]
     of_latents = first.side == LATENT
     composition, notes = _composition_of(files, group_size)
@@ -194,9 +183,7 @@ def _measure(path: Path) -> dict[str, Any]:
 
 def _finished_artifact(job: Import, identity: Mapping[str, str]) -> Artifact | None:
     """The artifact of an earlier, identical import, or None if there is none or it is damaged.
-
-    Raises `RotationZooError` if the output holds other work.
-    """
+    Raises `RotationZooError` if the output holds other work."""
     if job.restart or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
@@ -207,11 +194,8 @@ def _finished_artifact(job: Import, identity: Mapping[str, str]) -> Artifact | N
 
 
 def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """Copies of the files' matrices, with the clip ratios of the recipe.
-
-    A file with one matrix for all layers may store it only once, and safetensors refuses tensors
-    that share memory.
-    """
+    """Copies of the files' matrices, with the clip ratios of the recipe. A file may store one
+    matrix for all layers, and safetensors refuses tensors that share memory."""
     layers = {}
     for layer in cached_layers(geometry):
         sides, index = {}, layer.index
@@ -263,9 +247,3 @@ def _model_content(source: Source | None) -> dict[str, Any]:
     # The fingerprint is of the weights that the user names; nothing in the files confirms them.
     fingerprint = weights_fingerprint(source) if has_weights(source) else None
     return loading.describe(source, loading.load_config(source), fingerprint)
-
-
-def _publishable(calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's statement about its calibration, without the paths of the machine that made it."""
-    names = {key: name_of(value) for key, value in calibration.items() if isinstance(value, str)}
-    return {**calibration, **names}

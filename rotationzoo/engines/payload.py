@@ -9,11 +9,14 @@ from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
-from rotationzoo.engines.objectives import objective_of
+from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.absorbed import find_model
 from rotationzoo.rotations import LATENT, SIDES, Rotations
 from rotationzoo.storage.files import digest
 
+# OSCAR has no word for the exact `output` statistic. Files that rotationzoo writes state it under
+# `calibration`.
+_WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output": "sst"}
 Provenance = dict[str, str | int | float | bool]
 """Only primitives, so that a `.pt` file loads without running code."""
 
@@ -21,32 +24,21 @@ Provenance = dict[str, str | int | float | bool]
 def provenance(
     artifact: Artifact, pools: bool, uncentered: bool, absorbed: bool, served: Provenance
 ) -> Provenance:
-    """The provenance of an export.
-
-    For a calibrated artifact it names model, recipe and text. For an imported one it repeats what
-    the imported files stated. `pools`, `uncentered` and `absorbed` say how the artifact was
-    reduced: rotations pooled over heads, means left out, the value rotation in the weights.
-    `served` holds the serving parameters.
-    """
+    """The provenance of an export, with the serving parameters `served`: model, recipe and text of
+    a calibration, or what imported files stated. The other flags say how the artifact was reduced:
+    pooled over heads, without means, or without the values, which the weights carry."""
     # The generation id is the same for both sides of an export and differs between artifacts and
     # reductions. An import refuses two files whose ids differ.
     reduction = f"{artifact.identity} {pools} {uncentered} {absorbed}"
     generation = digest(reduction.encode())[:32]
     pooling = "layer" if pools else artifact.recipe.pooling
-    imported = artifact.manifest.imported
-    if imported is None:
-        return _of_calibration(artifact, generation, pooling) | served
-    # If the imported files stated nothing, the exported ones state nothing either.
-    if not imported.calibration:
-        return {}
-    stated = dict(imported.calibration)
-    if pools or uncentered:
-        stated |= {"pooling": pooling, "generation_id": generation}
-    return {**stated, **served}
-
-
-def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Provenance:
     manifest, recipe = artifact.manifest, artifact.recipe
+    if manifest.imported is not None:
+        stated = dict(manifest.imported.calibration)
+        if pools or uncentered:
+            stated |= {"pooling": pooling, "generation_id": generation}
+        # If the imported files stated nothing, the exported ones state nothing either.
+        return {**stated, **served} if manifest.imported.calibration else {}
     model, data = manifest.model, manifest.calibration
     tokens, text_sha256 = (data.tokens, data.fingerprint) if data else (None, None)
     entries: dict[str, str | int | bool | None] = {
@@ -68,7 +60,7 @@ def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Proven
         "post_rope": True,
         "accumulator_dtype": "float64",
     }
-    return {name: value for name, value in entries.items() if value is not None}
+    return {name: value for name, value in entries.items() if value is not None} | served
 
 
 PLACEHOLDER = "MODEL"
@@ -122,11 +114,8 @@ def dropped_means(artifact: Artifact, request: Request) -> list[str]:
 
 
 def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | None) -> Payload:
-    """The engine's payload, for a settled request. `changed_model` is the copy of the model to
-    serve, whose weights carry the value rotation.
-
-    Raises `RotationZooError` if the rotations should be pooled and cannot be.
-    """
+    """The engine's payload, for a settled request and the copy of the model whose weights carry the
+    value rotation. Raises `RotationZooError` if rotations should be pooled and cannot be."""
     recipe = artifact.recipe
     pools = request.pooled and artifact.rotations.per_head
     uncentered = dropped_means(artifact, request)
@@ -153,11 +142,15 @@ def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | 
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:
-    """The objective name: what imported files stated, unless pooling has fitted new rotations."""
-    imported = artifact.manifest.imported
+    """The objective name, such as `qqt_r_h_pbr`: what imported files stated, unless pooling has
+    fitted new rotations, or the words for the recipe's statistic and composition."""
+    recipe, imported = artifact.recipe, artifact.manifest.imported
     if imported and not pools:
         return imported.objectives[LATENT if LATENT in imported.objectives else side]
-    return objective_of(artifact.recipe, side)
+    if not recipe.has_eigenbasis:
+        return recipe.composition
+    statistic = recipe.key_statistic if side == "key" else recipe.value_statistic
+    return f"{_WORDS[statistic]}_{recipe.composition}"
 
 
 def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatrices:
@@ -176,8 +169,7 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
 
 
 def _model_to_serve(artifact: Artifact) -> str | None:
-    """The launch command's model: its hub id, its folder if it is found, or a placeholder. None if
-    the model is not known."""
+    """The launch command's model: its hub id, its folder, or a placeholder; None if unknown."""
     if not artifact.bound:
         return None
     model = artifact.manifest.model

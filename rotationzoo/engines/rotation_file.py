@@ -1,5 +1,9 @@
-"""Imported rotation files: one side as a file holds it, and the checks of its matrices."""
+"""Imported rotation files: one side as a file holds it, what it says of its matrices, such as
+`qqt_r_h_pbr`, and the checks of its content, of which nothing is used unchecked."""
 
+import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,9 +14,23 @@ import torch
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import orthogonality
+from rotationzoo.linalg.composition_table import COMPOSITIONS, DATA_FREE, GIVEN
+from rotationzoo.model.files import MOST_LAYERS
+from rotationzoo.rotations import LATENT
 
 # How far rounding may push an eigenvalue below zero, relative to the largest.
 _NEGATIVE = 1e-4
+STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
+"""OSCAR's word for a statistic -> the recipe's word."""
+# The composition that a name means in a file whose eigenvectors are in descending order.
+_DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
+# These names state neither statistic nor composition, so `describe` assumes OSCAR's usual ones.
+_VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
+# What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
+# of latents, a permutation, and Hadamard matrices over groups of so many channels.
+_OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LONGEST_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -34,11 +52,9 @@ class RotationFile:
 
 
 def normalise(file: RotationFile, transposed: bool) -> RotationFile:
-    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues.
-
-    `transposed` says that the file stores `R^T` against the convention of its format. Raises
-    `RotationZooError` for unsorted eigenvalues.
-    """
+    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues. A `transposed`
+    one stores `R^T` against the convention of its format. Raises `RotationZooError` for unsorted
+    eigenvalues."""
     name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
     if transposed:
         matrices = {layer: matrix.mT for layer, matrix in matrices.items()}
@@ -53,12 +69,60 @@ def normalise(file: RotationFile, transposed: bool) -> RotationFile:
             raise RotationZooError(
                 f"the eigenvalues of layer {descending[0]} in {name} are in no order"
             )
-        # The matrices stay as they are: `descending` tells `objectives.describe` to name the
-        # composition that makes them from ascending eigenvalues.
+        # The matrices stay as they are: `descending` tells `describe` to name the composition
+        # that makes them from ascending eigenvalues.
         eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
         notes.append(f"{name} has its eigenvalues in descending order; they were reversed")
     content = replace(file.content, rotation=matrices, eigenvalues=eigenvalues)
     return replace(file, content=content, notes=tuple(notes), descending=bool(descending))
+
+
+@dataclass(frozen=True)
+class Described:
+    """A file's statement about its matrices, in a recipe's words."""
+
+    statistic: str | None
+    """None if the file states none, or needs none."""
+    composition: str
+    """`given` if the file names no known composition."""
+    group_size: int | None = None
+    """Channels that share a scale; None if the file does not say."""
+
+
+def describe(file: RotationFile) -> Described:
+    """The statistic, the composition and the group size of a file, from its objective and its
+    `calibration` entry. A folder of latents says them by its name alone."""
+    name, group = file.content.objective, file.calibration.get("group_size")
+    if file.side == LATENT:
+        fitted = _OF_LATENTS.fullmatch(name)
+        return Described(None, "r_pbr_hblock", int(fitted[1])) if fitted else Described(None, GIVEN)
+    group_size = group if isinstance(group, int) and group > 0 else None
+    return Described(*_statistic_and_composition(file, name), group_size)
+
+
+def _statistic_and_composition(file: RotationFile, name: str) -> tuple[str | None, str]:
+    said = file.calibration.get(f"{file.side}_statistic")
+    statistic = said if said in (*STATISTICS.values(), "output") else None
+    if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", name):
+        composition = _known(parts[2])
+        if file.descending:
+            composition = _DESCENDING.get(composition, GIVEN)
+        return statistic or STATISTICS[parts[1]], composition
+    if name == "cov_eig_hadamard_perhead":  # the published fitter for one rotation per KV head
+        return file.side, "rdesc_h"
+    if name in _VERSION_3:
+        usual = "query" if file.side == "key" else "key_energy"
+        return statistic or usual, _known(file.calibration.get("composition", "r_h_pbr"))
+    # Data-free names may have a suffix for their grouping, a mean or a side.
+    plain = re.sub(r"_perhead$|_center$|-[kv]$", "", name)
+    return None, plain if plain in DATA_FREE else GIVEN
+
+
+def _known(composition: str) -> str:
+    return composition if composition in COMPOSITIONS else GIVEN
+
+
+# ---- checks
 
 
 def check_matrices(file: RotationFile) -> None:
@@ -97,3 +161,58 @@ def _problem(
         if not fits or not torch.isfinite(mean).all():
             return "has a mean that is not finite or not of its shape"
     return None
+
+
+def as_mapping(content: Any) -> Mapping[str, Any]:
+    """The content if it is a table, else an empty one. Untrusted files may hold anything there."""
+    return content if isinstance(content, Mapping) else {}
+
+
+def primitives(content: Any) -> dict[str, str | int | float]:
+    """The entries of a table that a manifest can hold: printable text, finite numbers and
+    booleans."""
+    entries = {}
+    for name, value in as_mapping(content).items():
+        is_number = isinstance(value, int | float) and abs(value) < 2**63 and math.isfinite(value)
+        if _is_text(name) and (is_number or _is_text(value)):
+            entries[name] = value
+    return entries
+
+
+def objective_name(content: Any) -> str:
+    """The objective that a file names, or `unknown` if it is empty, too long or not printable."""
+    return content if content and _is_text(content) else "unknown"
+
+
+def check_layer(path: Path, layer: int | str) -> int:
+    """The layer's number as an integer. Raises `RotationZooError` for one that no model has."""
+    if int(layer) >= MOST_LAYERS:
+        raise RotationZooError(
+            f"{path.name} has a layer {layer}, and no model has", hint="do not use it"
+        )
+    return int(layer)
+
+
+def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
+    """Raise `RotationZooError` unless a tensor is dense, real floating-point, and neither empty nor
+    a scalar."""
+    plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
+    if not plain or not tensor.numel():
+        raise RotationZooError(
+            f"the {label} in {path.name} is no table of real numbers", hint="do not use it"
+        )
+
+
+def check_regular(path: Path) -> None:
+    """Raise `RotationZooError` unless `path` is a regular file that this user may read: reading a
+    pipe or a device could block for ever."""
+    if not path.exists():
+        raise RotationZooError(f"there is no file {path}", hint="check the path")
+    if not path.is_file():
+        raise RotationZooError(f"{path} is no regular file", hint="give a file")
+    if not os.access(path, os.R_OK):
+        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_TEXT and value.isprintable()

@@ -1,17 +1,23 @@
-"""One continuation of a prompt, by the model with a given cache, and how it compares with the exact
-model's."""
+"""One continuation of a prompt: its settings, the text while the model writes it with a given
+cache, and how it compares with the exact model's."""
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
-from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.options import check_options
+from rotationzoo.codec.settings import CacheOptions
+from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
 from rotationzoo.generation.prompt import Prompt
-from rotationzoo.generation.settings import Generation
-from rotationzoo.generation.text_stream import END, INTERRUPTED, TextStream
 from rotationzoo.model.cache_names import cache_argument
-from rotationzoo.model.loading import input_device
+from rotationzoo.model.loading import RunSettings, input_device
 from rotationzoo.model.out_of_memory import is_out_of_memory
 from rotationzoo.progress import Progress
 from rotationzoo.recall.prompts import common_length
@@ -28,6 +34,115 @@ _PLAIN: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
     "cache_implementation": None,
 }
+MAX_NEW_TOKENS = 256
+_CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with
+_INCOMPLETE = "\ufffd"  # what the first bytes of a character are decoded to
+
+END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
+"""Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
+Write = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Generation(RunSettings):
+    """The settings of one text, as the user gave them."""
+
+    model: str
+    prompt: str | None
+    """The text to continue. None asks the demo model for a statement hidden in code."""
+    rotations: str | Path | Artifact | None
+    """An artifact or its folder, or a name in the zoo, which is pulled. None is no rotation."""
+    chat: bool = False
+    """Whether the prompt is a user's message, put into the tokenizer's chat template."""
+    max_new_tokens: int | None = None
+    """`MAX_NEW_TOKENS` by default; for the demo's question, as many as its answer has."""
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    """The format, the windows and the rounding, where they differ from the recipe's."""
+    prefill_chunk: int = 2048
+    """The prompt is read in chunks of so many tokens, each of which reads the ones before it from
+    the cache. Longer ones need more memory, and read fewer tokens quantized."""
+    anyway: bool = False
+    """Whether rotations that were made for other weights are used, too."""
+    compare: bool = False
+    """Whether the exact model continues the prompt too."""
+    rope_scaling: str | None = None
+    """How the model's RoPE is scaled, as in a recipe. None means as the rotations were
+    calibrated."""
+
+    def check(self) -> None:
+        """Raise `UsageError` for settings out of range, and for some that exclude each other."""
+        numbers = {"--max-new-tokens": self.max_new_tokens, "--prefill-chunk": self.prefill_chunk}
+        for option, number in numbers.items():
+            if number is not None and number < 1:
+                raise UsageError(f"{option} must be at least 1, not {number}", hint=f"{option} 256")
+        if self.prompt is None and (self.model != "demo" or self.chat):
+            raise UsageError(
+                "there is no prompt",
+                hint='give one with --prompt "TEXT" or --file FILE, or pipe it into the command',
+            )
+        if self.prompt is not None and not self.prompt.strip():
+            raise UsageError("the prompt is empty", hint="give some text to continue")
+        check_options({**self.cache})
+        self.check_memory_limits()
+
+
+class TextStream(BaseStreamer):
+    """A streamer for transformers' `generate` that writes each token's text at once.
+
+    Many tokenizers decode the space before a word only after other words, so tokens are decoded
+    together with the last ones before them, and written when the character at their end is
+    complete. transformers' `TextStreamer` waits for a space instead, and loses that of a line's
+    beginning.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, write: Write):
+        """`prompt`: the ids `[T]` that come before the text."""
+        self.tokenizer, self._write = tokenizer, write
+        self.ids: list[int] = []
+        """The tokens written so far, with the one that ends the text."""
+        self.text = ""
+        self.times: list[float] = []
+        """When the model began to read, and when each token was known."""
+        self.stop = LENGTH
+        """`END`, `LENGTH` or `INTERRUPTED`."""
+        self._context: list[int] = prompt[-_CONTEXT:].tolist()
+        self._pending: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, which comes first, or the next token."""
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            return
+        ids = value.flatten().tolist()
+        self.ids += ids
+        self._pending += ids
+        self._decode(last=False)
+
+    def end(self) -> None:
+        """Write what is left, although its last character is not complete."""
+        self._decode(last=True)
+
+    @property
+    def prompt_seconds(self) -> float | None:
+        """Seconds until the first token. None where there is none."""
+        return self.times[1] - self.times[0] if len(self.times) > 1 else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second after the first one. None where only that was written."""
+        steps = len(self.times) - 2
+        return steps / (self.times[-1] - self.times[1]) if steps > 0 else None
+
+    def _decode(self, last: bool) -> None:
+        rows = self._context, [*self._context, *self._pending]
+        before, text = (str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows)
+        if text.endswith(_INCOMPLETE) and not last:
+            return
+        new = text[len(before) :]
+        if new:
+            self.text += new
+            self._context, self._pending = (self._context + self._pending)[-_CONTEXT:], []
+            self._write(new)
 
 
 def find_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -48,12 +163,11 @@ def continue_prompt(
     progress: Progress,
     cache: DynamicCache | None = None,
 ) -> None:
-    """Continue a prompt with a cache, or with the model's own if there is none. Each token is the
-    most probable one.
+    """Continue a prompt with the most probable tokens, through a cache or the model's own.
 
-    The text goes to `stream`, token by token. Ctrl-C ends it like a limit. Raises
-    `RotationZooError` for a model that fails when it runs, and `OSError` where the reader of the
-    text, or a disk with weights, fails.
+    The text goes to `stream`; Ctrl-C ends it like a limit. Raises `RotationZooError` for a model
+    that fails when it runs, and `OSError` where the reader of the text, or a disk with weights,
+    fails.
     """
     end_tokens, length = find_end_tokens(model, stream.tokenizer), len(prompt.ids)
     ids = prompt.ids[None].to(input_device(model))
@@ -66,7 +180,6 @@ def continue_prompt(
     if has_cache and length > job.prefill_chunk:
         options["prefill_chunk_size"] = job.prefill_chunk
     progress("reading the prompt", 0, 0)
-    stream.start()
     try:
         with as_unavailable(f"{job.model} fails when it runs"):
             untyped.generate(
@@ -126,8 +239,7 @@ def describe_text(prompt: Prompt, text: TextStream) -> dict[str, Any]:
 
 
 def compare_texts(text: TextStream, exact: TextStream) -> dict[str, Any]:
-    """The exact model's text, and how many characters and tokens are the same before the two
-    part."""
+    """The exact model's text, and where the two part."""
     return {
         "exact_text": exact.text,
         "exact_tokens": len(exact.ids),

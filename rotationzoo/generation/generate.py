@@ -1,23 +1,33 @@
-"""The generation job: from the name of a model and a prompt to a text, written through a 2-bit
-cache, and what the cache took."""
+"""The generation job: from the names of a model and an artifact and a prompt to a text, written
+through a 2-bit cache, and what the cache took."""
 
+import shlex
+from contextlib import suppress
 from functools import partial
 from itertools import chain, count, repeat
+from pathlib import Path
 from typing import Any
 
+from rotationzoo.artifact.manifest import ROTATIONS, hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL
 from rotationzoo.cache.options import build_settings, served_budget
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.settings import as_engine
 from rotationzoo.engines.reductions import describe_choice
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import rope_notes
-from rotationzoo.generation.artifacts import open_artifact
-from rotationzoo.generation.continuation import compare_texts, continue_prompt, describe_text
+from rotationzoo.generation.continuation import (
+    INTERRUPTED,
+    MAX_NEW_TOKENS,
+    Generation,
+    TextStream,
+    Write,
+    compare_texts,
+    continue_prompt,
+    describe_text,
+)
 from rotationzoo.generation.prompt import Prompt, encode_prompt, write_example
-from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
-from rotationzoo.generation.text_stream import INTERRUPTED, TextStream, Write
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import (
@@ -30,30 +40,26 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import position_count, scaling_of
-from rotationzoo.model.source import fetch, fetch_weights, find
+from rotationzoo.model.source import Source, fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.text.rows import start_note
-
-
-def _ignore(note: str) -> None:
-    """Drop a note that has no reader."""
+from rotationzoo.writer import is_remembered
+from rotationzoo.zoo.pull import pull
 
 
 def generate(
     job: Generation,
     progress: Progress = silent,
     write: Write | None = None,
-    note: Write = _ignore,
+    note: Write = lambda text: None,
 ) -> dict[str, Any]:
     """Continue a prompt through a 2-bit cache, and return the report that `generate --json` prints.
 
     `write` gets the text piece by piece; without it, `progress` is told of the tokens. `note` gets
-    what a reader should know of the rotations, before the weights are loaded. A text that
-    Ctrl-C ends is reported with `stop` `interrupted`. Raises `UsageError` for settings that exclude
-    each other or a prompt that the model has no positions for, and `RotationZooError` for rotations
-    that do not fit the model. Where the config is enough to tell, the error comes before any
-    weights are fetched.
+    what a reader should know of the rotations. Raises `UsageError` for settings that exclude each
+    other or a prompt that the model has no positions for, and `RotationZooError` for rotations that
+    do not fit the model, before any weights are fetched where the config is enough to tell.
     """
     job.check()
     device = job.torch_device
@@ -156,3 +162,56 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
             hint="calibrate with --feedback, or leave out --rounding",
         )
     return artifact
+
+
+def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
+    """The newest of the artifacts in `folder` that this user made or pulled for this model, and how
+    many there are: an archive or a repository may hold a folder of others. Raises `UsageError`,
+    with the next command, where there is none."""
+    fitting, expected = [], hash_config(source.folder)
+    for manifest in sorted(folder.glob("*/manifest.json")):
+        with suppress(RotationZooError):
+            artifact = Artifact.open(manifest.parent)
+            if artifact.manifest.model.config_sha256 == expected:
+                fitting.append(artifact)
+    trusted = [each for each in fitting if is_remembered(each)]
+    if trusted:
+        # The rotations, and not the manifest, which `evaluate --save` writes again.
+        newest = max(trusted, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
+        return newest, len(trusted)
+    words = shlex.quote(source.name)
+    if fitting:
+        place = fitting[0].folder
+        raise UsageError(
+            f"{place} is nothing that you calibrated or pulled on this machine",
+            hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
+        )
+    hint = f"make one with: rotationzoo calibrate {words}"
+    if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
+        hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
+    raise UsageError(f"there are no rotations of {source.name} in the folder {folder}", hint=hint)
+
+
+def open_artifact(given: str | Path) -> Artifact:
+    """The artifact in a folder, or that of a name in the zoo, which is pulled. Raises
+    `RotationZooError` where there is none."""
+    if _is_path(given):
+        return Artifact.open(Path(given).expanduser())
+    try:
+        return pull(str(given))
+    except HubError as error:
+        raise HubError(
+            f"{given} is no folder, and pulling it from the zoo fails: {error}",
+            hint="check the spelling and the network, or give a folder",
+        ) from error
+
+
+def _is_path(given: str | Path) -> bool:
+    """Whether this names a folder of this machine, even one that is missing, and not an entry of
+    the zoo: a user who mistypes a folder should not be told about a hub."""
+    path = Path(given).expanduser()
+    if path.exists() or path.is_absolute() or isinstance(given, Path) or given.startswith("."):
+        return True
+    # Where `calibrate` puts artifacts, or has put others.
+    in_rotations = path.parts[:1] == ("rotations",)
+    return len(path.parts) > 1 and (in_rotations or any(path.parent.glob("*/manifest.json")))

@@ -53,15 +53,11 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     model: str,
     chat: bool,
-    positions: int | None = None,
+    positions: int | None,
 ) -> torch.Tensor:
     """The ids `[T]` of a text after the tokenizer's start tokens, or of a chat in which a user has
-    said it and the model is to answer.
-
-    Raises `UsageError` for a chat where there is no template, and for a text that no way of cutting
-    it into tokens fits into `positions`; and `RotationZooError` for a text that the tokenizer or
-    the template refuses.
-    """
+    said it and the model is to answer. Raises `UsageError` for a chat where there is no template,
+    and for a text too long for so many `positions`, and `RotationZooError` for a refused text."""
     start = start_tokens(tokenizer)
     if chat:
         text, start = _apply_template(text, tokenizer, model), []
@@ -112,11 +108,8 @@ def write_example(
 ) -> Prompt:
     """The demo model's own prompt, for a user who gives none: nearly `TOKENS` tokens of held-out
     code, in which lines of random words lie between the exact windows. Its last line begins one of
-    them.
-
-    The model may write as many tokens as the rest of that line has, unless `max_new_tokens` says
-    otherwise. Raises `RotationZooError` for windows that leave no room.
-    """
+    them, of which the model may write the rest, unless `max_new_tokens` says otherwise. Raises
+    `RotationZooError` for windows that leave no room."""
     text = judged_text(Data(tokens=TOKENS, length=TOKENS))
     filler = read_corpus(text, tokenizer).rows[0].tolist()
     settings = PromptSettings("copy", 1, TOKENS, first=sink, recent=recent, seed=_SEED)

@@ -35,19 +35,10 @@ def strongest(directions: torch.Tensor, count: int) -> torch.Tensor:
 
 def permutation(dim: int) -> torch.Tensor:
     """`P` `[D, D]`: column `br(i)` of `X P` is the column of `X` with the i-th largest eigenvalue.
-
-    It depends only on the order of the eigenvalues, so P is the same matrix for every model and
-    layer.
-    """
+    Their order alone decides, so P is the same for every model and layer."""
     columns = torch.empty(dim, dtype=torch.long)
     columns[bit_reversal(dim)] = strongest_first(torch.arange(dim))
     return identity(dim)[:, columns]
-
-
-def descending(dim: int) -> torch.Tensor:
-    """`[D, D]`: the columns of `X descending(D)` are those of `X`, sorted by descending
-    eigenvalue."""
-    return strongest_first(identity(dim))
 
 
 def block_hadamard(dim: int, group: int) -> torch.Tensor:
@@ -59,7 +50,7 @@ def block_hadamard(dim: int, group: int) -> torch.Tensor:
 # Name -> the factor `[D, D]` for a dimension and a quantization group size.
 _FACTORS: dict[str, Callable[[int, int], torch.Tensor]] = {
     "block_hadamard": block_hadamard,
-    "descending": lambda dim, _: descending(dim),
+    "descending": lambda dim, _: strongest_first(identity(dim)),
     "hadamard": lambda dim, _: hadamard(dim),
     "permutation": lambda dim, _: permutation(dim),
     "reversal": lambda dim, _: identity(dim)[:, bit_reversal(dim)],
@@ -95,8 +86,7 @@ def compose(basis: torch.Tensor, composition: str, group_size: int) -> torch.Ten
 
 
 def recover_basis(rotation: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:
-    """The eigenbasis inside a composed rotation `[..., D, D]`: `U = left^T R right^T`, exact up to
-    rounding."""
+    """The eigenbasis inside a composed rotation `[..., D, D]`: `U = left^T R right^T`."""
     left, right = _around_basis(composition, rotation.shape[-1], group_size)
     return left.mT @ rotation.double() @ right.mT
 

@@ -1,9 +1,5 @@
 """Hadamard matrices of every order that Paley x Sylvester reaches, and the bit-reversal
-permutation.
-
-Everything is float64 and deterministic, so a rotation built from these is the same on every
-machine.
-"""
+permutation, float64 and the same on every machine."""
 
 from functools import cache
 from itertools import product
@@ -84,12 +80,10 @@ def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
     squares = {_multiply(a, a, prime, modulus) for a in elements[1:]}
     # The later tables override the earlier ones.
     chi = dict.fromkeys(elements, -1.0) | dict.fromkeys(squares, 1.0) | {elements[0]: 0.0}
-    values = [chi[_subtract(a, b, prime)] for a, b in product(elements, repeat=2)]
+    values = []
+    for a, b in product(elements, repeat=2):
+        values.append(chi[tuple((x - y) % prime for x, y in zip(a, b, strict=True))])
     return torch.tensor(values, dtype=torch.float64).view(len(elements), -1)
-
-
-def _subtract(a: tuple[int, ...], b: tuple[int, ...], prime: int) -> tuple[int, ...]:
-    return tuple((x - y) % prime for x, y in zip(a, b, strict=True))
 
 
 def _multiply(
@@ -110,10 +104,7 @@ def _multiply(
 
 def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
     """Low coefficients of the first irreducible monic polynomial over GF(prime): modulo it, no
-    product of non-zero elements is zero.
-
-    Trying every product is fast enough for fields smaller than a head dimension.
-    """
+    product of non-zero elements is zero, of which all are tried."""
     zero, *units = product(range(prime), repeat=degree)
     if degree == 1:
         return zero

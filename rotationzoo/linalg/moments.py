@@ -104,17 +104,6 @@ class Average:
     """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`; for
     imported files it is None."""
 
-    @property
-    def sums(self) -> Moment:
-        """The moment again, up to rounding. The weight is 1 where the count is unknown, and the
-        first moment is 0 where the mean is unknown."""
-        count = torch.ones(()) if self.count is None else self.count
-        weight = count.double().expand(self.second_moment.shape[0])
-        first = self.second_moment.new_zeros(self.second_moment.shape[:2])
-        if self.mean is not None:
-            first = self.mean * weight[:, None]
-        return Moment(self.second_moment * weight[:, None, None], first, weight)
-
 
 Averages = dict[int, dict[str, Average]]
 """Layer index -> kind -> average, with the kinds of `Statistics`."""
@@ -137,8 +126,17 @@ def _average(kind: str, moment: Moment) -> Average:
 
 
 def sums(averages: Averages) -> Statistics:
-    """Inverse of `average`, up to rounding."""
+    """Inverse of `average`, up to rounding. The weight is 1 where the count is unknown, and the
+    first moment is 0 where the mean is unknown."""
     statistics: Statistics = {}
     for layer, kinds in averages.items():
-        statistics[layer] = {kind: average.sums for kind, average in kinds.items()}
+        statistics[layer] = {kind: _sums(average) for kind, average in kinds.items()}
     return statistics
+
+
+def _sums(average: Average) -> Moment:
+    second, mean = average.second_moment, average.mean
+    count = torch.ones(()) if average.count is None else average.count
+    weight = count.double().expand(len(second))
+    first = second.new_zeros(second.shape[:2]) if mean is None else mean * weight[:, None]
+    return Moment(second * weight[:, None, None], first, weight)

@@ -11,8 +11,7 @@ al. 2021, Khattak and Mikaitis 2025). No order of additions loses more than 2^-2
 magnitudes in each of them, so an entry is off by at most `RUN * 2^-23 * sum |x_i x_j|`, which is
 1.5e-5 of `sqrt(C_ii C_jj)`, and 5e-7 more for the sums of a group. Because this bound follows the
 scale of the channels, it also bounds the relative error of every eigenvalue, by that of the
-correlation matrix (Demmel and Veselic 1992).
-docs/scale.md has the measurements of both.
+correlation matrix (Demmel and Veselic 1992). docs/scale.md has the measurements of both.
 """
 
 import torch
@@ -46,29 +45,20 @@ def on_tensor_cores(rows: torch.Tensor) -> bool:
 def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """A copy `[kv_heads, N, D]` of `[B, H, T, D]`, where each of the KV heads has the rows of an
     equal share of the H heads, by batch, head and position."""
-    wide = tensor
+    wide, places = tensor, [*tensor.stride()[:-1], tensor.shape[-1], tensor.storage_offset()]
+    in_pieces = all(place * tensor.itemsize % 16 == 0 for place in places)
     # Torch copies what is not in order entry by entry, and 16 bytes take no longer than two.
-    if _is_aligned(tensor):
+    if in_pieces and tensor.stride(-1) == 1:
         wide = tensor.view(torch.complex128)
     rows: torch.Tensor = wide.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
     return rows.view(tensor.dtype)
 
 
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether every row consists of whole pieces of 16 bytes, at multiples of 16 bytes."""
-    places = *tensor.stride()[:-1], tensor.shape[-1], tensor.storage_offset()
-    pieces = all(place * tensor.itemsize % 16 == 0 for place in places)
-    return pieces and tensor.stride(-1) == 1
-
-
 def add_runs(
     moment: Moment, rows: torch.Tensor, weights: torch.Tensor | None = None, run: int = RUN
 ) -> None:
-    """Add rows `[H, N, D]`, with optional weights `[H, N]`, in runs of `run` rows of a head.
-
-    Float32 rows, and rows that weights have scaled, are sums of bfloat16 pieces, which are
-    multiplied one by one.
-    """
+    """Add rows `[H, N, D]`, with optional weights `[H, N]`, in runs of `run` rows of a head, cut
+    into bfloat16 pieces, which are multiplied one by one, if they are float32 or weighted."""
     count = rows.shape[1]
     if not count:
         return
@@ -160,13 +150,10 @@ def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int)
 def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Products `[B, M, N]` in float32 of bfloat16 or float16 matrices. Tensor cores round only
     where they add."""
-    if left.is_cuda and _has_bfloat16_cores(left.device):
+    # NVIDIA's GPUs have tensor cores for bfloat16 from Ampere on.
+    is_of_nvidia = left.is_cuda and torch.version.hip is None
+    if is_of_nvidia and torch.cuda.get_device_capability(left.device) >= (8, 0):
         product: torch.Tensor = torch.bmm(left, right, out_dtype=torch.float32)
         return product
     # Exact products too, whether or not torch is allowed to use TF32, which holds either type.
     return left.float() @ right.float()
-
-
-def _has_bfloat16_cores(device: torch.device) -> bool:
-    """Whether a GPU multiplies bfloat16 on tensor cores: one of NVIDIA's, from Ampere on."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -36,10 +36,8 @@ def record_text(artifact: Artifact, published: Source, copy: Source) -> bytes:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in a model's folder, or None if there is none: its weights are as published.
-
-    Raises `RotationZooError` for a damaged record.
-    """
+    """The record in a model's folder, or None if its weights are as published. Raises
+    `RotationZooError` for a damaged record."""
     path = folder / RECORD
     if not path.is_file():
         return None

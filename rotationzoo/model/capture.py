@@ -7,8 +7,7 @@ model already uses. A new name would lose the mask function registered with it, 
 masks that some models apply only under the names they know.
 
 Nothing is compared with the cache here: `geometry` does that, and refuses models whose cache does
-not hold what attention reads. `check_transparency` compares what a model computes with and without
-the hook.
+not hold what attention reads.
 """
 
 import sys
@@ -108,11 +107,8 @@ model: copy what you keep, and change nothing.
 
 @contextmanager
 def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
-    """Inside the block, every attention call of the model's decoder goes to `function` instead.
-
-    Attention in other modules (vision towers, other models) is left alone. The registry is restored
-    when the block ends, even by an exception.
-    """
+    """Inside the block, every attention call of the model's decoder goes to `function` instead, and
+    attention in other modules (vision towers, other models) is left alone."""
     tower = decoder(model)
     decoder_modules = set(map(id, tower.modules()))
     name = tower.config._attn_implementation
@@ -237,8 +233,7 @@ def eager_attention(module: torch.nn.Module) -> AttentionFunction:
 
 
 def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]:
-    """Every attention registry that the tower's modeling files use. Nearly all use the library's,
-    but some have their own."""
+    """Every attention registry that the tower's modeling files use: the library's or their own."""
     from transformers import AttentionInterface
 
     registries: list[AttentionInterface] = []
@@ -252,19 +247,14 @@ def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]
     return registries
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
 def check_transparent(
     model: "PreTrainedModel", ids: torch.Tensor, function: Intercept = attend_as_is
 ) -> torch.Tensor:
     """The logits `[B, T, vocabulary]` of `ids` `[B, T]`. Raises `UnsupportedModel` unless they are
-    the same with and without capture.
+    the same with and without capture, or on a GPU differ by as much as two plain runs do.
 
-    `function` may look at what is captured, and must not change the output. Another pass would
-    fetch all weights that are offloaded again. On a GPU, where kernels may not be deterministic,
-    logits may differ by as much as two plain runs do.
+    `function` may look at what is captured, since another pass would fetch all weights that are
+    offloaded again, and must not change the output.
     """
 
     def logits() -> torch.Tensor:

@@ -9,6 +9,7 @@ with and without a shift.
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,15 +31,20 @@ def ignores_shift(
 ) -> bool:
     """Whether this attention gives the same output when all keys are shifted alike.
 
-    It is tried on the CPU. Random numbers replace the queries `[B, H_q, T, D]`, the keys and values
-    `[B, H, T, D]` and the weights that the attention reads, so that no weights are needed. An
-    attention that cannot be tried counts as one that does not ignore the shift.
+    It is tried on the CPU, with random numbers for the queries `[B, H_q, T, D]`, the keys and
+    values `[B, H, T, D]` and the weights that the attention reads. One that cannot be tried counts
+    as one that does not ignore the shift.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = _with_random_numbers(attend, generator)
     queries, keys, values = (_LOGITS * _rows(like, generator) for like in (query, key, value))
     shift = _LOGITS * _rows(key, generator)[:, :, :1]
-    for attempt in _attempts(drawn, attend.module):
+    visible, hidden = _causal_masks(_TOKENS, torch.float64)
+    attempts = [replace(drawn, mask=visible)]
+    with suppress(AttributeError):  # of a module without an eager implementation, which is first
+        eager = eager_attention(attend.module)
+        attempts.insert(0, replace(drawn, function=eager, mask=hidden))
+    for attempt in attempts:
         try:
             plain = attempt(queries, keys, values)
             up = (attempt(queries, keys + shift, values) - plain).abs().max().item()
@@ -68,24 +74,10 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
         return drawn[id(given)]
 
     module = copy.copy(attend.module)
-    module._parameters = {
-        name: _parameter(draw(tensor)) for name, tensor in attend.module._parameters.items()
-    }
-    module._buffers = {name: draw(tensor) for name, tensor in attend.module._buffers.items()}
+    module._parameters = {name: draw(each) for name, each in attend.module._parameters.items()}
+    module._buffers = {name: draw(each) for name, each in attend.module._buffers.items()}
     options = {name: draw(option) for name, option in attend.options.items()}
     return replace(attend, module=module, options=options)
-
-
-def _attempts(attend: Attention, module: torch.nn.Module) -> list[Attention]:
-    """The call with a causal mask, in the order to try: the module's eager implementation if it has
-    one, which needs an additive mask, then the function in use."""
-    visible, hidden = _causal_masks(_TOKENS, torch.float64)
-    in_use = replace(attend, mask=visible)
-    try:
-        eager = replace(attend, function=eager_attention(module), mask=hidden)
-    except AttributeError:
-        return [in_use]
-    return [eager, in_use]
 
 
 def _causal_masks(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +91,6 @@ def _rows(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random rows `[1, H, T, D]` with the heads and the dimension of `like`."""
     shape = (1, like.shape[1], _TOKENS, like.shape[3])
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:
-    return None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
 
 
 class ShiftCheck:
@@ -135,8 +123,7 @@ class ShiftCheck:
 
 
 def reason(layers: Sequence[int]) -> str:
-    """The reason why keys may not be stored without their mean, given the layers where a shift
-    changes attention."""
+    """Why keys may not be stored without their mean, by the layers that a shift changes."""
     where = f"layer {layers[0]}"
     if len(layers) > 1:
         where = f"{len(layers)} layers, {layers[0]} the first"

@@ -4,8 +4,7 @@ import logging
 import shlex
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
@@ -14,31 +13,29 @@ from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_d
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import complete_scaling, same_scaling, scaling_of
-from rotationzoo.model.source import Source, has_weights, weights_fingerprint
+from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.schema import normalize
 
 _LOG = logging.getLogger(__name__)
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for an artifact that is bound to no model, that was made for a model
-    with other shapes, whose quantization groups do not divide the heads, or whose rotations are
-    damaged."""
+    """Raise `RotationZooError` for an artifact of no model or of one with other shapes, of groups
+    that do not divide the heads, or with damaged rotations."""
+    hint = f"make one with: rotationzoo calibrate {shlex.quote(model)}"
     for artifact in artifacts:
         check_bound(artifact, model)
         made_for = artifact.manifest.has_latents
         if made_for != has_latents(geometry):
             rows = "latents (MLA)", "keys and values of heads"
             of, cached = rows if made_for else reversed(rows)
-            raise RotationZooError(
-                f"{artifact.folder} holds rotations of {of}, and {model} caches {cached}",
-                hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
-            )
+            held = f"{artifact.folder} holds rotations of {of}"
+            raise RotationZooError(f"{held}, and {model} caches {cached}", hint)
         if not same_shapes(artifact.geometry, geometry):
             raise RotationZooError(
                 f"{artifact.folder} was made for a model of other layers, heads or dimensions than "
                 f"{model}: {artifact.manifest.model.id}",
-                hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
+                hint,
             )
         check_group_size(artifact.recipe.group_size, head_dims(geometry))
         _ = artifact.rotations  # read now, because weights may take hours to fetch
@@ -55,12 +52,8 @@ def check_bound(artifact: Artifact, model: str) -> None:
 
 def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:
     """The scaling of RoPE that the model runs with: the one that was asked for, or else that of the
-    artifacts which were calibrated with one.
-
-    `yarn:2` and `yarn:2:8192` are the same for a model of 8,192 positions. Raises `UsageError` for
-    a scaling that cannot be, and `RotationZooError` for artifacts that were calibrated with
-    another.
-    """
+    artifacts. `yarn:2` and `yarn:2:8192` are the same for a model of 8,192 positions. Raises
+    `UsageError` for a scaling that cannot be, and `RotationZooError` for artifacts of another."""
     try:
         scaling = None if asked is None else normalize(asked)
     except ValueError as error:
@@ -81,18 +74,6 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: So
     return scaling
 
 
-def check_rope(artifact: Artifact, config: PretrainedConfig) -> None:
-    """Raise `RotationZooError` for a model that runs without the scaling of RoPE with which an
-    artifact was calibrated."""
-    wanted, present = artifact.recipe.rope_scaling, scaling_of(config)
-    if not same_scaling(wanted, present):
-        raise RotationZooError(
-            f"{artifact.folder} was calibrated with the rope scaling {wanted}, and this model runs "
-            f"{f'with {present}' if present else 'without'}",
-            hint="load the model with the same scaling in the rope_parameters of its config",
-        )
-
-
 def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> None:
     """Raise `RotationZooError` for artifacts that are known to be made for other weights than a
     model's, unless the user wants them anyway. The weights must be on this machine."""
@@ -105,27 +86,27 @@ def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> No
 
 
 def other_weights_note(artifact: Artifact, source: Source) -> str | None:
-    """A note for an artifact that was made for other weights than these, or None."""
-    if not _of_other_weights(artifact, source):
+    """A note for an artifact known to be made for another config or other weights, or None."""
+    model = artifact.manifest.model
+    fingerprint = model.weights_fingerprint  # which imported files do not always state
+    same_config = model.config_sha256 == hash_config(source.folder)
+    if same_config and (fingerprint is None or fingerprint == weights_fingerprint(source)):
         return None
     return f"{artifact.folder.resolve().name} was made for other weights than {source.name} has"
 
 
-def _of_other_weights(artifact: Artifact, source: Source) -> bool:
-    """Whether an artifact is known to have been made for another config or other weights."""
-    model = artifact.manifest.model
-    if model.config_sha256 != hash_config(source.folder):
-        return True
-    # Imported files do not always state which weights they were made for.
-    fingerprint = model.weights_fingerprint
-    return bool(fingerprint) and fingerprint != weights_fingerprint(source)
-
-
 def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
-    """Raise `RotationZooError` for an artifact of another model than what these weights compute."""
+    """Raise `RotationZooError` for an artifact of another model than this one, or of another
+    scaling of its RoPE."""
     name = model.name_or_path or type(model).__name__
     check_artifacts(name, [artifact], geometry_of(model))
-    check_rope(artifact, model.config)
+    wanted, present = artifact.recipe.rope_scaling, scaling_of(model.config)
+    if not same_scaling(wanted, present):
+        raise RotationZooError(
+            f"{artifact.folder} was calibrated with the rope scaling {wanted}, and this model runs "
+            f"{f'with {present}' if present else 'without'}",
+            hint="load the model with the same scaling in the rope_parameters of its config",
+        )
 
 
 def warn_of_other_weights(artifact: Artifact, model: PreTrainedModel) -> None:
@@ -142,5 +123,4 @@ def _source_of(model: PreTrainedModel) -> Source | None:
     name, commit = model.name_or_path or "", getattr(model.config, "_commit_hash", None)
     if name and Path(name).is_dir():
         return Source(name, Path(name), None)
-    config = commit and try_to_load_from_cache(name, "config.json", revision=commit)
-    return Source(name, Path(config).parent, commit) if isinstance(config, str) else None
+    return find_cached(name, commit) if commit else None

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -74,11 +74,8 @@ def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
 
 @torch.no_grad()
 def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Geometry:
-    """Find the layers that call attention and their heads, and check that the cache stores what was
-    captured.
-
-    `ids` `[B, T]` defaults to a few zeros. Raises `UnsupportedModel` with the reason.
-    """
+    """Find the layers that call attention and their heads on `ids` `[B, T]`, by default a few
+    zeros, and check that the cache stores what was captured. Raises `UnsupportedModel`."""
     name = type(model).__name__
     if ids is None:
         # On `meta`, where the model is not, accelerate keeps weights that are elsewhere.
@@ -91,7 +88,8 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
             f"{name} computes attention in code of its own, or none at all: no hook can read it",
             hint="only models that use transformers' attention interface can be calibrated",
         )
-    if _is_encoder(model):
+    attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
+    if any(getattr(module, "is_causal", True) is False for module in attentions):
         raise UnsupportedModel(
             f"{name} is an encoder: its tokens attend to later ones", hint=CAUSAL_HINT
         )
@@ -122,7 +120,12 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call],
 
     with intercept(model, record):
         output = decoder(model)(input_ids=ids, use_cache=True)
-    return calls, _stored_rows(returned_cache(output))
+    stored = {}  # layers without any are absent
+    for index, layer in enumerate(getattr(returned_cache(output), "layers", [])):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
+            stored[index] = keys, values
+    return calls, stored
 
 
 def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, _Rows]) -> Layer:
@@ -175,13 +178,12 @@ def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bo
     if width <= 0 or any(one.shape != other.shape for one, other in pairs):
         return False
     pairs.append((rope.expand_as(shared), shared))
-    return call.key.is_meta or all(_are_close(one, other) for one, other in pairs)
-
-
-def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same product, up to the order of its sums."""
-    allowed = 64 * torch.finfo(one.dtype).eps * float(other.abs().max())
-    return bool((one - other).abs().max() <= allowed)
+    for one, other in pairs if not call.key.is_meta else ():
+        # The same product, up to the order of its sums.
+        allowed = 64 * torch.finfo(one.dtype).eps * float(other.abs().max())
+        if not (one - other).abs().max() <= allowed:
+            return False
+    return True
 
 
 def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> int | None:
@@ -197,28 +199,8 @@ def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> i
 
 def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
     """Whether keys or values are one tensor, or equal. On `meta` there are none to compare."""
-    if rows is earlier:
-        return True
-    if rows.is_meta or rows.shape != earlier.shape:
-        return False
-    return torch.equal(rows.cpu(), earlier.cpu())
-
-
-def _is_encoder(model: "PreTrainedModel") -> bool:
-    """Whether any attention module of the decoder declares itself not causal."""
-    attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
-    return any(getattr(module, "is_causal", True) is False for module in attentions)
+    return rows is earlier or (not rows.is_meta and torch.equal(rows.cpu(), earlier.cpu()))
 
 
 def _shape(tensor: torch.Tensor) -> _Shape:
     return tensor.shape[1], tensor.shape[-1]
-
-
-def _stored_rows(cache: Any) -> dict[int, _Rows]:
-    """Layer -> the keys and the values in the cache. Layers without any are absent."""
-    stored = {}
-    for index, layer in enumerate(getattr(cache, "layers", [])):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
-            stored[index] = keys, values
-    return stored

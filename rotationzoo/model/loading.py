@@ -37,9 +37,8 @@ _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is 
 
 
 def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedConfig":
-    """The model's config, with the scaling of its RoPE that is asked for. Raises `ModelUnavailable`
-    where it cannot be read, `UnsupportedModel` for a model that is not a causal decoder, and
-    `RotationZooError` where RoPE cannot be scaled so."""
+    """The model's config, with its RoPE scaled. Raises `ModelUnavailable` where it cannot be read,
+    `UnsupportedModel` for no causal decoder, and `RotationZooError` where RoPE cannot be scaled."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = read_json(source.folder / "config.json").get("model_type")
@@ -108,9 +107,8 @@ def _implementations(config: "PretrainedConfig") -> dict[str, str | None]:
     """How attention and experts are computed. `config.json` does not decide: it may name another's
     repository of kernels, whose code would be fetched and run.
 
-    None is the library's own choice, sdpa or eager for each part of a model. Models with a soft cap
-    get eager, because sdpa silently drops the cap. Some versions (5.17, for Gemma 2) would choose
-    sdpa all the same.
+    None is the library's own choice. Models with a soft cap get eager, because sdpa silently drops
+    the cap, and some versions (5.17, for Gemma 2) would choose sdpa all the same.
     """
     text = config.get_text_config(decoder=True)
     eager = "eager" in (config._attn_implementation, text._attn_implementation)
@@ -126,13 +124,12 @@ def load(
     placement: Placement | None = None,
     predicts: bool = True,
 ) -> "PreTrainedModel":
-    """Load the model with its weights, in eval mode. Raises `ModelUnavailable`.
+    """Load the model with its weights, in eval mode, on one device unless a `placement` spreads
+    them. Raises `ModelUnavailable`.
 
-    * `device`: where the weights go, unless a `placement` spreads them with accelerate.
-    * `dtype`: the type of the weights. Quantized weights ignore it: they load in the type that
-      their makers chose, or are dequantized to that of the config (see `quantized`).
-    * `predicts`: False where only the decoder runs. The language-model head may then be missing, as
-      it is in some checkpoints.
+    Quantized weights ignore the `dtype`: they load in the type that their makers chose, or are
+    dequantized to that of the config. Where the model does not have to predict, its language-model
+    head may be missing, as it is in some checkpoints.
     """
     paths, cannot = weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
@@ -144,13 +141,7 @@ def load(
         # In a script that torchrun started, transformers would take the GPU of the local rank, even
         # where the process sees only one.
         device = f"cuda:{torch.cuda.current_device()}"
-    where: dict[str, Any] = {"device_map": device}
-    if placement is not None:
-        where = {
-            "device_map": placement.device_map,
-            "max_memory": placement.max_memory,
-            "offload_folder": placement.offload_folder,
-        }
+    where: dict[str, Any] = {"device_map": device} if placement is None else vars(placement)
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT):
             check_codes(stored := read_headers(paths), config, source.name)
@@ -211,11 +202,8 @@ def _find_unused(
     model: "PreTrainedModel", names: Iterable[str], unexpected: set[str]
 ) -> tuple[list[str], list[str]]:
     """The tensors of a checkpoint that modules of the model would read and do not, and the parts of
-    which the model has nothing, such as `mtp`.
-
-    Among all `names` are those that transformers ignores for a class of models, and does not tell
-    as `unexpected`: only whole parts of these count.
-    """
+    which the model has nothing, such as `mtp`. Of `names` that transformers ignores for a class of
+    models, and does not tell as `unexpected`, only whole parts count."""
     modules, text = dict(model.named_modules()), model.config.get_text_config(decoder=True)
     lists = tuple(f"{name}." for name, each in modules.items() if isinstance(each, ModuleList))
     predictors = range(getattr(text, "num_nextn_predict_layers", None) or 0)
@@ -295,13 +283,18 @@ class RunSettings:
 
     @property
     def torch_device(self) -> str:
-        """The device to run on, with `auto` resolved. Raises `UsageError`."""
+        """The device to run on. Raises `UsageError`."""
         return torch_device(self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype | str:
-        """The dtype to load weights in; `auto` is the dtype of the model's own checkpoint."""
-        return torch_dtype(self.dtype, self.device, self.device_map)
+        """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread
+        over devices it is the checkpoint's own type."""
+        if self.dtype != "auto":
+            named: torch.dtype = getattr(torch, self.dtype)
+            return named
+        on_cpu_alone = self.torch_device == "cpu" and self.device_map is None
+        return torch.float32 if on_cpu_alone else "auto"
 
     def check_memory_limits(self) -> None:
         """Raise `UsageError` for limits of a device map that cannot be parsed."""
@@ -333,15 +326,6 @@ def torch_device(device: str) -> str:
     return device
 
 
-def torch_dtype(dtype: str, device: str, device_map: str | None) -> torch.dtype | str:
-    """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread over
-    devices it is the checkpoint's own type."""
-    if dtype != "auto":
-        named: torch.dtype = getattr(torch, dtype)
-        return named
-    return torch.float32 if torch_device(device) == "cpu" and device_map is None else "auto"
-
-
 def input_device(model: "PreTrainedModel") -> torch.device:
     """The device for token ids. It is the CPU where the model's first weights are offloaded;
     accelerate moves the ids from there."""
@@ -351,8 +335,7 @@ def input_device(model: "PreTrainedModel") -> torch.device:
 @contextmanager
 def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
     """Turn an error inside the model's own forward, on batches of `batch` rows of `length` tokens,
-    into one sentence. Raises `RotationZooError`; where memory ran out, its hint is smaller
-    settings."""
+    into a `RotationZooError`; where memory ran out, its hint is smaller settings."""
     try:
         with as_unavailable(f"{model} fails when it runs"):
             yield

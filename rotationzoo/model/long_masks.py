@@ -114,10 +114,7 @@ def seen_keys(mask: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def long_masks(implementation: str) -> Iterator[None]:
     """Inside the block, models with this attention implementation get a `LongMask` in place of
-    every mask of more than `LARGEST_MASK` entries.
-
-    Who calls this stands in for their attention, and reads it block by block.
-    """
+    every mask of more than `LARGEST_MASK` entries, which the caller reads block by block."""
     from transformers import masking_utils
 
     functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -127,7 +124,10 @@ def long_masks(implementation: str) -> Iterator[None]:
         return
 
     def make(**options: Any) -> torch.Tensor | LongMask | None:
-        if _is_small(options) or _is_skipped(implementation, options):
+        sizes: list[Any] = [options.get(name) for name in ("q_length", "kv_length")]
+        # While a graph is captured, they are tensors.
+        known = all(isinstance(size, int) for size in sizes)
+        if not known or sizes[0] * sizes[1] <= LARGEST_MASK or _is_skipped(implementation, options):
             return original(**options)
         return LongMask(original, options, options.get("device", "cpu"))
 
@@ -139,13 +139,6 @@ def long_masks(implementation: str) -> Iterator[None]:
         functions.pop(implementation)  # uncovers the library's own entry ...
         if functions.get(implementation) is not original:
             functions[implementation] = original  # ... or puts back what stood before it
-
-
-def _is_small(options: dict[str, Any]) -> bool:
-    queries, keys = options.get("q_length"), options.get("kv_length")
-    if not isinstance(queries, int) or not isinstance(keys, int):
-        return True  # a tensor, while a graph is captured
-    return queries * keys <= LARGEST_MASK
 
 
 def _is_skipped(implementation: str, options: dict[str, Any]) -> bool:

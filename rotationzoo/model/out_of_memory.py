@@ -34,11 +34,8 @@ def does_not_fit(batch: int, length: int) -> RotationZooError:
 
 
 class RowLimit:
-    """How many rows of a batch run in one forward pass: all, until memory runs out.
-
-    `rows` is None, or the number that was left after the last halving. It holds for all batches
-    that follow, because each of them would run out of memory, too.
-    """
+    """How many rows of a batch run in one forward pass: all (None), or the number that was left
+    after memory ran out, for all batches that follow."""
 
     def __init__(self) -> None:
         self.rows: int | None = None
@@ -46,11 +43,9 @@ class RowLimit:
     def run(
         self, ids: torch.Tensor, forward: Callable[[torch.Tensor], None], keep: Callable[[], Undo]
     ) -> None:
-        """Call `forward` with the rows `[B, T]`, in order and each once.
-
-        Where it runs out of memory, what `keep` returned just before is called, and the same rows
-        follow in halves. Raises `RotationZooError` where a single row is too large.
-        """
+        """Call `forward` with the rows `[B, T]`, in order and each once. Where it runs out of
+        memory, what `keep` returned just before is called, and the same rows follow in halves.
+        Raises `RotationZooError` where a single row is too large."""
         done = 0
         while done < len(ids):
             rows = ids[done : done + (self.rows or len(ids))]
@@ -68,16 +63,13 @@ class RowLimit:
                     raise does_not_fit(*rows.shape) from error
             # Not in the `except` block, where the traceback still holds what the pass allocated.
             undo()
-            self._halve(rows)
-
-    def _halve(self, rows: torch.Tensor) -> None:
-        self.rows = len(rows) // 2
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        log.warning(
-            "Memory ran out with %s of %d tokens in a forward pass; going on with %d",
-            counted(len(rows), "row"),
-            rows.shape[1],
-            self.rows,
-        )
+            self.rows = len(rows) // 2
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            log.warning(
+                "Memory ran out with %s of %d tokens in a forward pass; going on with %d",
+                counted(len(rows), "row"),
+                rows.shape[1],
+                self.rows,
+            )

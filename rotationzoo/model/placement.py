@@ -20,6 +20,16 @@ from rotationzoo.errors import UsageError
 from rotationzoo.model.files import weight_files
 from rotationzoo.model.source import Source
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+USABLE = 0.9
+"""The part of free memory that is planned with: allocators waste some, and estimates err."""
+Limits = dict[int | str, int]
+"""Bytes of weights by device: the number of a GPU, or `cpu`."""
+_MEMORY = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
+_MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # safetensors reports what the disk says as text.
@@ -29,11 +39,8 @@ _FULL_WORDS = tuple(f"(os error {number})" for number in _FULL)
 
 @contextmanager
 def offload_folder() -> Iterator[Path]:
-    """Yield a new folder in the system's folder for temporary files, and remove it afterwards.
-
-    The process holds a lock on it. A folder without a lock is of a process that was killed, and is
-    removed first: it may be as large as a model.
-    """
+    """Yield a new folder in the system's folder for temporary files, on which the process holds a
+    lock. Folders without one are of processes that were killed, and are removed first."""
     _remove_abandoned()
     folder, handle = _make_locked()
     try:
@@ -75,20 +82,6 @@ def _remove_abandoned() -> None:
                 os.close(handle)
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-USABLE = 0.9
-"""The part of free memory that is planned with: allocators waste some, and estimates err."""
-Limits = dict[int | str, int]
-"""Bytes of weights by device: the number of a GPU, or `cpu`."""
-_MEMORY = Path("/proc/meminfo")
-_CONTAINER = Path("/sys/fs/cgroup")
-
-
-_MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
-
-
 @dataclass(frozen=True)
 class Placement:
     """accelerate's device map, with memory limits per device and a scratch folder for weights
@@ -103,48 +96,27 @@ class Placement:
 def place_weights(
     device_map: str | None, max_memory: str | None, reserved: int = 0
 ) -> Iterator[Placement | None]:
-    """Yield where the weights go, or None for a single device. The scratch folder is deleted
-    afterwards, and so are folders of processes that were killed.
-
-    `reserved` bytes stay free where the layers run, unless `max_memory` says what they may take.
-    """
+    """Yield where the weights go, or None for a single device. `reserved` bytes stay free where the
+    layers run, unless `max_memory` says what they may take. Raises `UsageError`."""
     if device_map is None:
         yield None
         return
     limits = memory_limits(device_map, max_memory)
-    _check_devices(limits or {})
-    if limits is None and reserved:
-        limits = _limits_beside(reserved)
-    with offload_folder() as folder:
-        yield Placement(device_map, limits, str(folder))
-
-
-def _is_device(name: str) -> bool:
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _check_devices(limits: Limits) -> None:
-    """Raise `UsageError` for a GPU that this machine does not have."""
     count = torch.cuda.device_count()
-    if missing := [device for device in limits if isinstance(device, int) and device >= count]:
+    missing = [each for each in limits or () if isinstance(each, int) and each >= count]
+    if missing:
         raise UsageError(
             f"--max-memory names GPU {missing[0]}, and this machine has {count or 'none'}",
             hint="leave out GPUs that are not here: --max-memory cpu=60GiB",
         )
-
-
-def _limits_beside(reserved: int) -> Limits:
-    """Memory limits that leave so many bytes free on the devices that compute."""
-    computing = devices_of(on_cpu=not torch.cuda.is_available())
-    limits: Limits = {}
-    for device in [*computing, *({"cpu"} - set(computing))]:
-        usable = int(USABLE * free_memory(device))
-        limits[device] = max(0, usable - reserved * (device in computing))
-    return limits
+    if limits is None and reserved:
+        computing = devices_of(on_cpu=not torch.cuda.is_available())
+        limits = {}
+        for device in [*computing, *({"cpu"} - set(computing))]:
+            usable = int(USABLE * free_memory(device))
+            limits[device] = max(0, usable - reserved * (device in computing))
+    with offload_folder() as folder:
+        yield Placement(device_map, limits, str(folder))
 
 
 def devices_of(on_cpu: bool) -> list[int | str]:
@@ -161,42 +133,40 @@ def free_memory(device: torch.device | int | str) -> int:
         # torch keeps what it has freed for itself.
         reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         return free + reserved - used
-    free = _available_memory()
+    # What the system's caches would give up is available. Where it does not say, half of the
+    # machine is a guess that leaves room for other programs.
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    free = 1024 * sum_entries(_MEMORY, "MemAvailable:") or half
     with suppress(OSError, ValueError):  # no such limit, or the word "max"
         limit, used = (
             int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
         )
-        free = min(free, limit - used + _cached_in_container())
+        # Files that a container keeps in memory until it is needed, such as weights that were
+        # read, count as used.
+        cached = sum_entries(_CONTAINER / "memory.stat", "active_file", "inactive_file")
+        free = min(free, limit - used + cached)
     return max(free, 0)
 
 
-def _cached_in_container() -> int:
-    """Bytes of files that a container keeps in memory until it is needed. They count as used:
-    after the weights were read, that is as much as the weights."""
-    cached = 0
+def sum_entries(path: Path, *names: str) -> int:
+    """The sum of the numbers beside some names in a table of Linux; 0 without such a table."""
+    total = 0
     with suppress(OSError):
-        for line in (_CONTAINER / "memory.stat").read_text().splitlines():
-            name, _, size = line.partition(" ")
-            if name in ("active_file", "inactive_file"):
-                cached += int(size)
-    return cached
-
-
-def _available_memory() -> int:
-    """Main memory that programs could still get, with what the system's caches would give up."""
-    with suppress(OSError):  # only Linux has it
-        for line in _MEMORY.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    # Elsewhere half of the machine is a guess that leaves room for other programs.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        for words in map(str.split, path.read_text().splitlines()):
+            if words and words[0] in names:
+                total += int(words[1])
+    return total
 
 
 def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | None:
     """Parse `0=20GiB,cpu=60GiB` into bytes by device, as accelerate takes them. A device that is
     not named gets no weights. Raises `UsageError`, for a device map that does not exist too."""
-    if device_map is not None and device_map not in _MAPS and not _is_device(device_map):
-        raise UsageError(f"there is no device map {device_map!r}", hint="--device-map auto")
+    if device_map not in (None, *_MAPS):
+        try:
+            torch.device(device_map)
+        except RuntimeError as error:
+            unknown = f"there is no device map {device_map!r}"
+            raise UsageError(unknown, hint="--device-map auto") from error
     if max_memory is None:
         return None
     if device_map is None:
@@ -207,10 +177,9 @@ def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | No
     # `filter` forgives a trailing comma.
     for part in filter(None, max_memory.split(",")):
         device, _, amount = part.partition("=")
-        try:
+        size = None
+        with suppress(ValueError):
             size = convert_file_size_to_int(amount)
-        except ValueError:
-            size = None
         if not device or size is None:
             raise UsageError(
                 f"--max-memory has no amount in {part!r}",
@@ -229,8 +198,7 @@ def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | No
 
 
 def weights_bytes(source: Source, model: "PreTrainedModel") -> int:
-    """Size of the weight files if they are local, and otherwise of the parameters on `meta` in the
-    config's dtype."""
+    """Size of the weight files, or else of the parameters on `meta` in the config's dtype."""
     if paths := weight_files(source.folder):
         return sum(path.stat().st_size for path in paths)
     dtype = getattr(model.config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16

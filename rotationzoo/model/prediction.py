@@ -31,12 +31,9 @@ class HiddenStates:
     """The decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`."""
 
     def logits(self, positions: slice) -> torch.Tensor:
-        """The logits `[B, P, vocabulary]` at some positions, as the model itself returns them.
-
-        The model's own forward runs, with a decoder that returns what it has returned before: a
-        head is more than one matrix in models that cap their logits (Gemma) or scale them (Granite,
-        Cohere).
-        """
+        """The logits `[B, P, vocabulary]` at some positions. The model's own forward runs, with a
+        decoder that returns what it has returned before: a head is more than one matrix in models
+        that cap their logits (Gemma) or scale them (Granite, Cohere)."""
         part = copy.copy(self.output)
         part["last_hidden_state"] = self.output.last_hidden_state[:, positions]
         with returning([decoder(self.model)], part):
@@ -61,11 +58,8 @@ class HiddenStates:
 
 
 def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
-    """Run a model over rows of token ids `[B, T]`, and return what its decoder makes of them.
-
-    The model's own forward runs, so that its decoder gets what it always gets. Of the head's
-    predictions only the last is computed, where a model can leave out the others.
-    """
+    """Run a model over rows of token ids `[B, T]`, and return what its decoder makes of them. Of
+    the head's predictions only the last is computed, where a model can leave out the others."""
     ids = ids.to(input_device(model))
     # A slice: for a number some decoders leave out earlier positions themselves (Gemma 4), and a
     # tensor would lie with the ids, which of a model on several devices is not where its head is.

@@ -35,12 +35,9 @@ def scaling_of(config: "PretrainedConfig") -> str | None:
 
 
 def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) -> None:
-    """Change a config so that the model is built with this scaling; None changes nothing.
-
-    The positions that the model was trained on are what the scaling states, or those of the
-    config. Raises `RotationZooError` for a model without RoPE, and for one whose config has another
-    scaling.
-    """
+    """Change a config so that the model is built with this scaling, of the positions that it states
+    or the config has; None changes nothing. Raises `RotationZooError` for a model without RoPE, and
+    for one whose config has another scaling."""
     if scaling is None:
         return
     wanted = RopeScaling.parse(scaling)

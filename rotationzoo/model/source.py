@@ -103,6 +103,14 @@ def find(model: str, revision: str | None = None) -> Source:
     return Source(model, config.parent, config.parent.name)
 
 
+def find_cached(model: str, revision: str | None) -> Source | None:
+    """A model in the hub's cache, if it is there. Nothing is fetched."""
+    config = None
+    with suppress(ValueError):  # no hub id
+        config = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
+    return Source(model, Path(config).parent, revision) if isinstance(config, str) else None
+
+
 def fetch(source: Source, weights: bool = True) -> None:
     """Fetch a model's tokenizer and, if `weights` is set, its weights, unless they are on this
     machine. Raises `ModelUnavailable`."""

@@ -79,11 +79,8 @@ class _ValuePath:
 def _problem(
     model: PreTrainedModel, layer: Layer, path: _ValuePath, modules: set[str], uses: Counter[int]
 ) -> str | None:
-    """Why a layer cannot absorb a rotation, in words, or None if it can.
-
-    `modules` holds the paths of all modules. `uses` counts how often each parameter occurs in the
-    model.
-    """
+    """Why a layer cannot absorb a rotation, in words, or None if it can. There are the paths of all
+    `modules`, and how often each parameter occurs in the model."""
     if layer.owner != layer.index:
         return f"no value projection of its own: it reads the cache of layer {layer.owner}"
     if path.maker is None:
@@ -91,7 +88,8 @@ def _problem(
             "a norm or another operation between the value projection and attention, or no value "
             "projection"
         )
-    value_weight, width = _weight(model, path.maker), layer.kv_heads * layer.value_dim
+    value_weight = model.get_parameter(f"{path.maker}.weight")
+    width = layer.kv_heads * layer.value_dim
     if len(value_weight) != width or path.are_queries_or_keys:
         return f"a fused value projection, {path.maker}"
     # The projection's rows must be grouped by head: the channels of a head are adjacent in memory,
@@ -104,16 +102,12 @@ def _problem(
     gated = f"a gate or a norm between attention and the output projection, {readers}"
     if len(path.output_readers) != 1 or readers not in modules:
         return gated
-    output_weight = _weight(model, readers)
+    output_weight = model.get_parameter(f"{readers}.weight")
     if output_weight.shape[1] != layer.query_heads * layer.value_dim:
         return gated
     if uses[id(value_weight)] > 1 or uses[id(output_weight)] > 1:
         return _SHARED
     return None
-
-
-def _weight(model: PreTrainedModel, module: str) -> torch.nn.Parameter:
-    return model.get_parameter(f"{module}.weight")
 
 
 @torch.no_grad()

@@ -29,13 +29,12 @@ def read_answers(
     batch: int = 1,
     reader: Callable[..., Any] | None = None,
 ) -> Answers:
-    """The model's answers to the questions of prompts of one length. `reader` is called instead of
-    the model, if it is given.
+    """The model's answers to the questions of prompts of one length, or those of a `reader` that is
+    called instead.
 
-    One forward pass is enough. Every token of the right answer is the most probable one after those
+    One forward pass is enough: every token of the right answer is the most probable one after those
     before it if and only if greedy decoding writes exactly this answer. A later question follows
-    the right answers of earlier ones. Inside a running `Simulation`, the answers come from a
-    model that reads its cache in 2 bits.
+    the right answers of earlier ones.
     """
     correct, log_probability = [], []
     for start in range(0, len(prompts), batch):

@@ -42,10 +42,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Exercise:
-    """The statements that one prompt hides, and its questions.
-
-    Each group is a list of blocks that keep their order in the text. All lines differ.
-    """
+    """The statements that one prompt hides, and its questions. Each group is a list of blocks that
+    keep their order in the text. All lines differ."""
 
     groups: list[list[Block]]
     questions: list[Asked]

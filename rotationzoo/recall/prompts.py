@@ -70,11 +70,8 @@ class Prompt:
 def write_prompts(
     settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, filler: Sequence[int]
 ) -> list[Prompt]:
-    """Prompts of `settings.length` tokens each, hidden in stretches of `filler` (token ids).
-
-    The same settings, tokenizer and filler give the same prompts on every machine. Raises
-    `RotationZooError` if the length leaves no room for statements outside the exact windows.
-    """
+    """Prompts hidden in stretches of `filler` (token ids), the same on every machine. Raises
+    `RotationZooError` if their length leaves no room for statements outside the exact windows."""
     writer = _Writer(settings, tokenizer, filler)
     return [writer.write(number) for number in range(settings.prompts)]
 
@@ -163,8 +160,7 @@ class _Writer:
     def _draw_positions(
         self, draw: random.Random, filler: list[int], places: range, count: int
     ) -> list[int]:
-        """Positions in the filler, ascending: one at a random place of each of `count` equal
-        parts."""
+        """Positions in the filler, ascending: one at random in each of `count` equal parts."""
         positions = []
         for part in range(count):
             low = places.start + len(places) * part // count
@@ -218,10 +214,7 @@ class _Writer:
         return Prompt(torch.tensor(row.ids), tuple(questions))
 
     def _question(self, asked: Asked) -> _Piece:
-        """The ids of a question with its answer.
-
-        They are tokenized together, as the statement was, so that the answer has the same tokens.
-        """
+        """The ids of a question with its answer, tokenized together as in the statement."""
         ids = self._encode(asked.prefix + asked.answer + "\n")
         first = common_length(ids, self._encode(asked.prefix))
         last = common_length(ids, self._encode(asked.prefix + asked.answer))

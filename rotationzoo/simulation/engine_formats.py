@@ -206,9 +206,8 @@ def scale_tile(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of columns `[..., 1, C]` and of rows `[..., R, 1]` by which KVarN divides tiles
     `[..., R, C]`, so that all of them have similar standard deviations.
 
-    Columns and rows are divided by their standard deviations in turn, sixteen times. What comes
-    back are the scales, of all iterations and of none, with the least `_imbalance`. A scale is at
-    least exp(-0.3), so small rows and columns are not scaled up.
+    Columns and rows are divided by their standard deviations in turn. What comes back are the
+    scales, of all iterations and of none, with the least `_imbalance`.
     """
     columns, rows = torch.ones_like(tiles[..., :1, :]), torch.ones_like(tiles[..., :1])
     best, least = (columns, rows), _imbalance(tiles)

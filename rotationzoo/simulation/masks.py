@@ -45,11 +45,8 @@ class TwoCopyMask:
     _kept: list[Block] = field(default_factory=list)
 
     def blocks(self) -> Iterator[Block]:
-        """The mask, split by queries.
-
-        A block does not need to read all 2T positions. Later positions are hidden from all of its
-        queries, and so is one of the two copies of nearly every earlier position.
-        """
+        """The mask, split by queries: those of a block see no later position, and one of the two
+        copies of nearly every earlier position."""
         kept_bytes = sum(block.mask.nbytes for block in self._kept)
         for number, queries in enumerate(query_blocks(self.length)):
             if number < len(self._kept):
@@ -65,19 +62,30 @@ class TwoCopyMask:
 
     def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
         """The two-copy mask `[B or 1, 1, q, 2T]` of some of the T queries, boolean or additive like
-        the model's own. Raises `UnsupportedModel` as `own_mask` does. All of it takes T times 2T
-        entries, 34 GB for 131,072 tokens: long rows are read through `blocks`."""
-        single = own_mask(self.attend, queries, self.length, self.device)
+        the model's own: of all, 34 GB for 131,072 tokens. Raises `UnsupportedModel` for a mask of
+        another shape than transformers makes."""
+        single = self._own_rows(queries)
         positions = torch.arange(self.length, device=self.device)[queries]
         return _both_copies(single, self.cache.exact_for(positions, self.length))
 
+    def _own_rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
+        """The model's own mask `[B or 1, 1, q, T]` of some of the queries."""
+        mask, length = self.attend.mask, self.length
+        if mask is None:
+            keys = torch.arange(length, device=self.device)
+            return (keys <= keys[queries][:, None])[None, None]
+        if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (length, length):
+            raise UnsupportedModel(
+                f"{type(self.attend.module).__name__} masks its attention in a way that cannot "
+                "show it a second copy of its cache"
+            )
+        if isinstance(mask, LongMask):
+            return mask.rows(queries) if isinstance(queries, slice) else mask.at(queries)
+        return mask[:, :, queries]
+
     def fits(self, attend: Attention, length: int, device: torch.device) -> bool:
         """Whether this mask was made from the same model mask, for as many positions, on the same
-        device.
-
-        Masks are compared by content, because layers on a second device each receive their own
-        copy.
-        """
+        device. Layers on a second device each receive their own copy, so content counts."""
         if self.device != device or self.length != length:
             return False
         mask, other = self.attend.mask, attend.mask
@@ -118,26 +126,6 @@ def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min
     return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
-
-
-def own_mask(
-    attend: Attention, queries: slice | torch.Tensor, length: int, device: torch.device
-) -> torch.Tensor:
-    """The model's own mask `[B or 1, 1, q, T]` of some of the queries of an attention call over T =
-    `length` positions, boolean or additive. Raises `UnsupportedModel` for a mask of another
-    shape."""
-    mask = attend.mask
-    if mask is None:
-        keys = torch.arange(length, device=device)
-        return (keys <= keys[queries][:, None])[None, None]
-    if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (length, length):
-        name = type(attend.module).__name__
-        raise UnsupportedModel(
-            f"{name} masks its attention in a way that cannot show it a second copy of its cache"
-        )
-    if isinstance(mask, LongMask):
-        return mask.rows(queries) if isinstance(queries, slice) else mask.at(queries)
-    return mask[:, :, queries]
 
 
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

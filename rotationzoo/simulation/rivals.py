@@ -119,8 +119,7 @@ def _mlx(bits: int) -> EngineCache:
 
 
 def _kvarn(key_bits: int, value_bits: int) -> EngineCache:
-    """A channel of a tile has a scale and a minimum and a token a scale, or for values the other
-    way round."""
+    """A channel of a tile has a scale and a minimum and a token a scale; of values, vice versa."""
     key = partial(read_kvarn, bits=key_bits, per_channel=True)
     value = partial(read_kvarn, bits=value_bits, per_channel=False)
     return EngineCache(
@@ -216,8 +215,7 @@ class RivalCodec:
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]` as the engine reads them back, in their type. The first is
-        that of the first token after the sink."""
+        """Keys or values `[B, H, T, D]`, of tokens after the sink, as the engine reads them."""
         storage = self.storage(side, rows.shape[-1], format.bits)
         complete = rows.shape[2] // storage.tokens * storage.tokens
         if not complete:
@@ -238,8 +236,7 @@ class RivalCodec:
 
 
 def check_engine_cache(name: str, geometry: Geometry) -> None:
-    """Raise `UsageError` for a model with a head dimension that one of `ENGINE_CACHES` cannot
-    store."""
+    """Raise `UsageError` for a model with rows that one of `ENGINE_CACHES` cannot store."""
     for layer in cached_layers(geometry):
         if layer.rope_dim is not None:
             raise UsageError(

@@ -10,6 +10,7 @@ position (see `masks`). The model's own sliding windows, soft cap and attention 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -96,24 +97,17 @@ class Simulation:
     ) -> Iterator[None]:
         """Make the model read its cache through the codec while the context is open.
 
-        1. Every attention call of a simulated layer goes to `_SimulatedAttention`. It builds both
-           copies of keys and values, reports the ranges of their rows and the KL divergence of the
-           attention, and returns the output from the 2-bit cache.
-        2. After each observed attention module, a `_BlockComparison` runs the module again on the
-           same input with the simulation switched off, and reports both outputs: of the attention
-           function, head by head, and of the module.
-
-        Parameters:
-
-        * `modules`: layer index -> attention module, for the modules whose outputs are compared;
-        * `observers`: receive what is compared; None compares nothing.
+        Every attention call of a simulated layer goes to `_SimulatedAttention`, which builds both
+        copies of keys and values, and returns the output from the 2-bit cache. After each of the
+        observed attention `modules`, by layer, the module runs again on the same input with the
+        simulation switched off. The `observers` receive what is compared.
         """
         attention = _SimulatedAttention(self, observers)
         hooks = []
         for layer, module in (modules or {}).items():
             if layer in self.layers and observers is not None:
-                comparison = _BlockComparison(layer, attention, observers)
-                hooks.append(module.register_forward_hook(comparison, with_kwargs=True))
+                compare = partial(attention.compare_block, partial(observers.output, layer))
+                hooks.append(module.register_forward_hook(compare, with_kwargs=True))
         try:
             with intercept(model, attention):
                 yield
@@ -136,15 +130,23 @@ class _SimulatedAttention:
         self.switched_off = False
         self._latest: torch.Tensor | None = None
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Call the model's own attention unchanged while the context is open, and compare its
-        output with the latest simulated one."""
+    def compare_block(
+        self,
+        observe: Callable[[torch.Tensor, torch.Tensor], None],
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        """A forward hook that runs an attention module again on the same input, with the model's
+        own attention, whose output is compared with the latest simulated one."""
         self.switched_off = True
         try:
-            yield
+            # Call `forward`, because calling the module itself would run this hook again.
+            exact = module.forward(*args, **kwargs)
         finally:
             self.switched_off, self._latest = False, None
+        observe(_hidden_states(output), _hidden_states(exact))
 
     def __call__(
         self,
@@ -154,8 +156,7 @@ class _SimulatedAttention:
         value: torch.Tensor,
         attend: Attention,
     ) -> torch.Tensor:
-        """The attention output `[B, T, H_q, D_v]`. The arguments are those that `intercept`
-        passes."""
+        """The attention output `[B, T, H_q, D_v]`, as an `Intercept`."""
         if self.switched_off:
             return self._compare_heads(layer, attend(query, key, value))
         if layer not in self.simulation.layers:
@@ -228,27 +229,12 @@ class _SimulatedAttention:
                 self.observers.row_range(layer, side, torch.cat(ranges, dim=2))
 
     def _compare_heads(self, layer: int, exact: torch.Tensor) -> torch.Tensor:
-        """Report the simulated and the exact output `[B, T, H_q, D_v]`, and return the exact one.
-
-        Successive query heads read the same KV head.
-        """
+        """Report the simulated and the exact output `[B, T, H_q, D_v]`, by the KV head that
+        successive query heads read, and return the exact one."""
         if self.observers is not None and self._latest is not None:
             shape = (*exact.shape[:2], self.kv_heads[layer], -1)
             self.observers.heads(layer, self._latest.reshape(shape), exact.reshape(shape))
         return exact
-
-
-class _BlockComparison:
-    """A forward hook that runs an attention module again on the same input with an exact cache."""
-
-    def __init__(self, layer: int, attention: _SimulatedAttention, observers: Observers):
-        self.layer, self.attention, self.observers = layer, attention, observers
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # Call `forward`, because calling the module itself would run this hook again.
-        with self.attention.off():
-            exact = module.forward(*args, **kwargs)
-        self.observers.output(self.layer, _hidden_states(output), _hidden_states(exact))
 
 
 def _hidden_states(output: Any) -> torch.Tensor:
@@ -266,48 +252,27 @@ def _attention_kl(
     mask: TwoCopyMask,
     queries: torch.Tensor,
 ) -> torch.Tensor:
-    """`KL(exact || simulated)` `[B, H_q, Q]` of selected queries' attention.
-
-    * `query`, `key`: of the exact model, before any mean is subtracted;
-    * `keys`: `[exact; quantized]`, as the simulated cache holds them;
-    * `mask`: the two-copy mask of the call;
-    * `queries`: the positions `[Q]` of the queries to compare.
+    """`KL(exact || simulated)` `[B, H_q, Q]` of the attention of queries at some positions `[Q]`.
+    `query` and `key` are the exact model's, and `keys` `[exact; quantized]` the simulated cache's.
     """
-    batch, heads, _, _ = query.shape
+    batch, heads, length, _ = query.shape
     size = max(1, SCORES // (batch * heads * keys.shape[2]))
     at, parts = queries.to(query.device), []
     for positions in at.split(size):
-        rows = as_additive(mask.rows(positions), torch.float32)
-        parts.append(_divergence_of(attend, query[:, :, positions], key, keys, rows))
+        rows, some = as_additive(mask.rows(positions), torch.float32), query[:, :, positions]
+        # The query sees a position if it sees either copy.
+        visible = torch.maximum(rows[..., :length], rows[..., length:])
+        exact = replace(attend, mask=visible).weights(some, key)
+        both = replace(attend, mask=rows).weights(some, keys)
+        simulated = both[..., :length] + both[..., length:]
+        # In float64: of nearly equal weights, it is a small difference of large terms.
+        parts.append(divergence(exact.double(), simulated.double()))
     return torch.cat(parts, dim=2)
 
 
-def _divergence_of(
-    attend: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    keys: torch.Tensor,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """The divergence `[B, H_q, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask
-    `[B, 1, Q, 2T]`, float32 and additive."""
-    length = key.shape[2]
-    # The query sees a position if it sees either copy.
-    exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
-    exact = replace(attend, mask=exact_mask).weights(query, key)
-    both = replace(attend, mask=mask).weights(query, keys)
-    simulated = both[..., :length] + both[..., length:]
-    # In float64, because the KL divergence of nearly equal weights is a small difference of large
-    # terms.
-    return divergence(exact.double(), simulated.double())
-
-
 def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """`KL(exact || attention)` `[...]`, in nats, of attention weights `[..., T]`.
-
-    A model's own attention sinks take part of the probability. That part counts as one more
-    position.
-    """
+    """`KL(exact || attention)` `[...]`, in nats, of attention weights `[..., T]`. The part of the
+    probability that a model's own attention sinks take counts as one more position."""
     p, q = _with_rest(exact), _with_rest(attention)
     # `xlogy` makes a position that the exact model ignores contribute 0. The clamp keeps the result
     # finite where the simulated weight underflows.
@@ -315,7 +280,6 @@ def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rest(weights: torch.Tensor) -> torch.Tensor:
-    """Append the probability that is missing from 1 as one more position. A remainder within
-    rounding error becomes 0."""
+    """Append the probability that is missing from 1, beyond rounding, as one more position."""
     rest = 1 - weights.sum(-1, keepdim=True)
     return torch.cat([weights, rest.where(rest > _ROUNDING, 0)], dim=-1)

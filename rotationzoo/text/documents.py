@@ -78,9 +78,8 @@ class Tally:
 
 
 def read_documents(data: Data, tally: Tally) -> Iterator[Sample]:
-    """The documents of `data.source` with what belongs to them, in an order that its seed fixes.
-    Bad rows are left to the `tally`. Raises `RotationZooError` for a source that is missing, empty
-    or not readable."""
+    """The documents of `data.source` in an order that its seed fixes, with bad rows left to the
+    `tally`. Raises `RotationZooError` for a source that is missing, empty or not readable."""
     return _shuffled(_samples(data, tally), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
 
@@ -166,8 +165,7 @@ def _column(record: _Record, wanted: list[str], data: Data) -> str:
 
 
 def _pieces(path: Path) -> Iterator[_Record]:
-    """A text file in pieces of about 64 KB, cut at line ends, so that a file of any size can be
-    read."""
+    """A text file of any size in pieces of about 64 KB, cut at line ends."""
     with reading_errors(str(path)), path.open(encoding="utf-8") as file:
         while lines := file.readlines(_PIECE):
             text = "".join(lines)
@@ -183,8 +181,7 @@ def _json_lines(path: Path) -> Iterator[bytes]:
 
 
 def _data_set(data: Data, path: Path) -> Iterator[_Record]:
-    """A data set on the hub, or a parquet file. It is streamed, so that nothing is written to disk
-    and little more is fetched than is used."""
+    """A data set on the hub, or a parquet file, streamed: little more is fetched than is used."""
     import datasets  # takes a second to import, and most jobs do not need it
 
     with reading_errors(f"the data set {data.source} could not be read"):
@@ -232,8 +229,7 @@ def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[S
 
 
 def _characters(sample: Sample) -> int:
-    document, media = sample.document, sample.media
-    held = len(str(media)) if media else 0
-    if isinstance(document, str):
-        return held + len(document)
-    return held + sum(len(str(message["content"])) for message in document)
+    held = len(str(sample.media)) if sample.media else 0
+    if isinstance(sample.document, str):
+        return held + len(sample.document)
+    return held + sum(len(str(message["content"])) for message in sample.document)

@@ -1,7 +1,6 @@
 """Token rows of calibration text, with a fingerprint, and their batches.
 
-Documents are packed into rows of equal length, or each document gets its own row. A document is
-tokenized as a model would see it in training or in a request.
+Documents are packed into rows of equal length, or each document gets its own row.
 """
 
 import hashlib
@@ -178,9 +177,8 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
 def _packed_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
 ) -> list[torch.Tensor]:
-    """Join the documents and cut them into rows of the lengths that `data` asks for. Where the
-    tokenizer starts every text with certain tokens, each row starts with them, too, as each request
-    does."""
+    """Join the documents and cut them into rows of the lengths that `data` asks for, each of which
+    begins with the start tokens, as each request does."""
     stream = (token for document in documents for token in document)
     rows: list[torch.Tensor] = []
     for length in data.row_lengths:

@@ -189,7 +189,7 @@ class Planner:
             like(name, len(mapping), dtype=torch.int64)
             for name in ("pages", "page_offsets", "slots")
         )
-        bounds = [like(name, rows) for name in ("starts", "floors", "ends")]
+        starts, floors, ends = (like(name, rows) for name in ("starts", "floors", "ends"))
         sink = CopiedTokens(
             like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows)
         )
@@ -200,7 +200,8 @@ class Planner:
         )
         # The batch of a graph has further tokens, which belong to no request.
         spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), device)
-        decode = DecodeMetadata(new, spread, page_table[:rows], *bounds, sink, recent)
+        bounds = page_table[:rows], starts, floors, ends
+        decode = DecodeMetadata(new, spread, *bounds, sink, recent)
         step = Step(
             pages,
             page_offsets,

@@ -16,11 +16,10 @@ from typing import Unpack
 
 from pydantic import ValidationError
 
-from rotationzoo.artifact.leftovers import unlisted_files
 from rotationzoo.artifact.manifest import PlainName
 from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
-from rotationzoo.checks.verify import verify
-from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.checks.verify import unlisted_files, verify
+from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth

@@ -116,7 +116,7 @@ def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
         asked.append((name, file, revision))
         return str(tmp_path / file)
 
-    monkeypatch.setattr(compatibility, "try_to_load_from_cache", look)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look)
     model = Qwen3ForCausalLM(copy.deepcopy(demo.config))
     model.name_or_path = ""
     assert compatibility._source_of(model) is None, "made in code"

@@ -19,9 +19,9 @@ from rotationzoo.budget import Budget
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.recipe_checks import check_recipe
+from rotationzoo.calibration.soundness import Claim
 from rotationzoo.cli.app import app
 from rotationzoo.codec.budget import (
     PER_BIT,

@@ -128,7 +128,7 @@ def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
     for layer, (queries, keys, values) in rows.items():
         expected = published(*(torch.cat(tensor) for tensor in (queries, keys, values)))
         for side, sigma in zip(("key", "value"), expected, strict=True):
-            found = target_moment(statistics, recipe, layer, side)[0]
+            found = target_moment(statistics[layer], recipe, side)[0]
             assert (found - sigma).norm() / sigma.norm() < 1e-10  # measured 5e-16
             rotation = rotations[layer][side].matrix
             assert rotation.shape == (1, 16, 16)

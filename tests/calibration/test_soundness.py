@@ -13,10 +13,9 @@ from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.tensor_check import sentences
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Job
-from rotationzoo.calibration.soundness import write_sound_artifact
+from rotationzoo.calibration.soundness import Claim, write_sound_artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.geometry import geometry_json

@@ -2,6 +2,7 @@
 not."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,6 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
-from rotationzoo.engines import weight_edits
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
@@ -332,7 +332,7 @@ def test_a_damaged_artifact_or_checkpoint_is_refused(made, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
-    real, copied = weight_edits.shutil.copyfile, []
+    real, copied = shutil.copyfile, []
 
     def full(source, target):
         if Path(target).suffix == ".safetensors":
@@ -340,7 +340,7 @@ def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
         copied.append(target)
         return real(source, target)
 
-    monkeypatch.setattr(weight_edits.shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
     assert "make room" in refused(
         made.artifact, made.folder, tmp_path / "out", "No space left on device"
     )

@@ -19,7 +19,7 @@ from support.oscar_files import KEY, VALUE, entry, refused, torch_file, v1
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.formats.gguf_file import read_gguf
-from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.errors import RotationZooError
 

@@ -14,7 +14,7 @@ from support.tensors import stored_rotations, stored_statistics
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError

@@ -13,11 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rotationzoo import Artifact, RotatedCache, generate
 from rotationzoo.errors import HubError, RotationZooError, UsageError
-from rotationzoo.generation import artifacts
-from rotationzoo.generation.continuation import find_parting
+from rotationzoo.generation import generate as generating
+from rotationzoo.generation.continuation import Generation, TextStream, find_parting
 from rotationzoo.generation.generate import generate as run
-from rotationzoo.generation.settings import Generation
-from rotationzoo.generation.text_stream import TextStream
 from rotationzoo.model import loading
 from rotationzoo.model.source import DEMO
 
@@ -192,7 +190,6 @@ def stream(tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
     """The pieces of text that a stream writes."""
     pieces: list[str] = []
     writer = TextStream(tokenizer, torch.tensor(prompt), pieces.append)
-    writer.start()
     writer.put(torch.tensor([prompt]))
     for token in ids:
         writer.put(torch.tensor([token]))
@@ -227,20 +224,20 @@ def test_spaces_before_words_stay_at_the_start_of_the_text_and_of_lines(prompt):
 
 
 def test_a_name_of_the_zoo_is_pulled_and_a_refusal_says_so(made, monkeypatch):
-    monkeypatch.setattr(artifacts, "pull", lambda name: Artifact.open(made))
-    assert artifacts.open_artifact("Qwen/Qwen3-8B").folder == made
+    monkeypatch.setattr(generating, "pull", lambda name: Artifact.open(made))
+    assert generating.open_artifact("Qwen/Qwen3-8B").folder == made
 
     def refuse(name: str) -> None:
         raise HubError("the hub is closed", hint="see --index")
 
-    monkeypatch.setattr(artifacts, "pull", refuse)
+    monkeypatch.setattr(generating, "pull", refuse)
     with pytest.raises(HubError, match=r"someone/model is no folder.*closed") as raised:
-        artifacts.open_artifact("someone/model")
+        generating.open_artifact("someone/model")
     assert "--index" not in str(raised.value.hint)
 
 
 def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(artifacts, "pull", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.setattr(generating, "pull", lambda name: pytest.fail(f"asked for {name}"))
     monkeypatch.chdir(made.parent)
     # Beside an artifact that is there, as in the folder of `calibrate`.
     beside = f"../{made.parent.name}/mistyped"
@@ -248,4 +245,4 @@ def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(made, tmp_path, mo
     (tmp_path / "a file").write_text("text")
     for folder in (beside, f"{made.parent.name}/mistyped", made / "mistyped", tmp_path / "a file"):
         with pytest.raises(RotationZooError, match=r"is no artifact|there is no"):
-            artifacts.open_artifact(folder)
+            generating.open_artifact(folder)

@@ -15,7 +15,7 @@ from support.command_line import refused
 from support.models import demo_tokenizer, save_tiny, write_jsonl
 
 from rotationzoo import generate
-from rotationzoo.cli import prompt_text
+from rotationzoo.cli import generate as generate_cli
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import find, license_of
 from rotationzoo.recipe.loading import load
@@ -47,7 +47,7 @@ def within(monkeypatch):
 
     # What never ends is given up soon; what is slow here ends far sooner than that.
     monkeypatch.setattr(chats, "_SECONDS", 1.5)
-    monkeypatch.setattr(prompt_text, "_PATIENCE", 0.2)
+    monkeypatch.setattr(generate_cli, "_PATIENCE", 0.2)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + (3 << 30)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Payload, SideMatrices
-from rotationzoo.engines.formats import reading
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.linalg.compositions import block_hadamard
@@ -73,7 +73,7 @@ def open_gguf(path: Path) -> Reader:
 
     Raises `RotationZooError` unless it is a complete GGUF file.
     """
-    reading.check_regular(path)
+    rotation_file.check_regular(path)
     try:
         with np.errstate(all="raise"):  # of offsets
             return Reader(path)
@@ -146,11 +146,11 @@ def read_gguf(path: Path) -> list[RotationFile]:
     """
     reader = open_gguf(path)
     own = [name for name in reader.fields if name.startswith(NOTE)]
-    notes = reading.primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
+    notes = rotation_file.primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
     matrices: dict[str, dict[int, torch.Tensor]] = {"k": {}, "v": {}}
     for tensor in reader.tensors:
         if match := ROTATION_NAME.fullmatch(tensor.name):
-            layer, letter = reading.check_layer(path, match[1]), match[2]
+            layer, letter = rotation_file.check_layer(path, match[1]), match[2]
             matrices[letter][layer] = _read_matrix(path, tensor)
     files = []
     for side in SIDES:
@@ -165,7 +165,9 @@ def read_gguf(path: Path) -> list[RotationFile]:
             said = "written for an engine that adds a Hadamard transform; it has been added here"
             remarks.append(said)
             rotation = {i: _with_engine_hadamard(side, matrix) for i, matrix in rotation.items()}
-        content = SideMatrices(rotation, reading.objective_name(notes.get(f"{side}_objective")))
+        content = SideMatrices(
+            rotation, rotation_file.objective_name(notes.get(f"{side}_objective"))
+        )
         files.append(RotationFile(path, "GGUF", side, content, notes, tuple(remarks)))
     return files
 

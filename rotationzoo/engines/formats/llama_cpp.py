@@ -9,19 +9,16 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import huggingface_hub
-
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.engines.base import Launch, Options, Payload, clip_text
+from rotationzoo.engines.base import PAGE, Launch, Options, Payload, check_limits, clip_text
 from rotationzoo.engines.formats import gguf_file
-from rotationzoo.engines.formats.reading import PAGE, as_mapping, check_limits, objective_name
+from rotationzoo.engines.rotation_file import as_mapping, objective_name
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import text_config
-from rotationzoo.model.source import Source, find
+from rotationzoo.model.source import Source, find, find_cached
 from rotationzoo.storage.files import read_json
 
 # Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
@@ -133,7 +130,10 @@ def _compare_config(
 
     Raises `RotationZooError` for a file that was converted from another model.
     """
-    source = find(options.model) if options.model else _model_here(payload)
+    if options.model:
+        source: Source | None = find(options.model)
+    else:
+        source = find_cached(payload.model or "", payload.provenance.get("model_revision"))
     if source is None:
         return (
             f"the base was compared by its shapes alone: {payload.model or 'its model'} was not "
@@ -158,14 +158,6 @@ def _compare_config(
                 hint=_OF_THE_MODEL,
             )
     return f"the base has the config of {source.name}; its weights were not compared"
-
-
-def _model_here(payload: Payload) -> Source | None:
-    """The artifact's model if it is in the hub's cache, else None. Nothing is fetched."""
-    model, revision, path = payload.model or "", payload.provenance.get("model_revision"), None
-    with suppress(ValueError):  # no hub id
-        path = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
-    return Source(model, Path(path).parent, revision) if isinstance(path, str) else None
 
 
 def _launch(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from rotationzoo.engines.base import Launch, Options, Payload
-from rotationzoo.engines.formats.reading import check_limits
+from rotationzoo.engines.base import Launch, Options, Payload, check_limits
 
 SCHEMA = "mlx-lm-oscar-rotations-v1"
 FILES = {"key": "k_rotation.safetensors", "value": "v_rotation.safetensors"}

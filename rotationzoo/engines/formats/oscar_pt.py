@@ -1,20 +1,30 @@
-"""Writing the `.pt` files of OSCAR's servers.
+"""The `.pt` files of OSCAR's servers, written and read; read too are the bare tables of tensors of
+vLLM, and folders with a file for each layer's rotation of latents (MLA).
 
 Version 1 has one matrix per layer, version 2 one per KV head, and version 3 adds a key mean. A file
 is `{format_version, objective, source_grouping, layers: {id: {layer_id, rotation, eigenvalues}}}`.
 It holds only plain tensors and primitives, so that it loads with `weights_only=True`.
+
+The files of others are untrusted. Only tensors and primitives are unpickled, and no tensor is read
+before its size is checked against that of the file.
 """
 
 import io
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Payload, SideMatrices
+from rotationzoo.engines.rotation_file import RotationFile, as_mapping
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model.files import MOST_LAYERS
+from rotationzoo.rotations import LATENT, SIDES
 
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 
@@ -22,22 +32,20 @@ _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 def write_pair(work: Path, payload: Payload) -> tuple[str, str]:
     """Write both sides, and return the names of the two files.
 
-    With a key mean both sides have version 3, otherwise each has the lowest that can hold it. If
-    the weights already carry the value rotation, the values get the identity instead, under its own
-    name and in its lowest version.
+    With a key mean both sides have version 3, otherwise each has the lowest that can hold it, and
+    so has the identity of values whose rotation is in the weights.
     """
     key, value = payload.key, payload.value_or_identity
-    key_name, value_name = file_name("k", key), file_name("v", value)
-    version = 3 if key.mean else None
-    value_version = version if payload.value is not None else None
-    if value_version:  # in version 3, both files of a run share one name
-        value_name = key_name.replace("k_", "v_", 1)
-    write_side(work / key_name, "k", key, payload.provenance, version)
-    write_side(work / value_name, "v", value, payload.provenance, value_version)
+    key_name, value_name = _file_name("k", key), _file_name("v", value)
+    version, value_version = _lowest_version(key), _lowest_version(value)
+    if version == 3 and payload.value is not None:  # both files of a run share one name
+        value_version, value_name = version, key_name.replace("k_", "v_", 1)
+    write_pt(work / key_name, _content("k", key, payload.provenance, version))
+    write_pt(work / value_name, _content("v", value, payload.provenance, value_version))
     return key_name, value_name
 
 
-def file_name(letter: str, side: SideMatrices) -> str:
+def _file_name(letter: str, side: SideMatrices) -> str:
     """The default name of a file, which reflects its content. `letter` is `k` or `v`."""
     name = side.objective
     calibrated = re.match(_CALIBRATED, name)
@@ -49,23 +57,15 @@ def file_name(letter: str, side: SideMatrices) -> str:
     return f"{letter}_rotation_{name}.pt"
 
 
-def write_side(
-    path: Path,
-    letter: str,
-    side: SideMatrices,
-    provenance: Mapping[str, Any],
-    version: int | None = None,
-) -> None:
-    """Write one side, for keys (`letter` is `k`) or values (`v`).
-
-    Without a `version`, the lowest that can hold the side is used. `provenance` goes under
-    `calibration`, unless it is empty.
-    """
-    content = _header(letter, side, version or _lowest_version(side))
+def _content(
+    letter: str, side: SideMatrices, provenance: Mapping[str, Any], version: int
+) -> dict[str, Any]:
+    """The content of one side's file, of keys (`letter` is `k`) or values (`v`)."""
+    content = _header(letter, side, version)
     if provenance:
         content["calibration"] = dict(provenance)
     content["layers"] = {layer: _entry(side, layer) for layer in sorted(side.rotation)}
-    write_pt(path, content)
+    return content
 
 
 def write_pt(path: Path, content: Any) -> None:
@@ -80,6 +80,7 @@ def write_pt(path: Path, content: Any) -> None:
 
 
 def _lowest_version(side: SideMatrices) -> int:
+    """The lowest version that can hold a side."""
     if side.mean:
         return 3
     return 2 if side.per_head else 1
@@ -115,3 +116,205 @@ def _entry(side: SideMatrices, layer: int) -> dict[str, Any]:
         if layer in tensors
     }
     return {"layer_id": layer, **tensors}
+
+
+# Objectives that say which side a file holds; the last ones of keys look like those of values.
+_OF_KEYS = re.compile(r"(qqt|ktk)(_|$)|identity-k$|optr_output_aware_(.*_)?k$")
+_OF_VALUES = re.compile(r"(sst|vtv)(_|$)|identity-v$|optr_output_aware_|oscar2_v_")
+_OF_A_LAYER = re.compile(r"layer_\d{1,9}\.pt")
+_COMPANIONS = ("q_rotation", "o_rotation")  # the second matrices of non-orthogonal rotations
+# Name in a file -> name here.
+_TENSORS = {"rotation": "rotation", "eigenvalues": "eigenvalues", "k_mean": "mean"}
+# How many bytes more than the file's size the tensors may take, since layers may share one stored
+# matrix. It is enough for a Hadamard file of any model.
+_MOST_SHARED = 1 << 28
+_MOST_ENTRIES = (len(_TENSORS) + 1) * MOST_LAYERS
+_LARGEST_PICKLE = 2 << 20  # bytes; 1,024 layers of three tensors each took 0.25 MB
+
+_Entries = dict[int, dict[str, Any]]
+"""Layer -> the file's entry for it."""
+
+
+def read_pt(path: Path) -> RotationFile:
+    """One side's file. Raises `RotationZooError` for anything but a rotation file, and for one
+    whose entries contradict each other."""
+    table, entries = _load(path)
+    objective = rotation_file.objective_name(table.get("objective"))
+    content = SideMatrices(objective=objective, **_tensors(path, entries))
+    version = "V2" if content.per_head else "V1"
+    if content.mean or table.get("format_version") == 3:
+        version = "V3"
+    if "layers" not in table:
+        version = "tensors"
+    side = _side(path, objective, as_mapping(table.get("transform")))
+    return RotationFile(
+        path, version, side, content, rotation_file.primitives(table.get("calibration"))
+    )
+
+
+def latent_files(folder: Path) -> list[Path]:
+    """The files of a folder's layers, each with a bare matrix of latents, or with a table of the
+    matrix, its mean and its eigenvalues."""
+    return sorted(each for each in folder.iterdir() if _OF_A_LAYER.fullmatch(each.name))
+
+
+def read_latents(folder: Path) -> RotationFile:
+    """The rotations of latents in a folder. Raises `RotationZooError` as `read_pt` does."""
+    entries: _Entries = {}
+    folder = folder.resolve()
+    for path in latent_files(folder):
+        layer = rotation_file.check_layer(path, path.stem.removeprefix("layer_"))
+        if layer in entries:
+            raise RotationZooError(f"{folder.name} has layer {layer} twice")
+        entries |= _load(path, layer)[1]
+    tensors = _tensors(folder, entries)
+    tensors["mean"] = {layer: mean.flatten() for layer, mean in tensors["mean"].items()}
+    return RotationFile(folder, "latents", LATENT, SideMatrices(objective=folder.name, **tensors))
+
+
+def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Entries]:
+    """A file's table, and its entries by layer; with a `layer`, the file holds that one's alone.
+
+    Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
+    bytes can ask for terabytes.
+    """
+    rotation_file.check_regular(path)
+    try:
+        _check_archive(path)
+        on_meta = torch.load(path, map_location="meta", weights_only=True)
+        _check_sizes(path, _entries(path, on_meta, layer))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        table, entries = as_mapping(content), _entries(path, content, layer)
+        of_latents = entries.get(layer, {}) if layer is not None else {}
+        match of_latents:  # the inverse transposed of an orthogonal matrix is itself
+            case {"rotation": torch.Tensor() as one, "q_rotation": torch.Tensor() as other}:
+                if one.shape == other.shape and torch.allclose(one, other):
+                    del of_latents["q_rotation"]
+    except RotationZooError:
+        raise
+    except Exception as error:  # pickle and zip files fail in many ways
+        hint = "do not use it; files that need to run code when they are opened are refused"
+        raise _no_rotations(
+            path, "it cannot be opened as plain tensors with layers", hint
+        ) from error
+    # OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
+    declared = as_mapping(table.get("transform")).get("orthogonal") is not False
+    if not declared or any(name in entry for entry in entries.values() for name in _COMPANIONS):
+        raise RotationZooError(
+            f"{path.name} holds rotations that are not orthogonal, with a second matrix for "
+            "queries or outputs",
+            hint="ask for orthogonal ones: 2-bit rows of one scale do not survive the others",
+        )
+    return table, entries
+
+
+def _check_archive(path: Path) -> None:
+    """Raise `RotationZooError` for a compressed archive, which may unpack to any size and which
+    torch never writes, and for one of more tensors than the layers of any model have."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    unpacked, size = sum(entry.file_size for entry in entries), path.stat().st_size
+    pickled = sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl"))
+    # Layers may share a stored tensor, and then only the pickle tells how many there are.
+    if len(entries) > _MOST_ENTRIES or pickled > _LARGEST_PICKLE:
+        raise _no_rotations(path, "it holds more tensors than any model has layers for")
+    if unpacked > size:
+        raise _no_rotations(path, f"it unpacks to {unpacked:,} bytes and has {size:,}")
+
+
+def _no_rotations(path: Path, reason: str, hint: str = "do not use it") -> RotationZooError:
+    return RotationZooError(f"{path.name} is no rotation file: {reason}", hint)
+
+
+def _check_sizes(path: Path, entries: _Entries) -> None:
+    """Raise `RotationZooError` if the tensors on `meta` need more bytes than the file can hold."""
+    size, total = path.stat().st_size, 0
+    for tensor in (entry.get(name) for entry in entries.values() for name in _TENSORS):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            continue
+        expanded = tensor.numel() * tensor.itemsize
+        total += expanded
+        # A view can be larger than its storage, by expanding, or smaller, as a slice.
+        largest = max(expanded, tensor.untyped_storage().nbytes())
+        if largest > size or total > size + _MOST_SHARED:
+            raise _no_rotations(path, f"its tensors ask for {total:,} bytes and it has {size:,}")
+
+
+def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
+    """The entries of all layers, from a table of layers, a bare table of tensors, or one tensor
+    that stacks all layers."""
+    if layer is not None:  # alone in its file, and its mean may have another name
+        content = {layer: content}
+        if "mean" in as_mapping(content[layer]):
+            content[layer] = {**content[layer], "k_mean": content[layer]["mean"]}
+    if isinstance(content, torch.Tensor) and content.ndim == 3:
+        content = dict(enumerate(content))
+    table = as_mapping(as_mapping(content).get("layers", content))
+    entries: _Entries = {}
+    for name, entry in table.items():
+        number = _layer_number(name)
+        if isinstance(entry, torch.Tensor):
+            entry = {"rotation": entry}
+        if number is None or not isinstance(entry, Mapping):
+            # One entry that is no layer means that this is no table of layers.
+            entries = {}
+            break
+        if number in entries:
+            raise RotationZooError(f"{path.name} has layer {number} twice")
+        stated = _layer_number(entry.get("layer_id", number))
+        if stated != rotation_file.check_layer(path, number):
+            says = "no layer" if stated is None else f"layer {stated}"
+            raise RotationZooError(
+                f"{path.name}: the entry of layer {number} says that it is {says}"
+            )
+        entries[number] = dict(entry)
+    if not entries:
+        hint = "give a file that OSCAR's tools or rotationzoo export wrote"
+        raise _no_rotations(path, "it has no table of layers", hint)
+    return dict(sorted(entries.items()))
+
+
+def _layer_number(name: Any) -> int | None:
+    if isinstance(name, int):
+        return name if 0 <= name < 10**9 else None
+    number = re.fullmatch(r"(?:layers?[._])?(\d{1,9})", name) if isinstance(name, str) else None
+    return int(number[1]) if number else None
+
+
+def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]]:
+    """The tensors of each name by layer: of all layers or of none."""
+    tables = {}
+    for stored, name in _TENSORS.items():
+        found = {layer: entry.get(stored) for layer, entry in entries.items()}
+        tables[name] = {i: each for i, each in found.items() if isinstance(each, torch.Tensor)}
+        if tables[name] and (without := sorted(found.keys() - tables[name].keys())):
+            raise RotationZooError(
+                f"{path.name} has no {name} for layer {without[0]}, and has for others"
+            )
+        for layer, tensor in tables[name].items():
+            rotation_file.check_tensor(path, f"{name} of layer {layer}", tensor)
+    if not tables["rotation"]:
+        raise _no_rotations(path, "it has no rotation")
+    return tables
+
+
+def _side(path: Path, objective: str, transform: Mapping[str, Any]) -> str | None:
+    """`key` or `value`, from the file's name and its content, or None if neither says which.
+
+    Raises `RotationZooError` if the two differ.
+    """
+    stated = next((side for side in SIDES if side in transform), None)
+    if _OF_VALUES.match(objective):
+        stated = "value"
+    if _OF_KEYS.match(objective):
+        stated = "key"
+    if not re.match(r"[kv](_|$)", path.stem):
+        return stated
+    named = "key" if path.stem.startswith("k") else "value"
+    if stated and named != stated:
+        raise RotationZooError(
+            f"{path.name} is named as {named}s and says that it holds {stated}s "
+            f"(objective {objective}): they are swapped",
+            hint="do not use it, or give the files their right names",
+        )
+    return named

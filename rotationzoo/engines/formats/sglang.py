@@ -7,9 +7,8 @@ files by two environment variables.
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import Launch, Options, Payload, clip_text
+from rotationzoo.engines.base import Launch, Options, Payload, check_limits, clip_text
 from rotationzoo.engines.formats.oscar_pt import write_pair
-from rotationzoo.engines.formats.reading import check_limits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 
