@@ -297,13 +297,12 @@ struct Strides {
   }
 };
 
-// Where the query is `there`, the kernel before this one is one that began after it was written.
 // query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, KEY_CHUNKS * 64], upper and lower bytes, and headers [B, H, padded], where padded is a
 // multiple of COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 16 bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count row_stride, Count head_stride, Count token_stride, Count columns, Count tokens, const float* matrix,
-    const float* mean, double scale, signed char* prepared, Header* headers, Count there) {
+    const float* mean, double scale, signed char* prepared, Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
@@ -320,8 +319,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       const int j = r * WARPS_OF_BLOCK + warp, i = e * 32 + lane;
       numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
     }
+  wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
-  if (!there) wait_for_previous(), let_next_start();
+  let_next_start();
   for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
     const int column = first + i / D;
     given[i / D][i % D] = column < columns ? element(query[strides.at(batch, head, columns, tokens, column) + i % D]) : 0.0f;
@@ -388,7 +388,6 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * scaled;
     }
   }
-  if (there) wait_for_previous(), let_next_start();
 }
 
 // ---- packed tokens ---------------------------------------------------------------------------------------------------------

@@ -64,6 +64,15 @@ def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device
             return Program(source, "c++", options).compile("cubin", cache=programs)
 
 
+def run_beside(kernel: Any, device: torch.device) -> None:
+    """Let another kernel start on the multiprocessors of this one before it ends: they would wait
+    if they first had to give more of their memory to blocks."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    driver.cuKernelSetAttribute(attribute, 100, driver.CUkernel(int(kernel.handle)), device.index)
+
+
 class Launcher:
     """Launches kernels on torch's current stream of one GPU."""
 

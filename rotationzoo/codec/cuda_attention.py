@@ -149,11 +149,12 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
     """Into how many ranges `tokens` packed tokens of each of so many heads (of all rows and tiles
     of columns) are cut, where a GPU holds `blocks` thread blocks at once and `windows` more are
     needed for the exact tokens of each head."""
-    # A single wave, or several, where exact tokens would take half of it.
-    most = blocks // heads - windows
-    if 2 * most * heads < blocks:
+    # Half of a wave keeps the GPU as busy as a whole one, and leaves room for another kernel. Where
+    # exact tokens take most of it, blocks of several waves take turns.
+    half = blocks // (2 * heads)
+    most, fewest = half, min(half, tokens // _SHORTEST_SPLIT)
+    if (windows + half) * heads > blocks:
         most = -(-_WAVES * blocks // heads)
-    fewest = min(blocks // (2 * heads), tokens // _SHORTEST_SPLIT)
     return max(1, min(most, max(fewest, tokens // _LONGEST_SPLIT)))
 
 
@@ -176,7 +177,7 @@ def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     )
 
 
-def attend(  # noqa: PLR0913 (those of the definition, and three of a GPU)
+def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     query: torch.Tensor,
     packed: PackedTokens,
     head: ExactWindow,
@@ -184,15 +185,13 @@ def attend(  # noqa: PLR0913 (those of the definition, and three of a GPU)
     scores: Scores,
     splits: int | None = None,
     output: torch.Tensor | None = None,
-    query_is_there: bool = False,
 ) -> torch.Tensor:
     """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`; written to
     `output`, where it is given, of the type of queries and windows.
 
     `splits` is how many ranges the packed tokens of a row are cut into, one for a thread block
     each; by default as many as keep the GPU busy. Nothing waits for the GPU. The matrix of the keys
-    may be read before the last kernel of the stream has ended, so that kernel must not write it;
-    and so may the query, where it `query_is_there`: that kernel has begun after it was written.
+    may be read before the last kernel of the stream has ended, so that kernel must not write it.
     Raises `RotationZooError` for what `supports` says no to, and for more rows, or more KV heads
     times queries, than a grid has blocks for.
     """
@@ -239,8 +238,8 @@ def attend(  # noqa: PLR0913 (those of the definition, and three of a GPU)
     launch = Launcher(query.device)
     scale, cap = float(scores.scale), float(scores.soft_cap or 0)
     given: list[Argument] = [query, *query.stride()[:3], columns, tokens]
+    turned = *given, *transforms[0], scale, prepared, headers
     early = transforms[0][0] is packed.key.matrix  # no copy, which may have only just begun
-    turned = *given, *transforms[0], scale, prepared, headers, int(query_is_there and early)
     launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, turned, early)
 
     pages = [table.shape[1] for table in tables]

@@ -36,6 +36,7 @@ from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
 from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
+from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import (
     cell_bytes,
     check_kernels,
@@ -43,7 +44,7 @@ from rotationzoo.vllm.settings import (
     select_heads,
     served_layers,
 )
-from rotationzoo.vllm.steps import FEW, Known, Planner, Step, count_slots
+from rotationzoo.vllm.steps import Planner, Step, count_slots
 
 
 @dataclass

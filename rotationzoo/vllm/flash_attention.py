@@ -10,7 +10,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.vllm.prompts import Attention, Packed, Read, TorchAttention
-from rotationzoo.vllm.segments import MOST
+from rotationzoo.vllm.segments import LONG
 
 
 def choose_attention(
@@ -32,7 +32,7 @@ def choose_attention(
 class FlashAttention:
     """Of one version, for all prompts of a step at once: nothing waits for the GPU."""
 
-    segment = MOST
+    segment = LONG
 
     def __init__(self, version: int):
         self.version = version

@@ -22,8 +22,9 @@ from rotationzoo.codec.cuda import (
     Packed,
     Variant,
     build,
+    run_beside,
 )
-from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
@@ -101,11 +102,12 @@ class LayerPages:
         return self._place == (cache.data_ptr(), cache.shape)
 
     @torch.no_grad()
-    def write(self, step: Step, rows: Rows) -> bool:
-        """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages.
-        Whether the last kernel of the stream began after all that is before this call."""
-        if self._store_few(step, rows):
-            return True
+    def write(self, step: Step, rows: Rows) -> None:
+        """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
+        if few := self._find_few(rows):
+            self._copy_few(step, rows)
+            self._store_few(step, rows, few)
+            return
         device = rows["key"].device
         for side, of_side in rows.items():
             encoder = self.codec.encoder(self.layer, side, self.format, device)
@@ -120,7 +122,26 @@ class LayerPages:
                 by_token = value[0].transpose(0, 1).to(section.dtype)
                 section[step.pages, :, step.page_offsets] = by_token
             self.copies[side][step.slots, :, step.page_offsets] = of_side
-        return False
+
+    @torch.no_grad()
+    def write_and_attend(
+        self, step: Step, rows: Rows, query: torch.Tensor, scores: Scores, output: torch.Tensor
+    ) -> None:
+        """Do as `write` and `attend` do. The codes of few new tokens are chosen and stored while
+        queries, which read these exact, are at work."""
+        few = self._find_few(rows)
+        if not few or step.decode.new > 1:  # of several, some may have no copies
+            self.write(step, rows)
+            self.attend(step, query, scores, output)
+            return
+        device = query.device
+        current, beside = torch.cuda.current_stream(device), _beside(device)
+        beside.wait_stream(current)
+        self._copy_few(step, rows)
+        with torch.cuda.stream(beside):
+            self._store_few(step, rows, few)
+        self.attend(step, query, scores, output)
+        current.wait_stream(beside)
 
     def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
         """Write packed rows to pages, and the rows to copies, in one launch."""
@@ -136,32 +157,45 @@ class LayerPages:
         grid = len(rows), self.heads, 1
         Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
 
-    def _store_few(self, step: Step, rows: Rows) -> bool:
-        """Rotate rows, choose their codes by error feedback, and write these to pages and the rows
-        to copies: in one launch, or in two where keys and values have different bits. No, where
-        rows are many, or other kernels store them."""
-        device, count = rows["key"].device, len(rows["key"])
+    def _find_few(self, rows: Rows) -> list[Encoder]:
+        """The encoders of the sides, where kernels choose their codes by error feedback and rows
+        are few."""
+        device, count = rows["key"].device, len(rows["key"]) * self.heads
         encoders = [self.codec.encoder(self.layer, side, self.format, device) for side in SIDES]
-        few = [encoder for encoder in encoders if encoder and encoder.few]
-        if len(few) < len(SIDES) or not few[0].is_for_few(count * self.heads):
-            return False
+        few = [each for each in encoders if each and each.is_for_few(count)]
+        return few if len(few) == len(SIDES) else []
+
+    def _copy_few(self, step: Step, rows: Rows) -> None:
+        """Write few rows to the copies."""
+        arguments: list[Argument] = [step.page_offsets, step.slots]
+        for side, of_side in rows.items():
+            arguments += of_side, of_side.stride(0), self.copies[side]
+        self._launch_few("copy_few", self.layouts["key"], rows, 2, arguments)
+
+    def _store_few(self, step: Step, rows: Rows, encoders: Sequence[Encoder]) -> None:
+        """Rotate rows, choose their codes by error feedback, and write these to pages: in one
+        launch, or in two where keys and values have different bits."""
         sides = []
-        for side, encoder in zip(SIDES, few, strict=True):
-            copies, of_side = self.copies[side], rows[side]
+        for side, encoder in zip(SIDES, encoders, strict=True):
             mean = self.codec.rotations[self.layer][side].mean
             matrix = self.codec.forward(self.layer, side)
-            kept = of_side, of_side.stride(0), matrix, mean, *encoder.inputs
-            sides.append((*kept, self.memory[side], copies, encoder.refused))
+            kept = rows[side], rows[side].stride(0), matrix, mean, *encoder.inputs
+            sides.append((*kept, self.memory[side], encoder.refused))
         layouts = [self.layouts[side] for side in SIDES]
         alike = layouts[0] == layouts[1]
         launches = [sides] if alike else [[each, each] for each in sides]
-        tokens = step.pages, step.page_offsets, step.slots, self.memory["key"].stride(0)
+        tokens = step.pages, step.page_offsets, self.memory["key"].stride(0)
         for layout, both in zip(layouts, launches, strict=False):
-            kernel = _few_kernel(layout, self.copies["key"].dtype, device)
             arguments = *tokens, *layout.starts[1:4], *both[0], *both[1]
-            grid = count, self.heads, 1 + alike
-            Launcher(device)(kernel, grid, FEW_THREADS, arguments)
-        return True
+            self._launch_few("store_few", layout, rows, 1 + alike, arguments)
+
+    def _launch_few(
+        self, name: str, layout: PageLayout, rows: Rows, sides: int, arguments: Sequence[Argument]
+    ) -> None:
+        device = rows["key"].device
+        kernel = _few_kernel(name, layout, self.copies["key"].dtype, device)
+        grid = len(rows["key"]), self.heads, sides
+        Launcher(device)(kernel, grid, FEW_THREADS, arguments)
 
     @cached_property
     def _store_kernel(self) -> Any:
@@ -176,12 +210,11 @@ class LayerPages:
         query: torch.Tensor,
         scores: Scores,
         output: torch.Tensor,
-        query_is_there: bool = False,
     ) -> None:
         """Write what the queries `[T, H_q, D]` of few new tokens of each request, which are stored
         already, read to `output` `[T, H_q, D]`: the last `recent` tokens, themselves included, and
         the sink exact. Tokens without copies are read from their codes, and so are those before
-        them in the window. `query_is_there` as in `cuda_attention.attend`."""
+        them in the window."""
         decode = step.decode
         key, value = (self._packed(decode, step.room, side) for side in SIDES)
         floors = decode.floors if decode.new > 1 else None
@@ -191,15 +224,14 @@ class LayerPages:
         into, spread = output, decode.spread
         if spread is not None:
             query = query[spread[0]]
-            into, query_is_there = torch.empty_like(query), False
+            into = torch.empty_like(query)
         queries, results = (
             each.unflatten(0, (-1, decode.new)).transpose(1, 2) for each in (query, into)
         )
         if kernels_run_on(query.device) and cuda_attention.supports(
             key.layout, value.layout, query.dtype, exact
         ):
-            there = {"output": results, "query_is_there": query_is_there}
-            cuda_attention.attend(queries, packed, *windows, scores, **there)
+            cuda_attention.attend(queries, packed, *windows, scores, output=results)
         else:
             results[:] = attention.attend(queries, packed, *windows, scores)
         if spread is not None:
@@ -217,9 +249,17 @@ class LayerPages:
 
 
 @cache
-def _few_kernel(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Any:
-    """The kernel of `store_few.cu` for pages of this layout and rows of this type."""
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream of its own."""
+    return torch.cuda.Stream(device)
+
+
+@cache
+def _few_kernel(name: str, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Any:
+    """A kernel of `store_few.cu` for pages of this layout and rows of this type."""
     group = layout.dim // layout.groups
     variant = Variant(layout.dim, group, dtype, layout.format, feedback=True)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
-    return build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel("store_few")
+    kernel = build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel(name)
+    run_beside(kernel, device)
+    return kernel

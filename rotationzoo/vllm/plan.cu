@@ -10,7 +10,7 @@ constexpr int THREADS = 1024;  // of `plan`, which is one block: what it reads i
 
 // The pages that have copies. Page 0 and slot 0 belong to no request.
 struct Copies {
-  Count *slot_of, *page_of, *used;
+  Count *slot_of, *page_of, *copied_from, *used;  // copied_from: the first token of a slot's page that is copied
   int slots;
   Count now;
 };
@@ -60,19 +60,21 @@ __device__ int find_oldest(const Copies& copies) {
 // at most `recent_pages`. The results are those of `Step` and `DecodeMetadata`.
 extern "C" __global__ void __launch_bounds__(THREADS) plan(
     const int* table, Count width, const int* lengths, const int* counts, Count batch, const Count* mapping, Count tokens,
-    Count recent_pages, Count* slot_of, Count* page_of, Count* used, Count slots, Count now, Count* pages, Count* places,
+    Count recent_pages, Count* slot_of, Count* page_of, Count* copied_from, Count* used, Count slots, Count now, Count* pages, Count* places,
     Count* new_slots, int* starts, int* floors, int* ends, int* sink_slots, int* sink_lengths, int* recent_slots, int* recent_starts,
     int* recent_lengths) {
-  __shared__ int beginning[THREADS];  // the pages that begin with a new token, or 0
-  const Copies copies = {slot_of, page_of, used, int(slots), now};
+  __shared__ int beginning[THREADS];  // the pages that have no slot before a new token, or 0
+  const Copies copies = {slot_of, page_of, copied_from, used, int(slots), now};
   const int touched = SINK_PAGES + int(recent_pages);
   for (int from = 0; from < tokens; from += THREADS) {
     // Pages that begin forget their former tokens.
     const int at = from + threadIdx.x;
-    const bool begins = at < tokens && mapping[at] >= 0 && mapping[at] % TOKENS == 0;
-    const int page = begins ? mapping[at] / TOKENS : 0;
+    const Count place = at < tokens ? mapping[at] : -1;
+    const bool begins = place >= 0 && place % TOKENS == 0, is_first = !at || mapping[at - 1] / TOKENS != place / TOKENS;
+    const int page = begins ? place / TOKENS : 0;
     beginning[threadIdx.x] = page;
     if (const Count slot = slot_of[page]) used[slot] = 0, slot_of[page] = 0;
+    if (place >= 0 && !begins && is_first && !slot_of[place / TOKENS]) beginning[threadIdx.x] = place / TOKENS;
     __syncthreads();
     // All windows stay.
     if (!from)
@@ -85,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
       if (!threadIdx.x && slot) {
         if (slot_of[page_of[slot]] == slot) slot_of[page_of[slot]] = 0;
         slot_of[beginning[i]] = slot, page_of[slot] = beginning[i], used[slot] = now;
+        copied_from[slot] = mapping[from + i] % TOKENS;
       }
       __syncthreads();
     }
@@ -100,16 +103,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     bool whole = true;
     for (int n = 0; n < SINK_PAGES; n++) {
       const int slot = slot_of[request.page(n)];
-      sink_slots[row * SINK_PAGES + n] = slot, whole &= slot || n * TOKENS >= length;
+      sink_slots[row * SINK_PAGES + n] = slot, whole &= (slot && !copied_from[slot]) || n * TOKENS >= length;
     }
     int missing = 0;
     for (int n = 0; n < recent_pages; n++) {
       const int slot = slot_of[request.page(SINK_PAGES + n)];
       recent_slots[row * recent_pages + n] = slot;
-      if (!slot && skipped + n * TOKENS < length) missing = n + 1;
+      const int lacks = slot ? copied_from[slot] : TOKENS, first = skipped + n * TOKENS;
+      if (lacks && first < length) missing = first + lacks;
     }
     const int sink = whole ? max(min(request.context, SINK), 0) : 0;
-    const int floor = min(max(max(request.context + 1 - RECENT, skipped + missing * TOKENS), sink), length);
+    const int floor = min(max(max(request.context + 1 - RECENT, missing), sink), length);
     const int end = request.context < SINK ? floor : max(floor, length - RECENT);  // new tokens of the sink are read exact
     starts[row] = sink_lengths[row] = sink, floors[row] = floor, ends[row] = end;
     recent_starts[row] = end - skipped, recent_lengths[row] = length - skipped;

@@ -18,7 +18,7 @@ from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import LayerPages, Rows
-from rotationzoo.vllm.segments import FEW, Exact, Segment
+from rotationzoo.vllm.segments import SHORT, Exact, Segment
 from rotationzoo.vllm.steps import Step
 
 _RESTORE = Path(__file__).with_name("restore.cu")
@@ -70,7 +70,7 @@ class Attention(Protocol):
 class TorchAttention:
     """The definition, in plain torch: it takes prompts one by one, and waits for a GPU."""
 
-    segment = FEW
+    segment = SHORT
     queries = 512
     """So many queries write down their weights at a time."""
 
@@ -141,12 +141,12 @@ class LayerReader:
         for side, each in rows.items():
             if each.stride()[1:] != (each.shape[-1], 1):
                 rows[side] = each.contiguous()
-        is_there = pages.write(step, rows)
-        few = len(query) if prompts is None else prompts.token
-        if few:
-            pages.attend(step, query[:few], scores, output[:few], is_there)
         if prompts is None:
+            pages.write_and_attend(step, rows, query, scores, output)
             return
+        pages.write(step, rows)
+        if few := prompts.token:
+            pages.attend(step, query[:few], scores, output[:few])
         many = slice(few, None)
         new = {side: of_side[many] for side, of_side in rows.items()}
         self._attend_prompts(step, query[many], new, scores, output[many])

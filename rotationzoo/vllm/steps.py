@@ -15,13 +15,10 @@ from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.vllm import segments
-from rotationzoo.vllm.segments import Prompts
+from rotationzoo.vllm.segments import Known, Prompts
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
-FEW = 4
-"""So many new tokens of a request are read with the kernel of decoding steps. On an H200, it takes
-less time than restoring what a prompt reads for up to 22 tokens after 64,000, by its parts."""
 _NEVER = 2**62
 """When slot 0 is used next: it takes copies that are never read."""
 
@@ -80,59 +77,12 @@ class Step:
     the next step is planned."""
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a step without waiting for a device: int64 tensors on the CPU."""
-
-    counts: torch.Tensor
-    """`[B]`: new tokens of each request. Requests with few come before those with many."""
-    lengths: torch.Tensor
-    """`[B]`: tokens of each request, right where many are new."""
-    most_tokens: int
-    """No request has more tokens."""
-    few: int = FEW
-    """So many new tokens are few."""
-
-    @cached_property
-    def decodes(self) -> int:
-        """How many requests come before the first with many new tokens."""
-        many = (self.counts > self.few).nonzero()
-        return int(many[0]) if len(many) else len(self.counts)
-
-    @cached_property
-    def most_new(self) -> int:
-        """None of these has more new tokens."""
-        return max(1, int(self.counts[: self.decodes].max())) if self.decodes else 1
-
-    @property
-    def few_tokens(self) -> int:
-        """How many new tokens these have together."""
-        return int(self.counts[: self.decodes].sum())
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether any request has many new tokens."""
-        return self.decodes < len(self.counts)
-
-    def spread(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `DecodeMetadata` says of the first requests, which have so many rows."""
-        counts, new = self.counts[: self.decodes], self.most_new
-        # Without tokens are requests that fill up the batch of a graph.
-        if ((counts == new) | (counts == 0)).all() and tokens == len(counts) * new:
-            return None
-        ends, request = counts.cumsum(0), torch.repeat_interleave(counts)
-        rows = (ends[:, None] - new + torch.arange(new)).clamp(min=0).flatten()
-        back = torch.arange(len(request)) - ends[request] + (request + 1) * new
-        back = torch.nn.functional.pad(back, (0, tokens - len(back)))
-        return segments.move(rows, device), segments.move(back, device)
-
-
 class Planner:
     """Plans steps, and knows which pages have exact copies.
 
     Copies belong to a page, so that a request that begins with the prefix of another finds them. A
-    page gets a slot when the first of its tokens is stored, if this step's windows touch it; then
-    all its tokens are copied. The slot that was read least recently is taken. A page whose first
+    page without a slot gets one when a token is stored, if this step's windows touch it: that and
+    later tokens are copied. The slot that was read least recently is taken. A page whose first
     token is stored again has forgotten its former tokens.
     """
 
@@ -144,7 +94,7 @@ class Planner:
         pages: int,
         most_requests: int,
         device: torch.device,
-        segment: int = segments.FEW,
+        segment: int = segments.SHORT,
     ):
         """For pages of so many tokens and bytes on this device. Page 0 belongs to no request.
         Prompts read `segment` earlier tokens at a time."""
@@ -155,6 +105,7 @@ class Planner:
         self.slots = count_slots(layout, tokens, most_requests)
         self.slot_of = torch.zeros(pages, dtype=torch.int64, device=device)
         self._page_of = torch.zeros(self.slots, dtype=torch.int64, device=device)
+        self._copied_from = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used[0] = _NEVER
         self._now = 0
@@ -272,7 +223,7 @@ class Planner:
         arguments = (
             *(table, table.shape[1], lengths, counts, len(lengths)),
             *(mapping.long().contiguous(), len(mapping), recent_slots.shape[1]),
-            *(self.slot_of, self._page_of, self._used, self.slots, self._now),
+            *(self.slot_of, self._page_of, self._copied_from, self._used, self.slots, self._now),
             *(step.pages, step.page_offsets, step.slots),
             *(decode.starts, decode.floors, decode.ends, decode.sink.slots, decode.sink.lengths),
             *(recent_slots, decode.recent.starts, decode.recent.lengths),
@@ -357,9 +308,10 @@ class Planner:
         # Few tokens read what is before them in windows that end with themselves.
         counts[:, -recent_pages:] &= (firsts > starts + 1)[:, None]
         pages = self._pages(table, number, counts).flatten()
-        begins = number * self.tokens >= starts[:, None]
+        first = starts[:, None] - number * self.tokens  # that is copied
+        begins = first < self.tokens
         begins[:, -recent_pages:] = False  # those between the windows
-        begins = begins.flatten() & (pages > 0)
+        begins = begins.flatten() & (pages > 0) & (self.slot_of[pages] == 0)
         self._used[self.slot_of[pages]] = self._now
         self._used[0] = _NEVER
         # The n-th page that needs a slot gets the slot that was used n-th least recently.
@@ -370,6 +322,7 @@ class Planner:
         former = self._page_of[slots]
         self.slot_of[torch.where(self.slot_of[former] == slots, former, 0)] = 0
         self.slot_of[pages], self._page_of[slots], self._used[slots] = slots, pages, self._now
+        self._copied_from[slots] = first.clamp(min=0).flatten()
         self.slot_of[0], self._used[0] = 0, _NEVER
 
     def _pages(
@@ -387,7 +340,7 @@ class Planner:
         number = torch.arange(self.sink_pages, device=table.device).expand(len(table), -1)
         counts = number * self.tokens < lengths[:, None]
         slots = self.slot_of[self._pages(table, number, counts)]
-        whole = ((slots > 0) | ~counts).all(1)
+        whole = ((slots > 0) & (self._copied_from[slots] == 0) | ~counts).all(1)
         return torch.where(whole, contexts.clamp(min=0, max=self.sink), 0), slots
 
     def _find_recent(
@@ -405,10 +358,10 @@ class Planner:
         number = first[:, None] + torch.arange(pages, device=table.device)
         counts = number * self.tokens < lengths[:, None]
         slots = self.slot_of[self._pages(table, number, counts)]
-        copied = (slots > 0) | ~counts
-        # Pages up to the last one that lacks its copies.
-        missing = pages - copied.flip(1).long().cumprod(1).sum(1)
-        begin = torch.maximum(firsts - self.recent, (first + missing) * self.tokens)
+        # The last one that lacks its copies, or some.
+        missing = torch.where(slots > 0, self._copied_from[slots], self.tokens) * counts
+        missing = torch.where(missing > 0, number * self.tokens + missing, 0).amax(1)
+        begin = torch.maximum(firsts - self.recent, missing)
         begin = torch.minimum(torch.maximum(begin, sink), lengths)
         return begin, slots, first * self.tokens
 

@@ -6,17 +6,10 @@
 
 typedef long long Count;
 
-// As in attention.cu: the launch may be before the end of the kernel that makes the rows, and `prepare` may begin before the end of
-// this one.
+// As in attention.cu: the launch may be before the end of the kernel that makes the rows.
 __device__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -34,37 +27,43 @@ struct Side {
   Count stride;
   const float *matrix, *mean, *factors;  // [H, D, D], [H, D] or null, [H, D, D]
   unsigned char* memory;  // the pages
-  Element* copies;        // [slots, H, TOKENS, D]
   int* refused;
 };
 
+// Copies [slots, H, TOKENS, D] of rows [T, H, D]. Grid: x = T, y = H, z = sides.
+extern "C" __global__ void __launch_bounds__(FEW_THREADS) copy_few(
+    const Count* places, const Count* slots, const Element* keys, Count key_stride, Element* key_copies, const Element* values,
+    Count value_stride, Element* value_copies) {
+  const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y, at = (slots[token] * heads + head) * TOKENS + places[token];
+  wait_for_previous();
+  const Element* row = blockIdx.z ? values + token * value_stride : keys + token * key_stride;
+  Element* copy = (blockIdx.z ? value_copies : key_copies) + at * D;
+  for (int i = threadIdx.x; i < D; i += FEW_THREADS) copy[i] = row[head * D + i];
+}
+
 // Grid: x = T, y = H, z = sides; FEW_THREADS threads. A page has the sections of either side from these bytes on.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
-    const Count* pages, const Count* places, const Count* slots, Count page_bytes, Count third_start, Count scale_start,
-    Count offset_start, const Element* keys, Count key_stride, const float* key_matrix, const float* key_mean,
-    const float* key_factors, unsigned char* key_memory, Element* key_copies, int* key_refused, const Element* values,
-    Count value_stride, const float* value_matrix, const float* value_mean, const float* value_factors,
-    unsigned char* value_memory, Element* value_copies, int* value_refused) {
+    const Count* pages, const Count* places, Count page_bytes, Count third_start, Count scale_start, Count offset_start,
+    const Element* keys, Count key_stride, const float* key_matrix, const float* key_mean, const float* key_factors,
+    unsigned char* key_memory, int* key_refused, const Element* values, Count value_stride, const float* value_matrix,
+    const float* value_mean, const float* value_factors, unsigned char* value_memory, int* value_refused) {
   __shared__ Few few;
   __shared__ float given[D];
   const Side side = blockIdx.z
-      ? Side{values, value_stride, value_matrix, value_mean, value_factors, value_memory, value_copies, value_refused}
-      : Side{keys, key_stride, key_matrix, key_mean, key_factors, key_memory, key_copies, key_refused};
+      ? Side{values, value_stride, value_matrix, value_mean, value_factors, value_memory, value_refused}
+      : Side{keys, key_stride, key_matrix, key_mean, key_factors, key_memory, key_refused};
   const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
   const float *factor = side.factors + head * D * D, *matrix = side.matrix + head * D * D;
   if (!token) prefetch(matrix), prefetch(factor);
   Ahead ahead;
   ahead.read(factor, 0);
   wait_for_previous();
-  let_next_start();
   const Element* row = side.rows + token * side.stride + head * D;
   const Count at = head * TOKENS + places[token];  // of a page
-  Element* copy = side.copies + (slots[token] * heads * TOKENS + at) * D;
   for (int i = threadIdx.x; i < D; i += FEW_THREADS) {
     const float x = widen(row[i]);
     given[i] = side.mean ? __fsub_rn(x, side.mean[head * D + i]) : x;
     few.diagonal[i] = factor[i * D + i];
-    copy[i] = row[i];
   }
   __syncthreads();
   for (int j = threadIdx.x; j < D; j += FEW_THREADS) {

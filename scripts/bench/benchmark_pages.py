@@ -10,7 +10,7 @@ cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In
 * `kernel`: the decode kernel over pages and windows of a request that lie together;
 * `pages, reading`: the same kernel over the server's pages, windows in slots of the copies;
 * `pages, storing`: storing the new tokens as codes, with error feedback;
-* `pages, whole step`: both;
+* `pages, whole step`: both, as a server does it, at the same time;
 * `pages, 4 tokens`: the same of four new tokens of each request;
 * `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
@@ -43,7 +43,8 @@ from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.steps import Known, Planner, Step
+from rotationzoo.vllm.segments import Known
+from rotationzoo.vllm.steps import Planner, Step
 
 PAGE = 64
 
@@ -123,16 +124,11 @@ def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object
     given = {side: draw(rows, shape.kv_heads, shape.dim) for side in SIDES}
     output = torch.empty_like(query)
 
-    def read(layer: LayerPages, is_there: bool = False) -> None:
-        layer.attend(step, query, scores, output, is_there)
-
-    def store(layer: LayerPages) -> bool:
-        return layer.write(step, given)
-
+    both = query, scores, output
     return {
-        "reading": read,
-        "storing": store,
-        "whole step": lambda layer: read(layer, store(layer)),
+        "reading": lambda layer: layer.attend(step, *both),
+        "storing": lambda layer: layer.write(step, given),
+        "whole step": lambda layer: layer.write_and_attend(step, given, *both),
     }
 
 

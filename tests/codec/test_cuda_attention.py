@@ -105,15 +105,14 @@ def test_columns_of_a_block():
         assert choose_columns(8, *many) == 4
 
 
-def test_splits_fill_the_gpu_once_or_several_times():
-    # 132 processors with 4 blocks each.
-    assert choose_splits(528, 8, 3, 100_000) == 63
-    assert 8 * (choose_splits(528, 8, 3, 100_000) + 3) == 528
-    assert choose_splits(528, 8, 3, 30_000) == 33  # half a wave is as fast
+def test_splits_fill_half_of_the_gpu_or_take_turns():
+    # 132 processors with 4 blocks each, or 3.
+    assert choose_splits(528, 8, 3, 100_000) == 33
     assert choose_splits(528, 8, 3, 1100) == 2  # at least 512 tokens each
-    assert choose_splits(396, 16, 14, 100_000) == 75  # three waves: windows take half of one
     assert choose_splits(528, 8, 3, 0) == 1
+    assert choose_splits(528, 64, 12, 8192) == 8  # exact tokens take more than a wave
     assert choose_splits(528, 256, 3, 100_000) == 7  # three waves and a part
+    assert choose_splits(396, 16, 14, 100_000) == 75
 
 
 def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:

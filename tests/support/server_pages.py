@@ -13,11 +13,12 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import segments, steps
+from rotationzoo.vllm import segments
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.prompts import LayerReader, TorchAttention
+from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes
-from rotationzoo.vllm.steps import Known, Planner
+from rotationzoo.vllm.steps import Planner
 from support.caches import with_factors, with_means
 from support.float64 import to_float64
 
@@ -51,7 +52,7 @@ class Server:
         tokens=TOKENS,
         device="cpu",
         dtype=torch.float32,
-        segment=segments.FEW,
+        segment=segments.SHORT,
     ):
         self.tokens = tokens
         size = pages, HEADS, tokens, cell_bytes(settings, DIM) // 2
@@ -96,7 +97,7 @@ class Server:
     def run(self, rows: dict) -> dict:
         """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in
         vLLM, requests with few new tokens come first."""
-        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > steps.FEW))
+        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > segments.FEW))
         step = self.plan({request: len(each["key"]) for request, each in rows.items()})
         both = {
             side: torch.cat([each[side] for each in rows.values()]).to(self.device, self.dtype)

@@ -1,5 +1,6 @@
 """Pages of a server against a layer of the cache for transformers, which reads the same rows."""
 
+import copy
 from dataclasses import replace
 
 import benchmark_pages
@@ -32,8 +33,8 @@ from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import prompts, segments, steps
 from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes, select_heads
-from rotationzoo.vllm.steps import Known
 
 # A prompt in chunks, tokens, and a prompt that goes on.
 CALLS = [11, 9, 1, 1, 1, 1, 1, 14, 1, 1]
@@ -79,7 +80,7 @@ def test_every_call_reads_what_the_cache_of_transformers_reads(format, rounding)
     assert (read[-1] - all_exact).abs().max() > 0.1, "some are read from codes"
 
 
-@pytest.mark.parametrize("segment", [segments.FEW, 5])
+@pytest.mark.parametrize("segment", [segments.SHORT, 5])
 def test_requests_in_one_step_read_what_each_alone_reads(segment):
     """Chunks and single tokens of three requests together, in steps that do not line up, and
     segments that end within a request."""
@@ -148,15 +149,16 @@ def test_a_page_forgets_its_former_tokens():
 
 def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read_from_codes():
     server = Server(settings_of(), most_requests=1, pages=80)
-    rows = draw(41)
+    rows = draw(42)
     server.begin("first")
-    server.run({"first": part_of(rows, 0, 40)})
+    server.run({"first": part_of(rows, 0, 42)})
     for request in range(3):
         server.begin(request)
         server.run({request: draw(40, seed=request + 1)})
-    step = server.plan({"first": 1})
-    assert step.decode.starts.tolist() == [0], "the sink, too"
-    assert step.decode.ends.tolist() == [40], "the new token alone is exact"
+    for _ in range(2):  # in the middle of a page
+        step = server.plan({"first": 1})
+        assert step.decode.starts.tolist() == [0], "the sink, too"
+        assert step.decode.ends.tolist() == [42], "the new tokens alone are exact"
     assert int((server.planner.slot_of > 0).sum()) <= server.planner.slots - 1
     fresh = server.plan({2: 1})
     assert fresh.decode.starts.tolist() == [3]
@@ -254,7 +256,9 @@ def assert_kernel_plans(monkeypatch, compile, device) -> None:
             server.begin(request)
             server.plan({request: 5 * request + 1})
             for number in range(9):
-                counts = {each: 1 + (number + each) % 4 * (number > 4) for each in server.tables}
+                # One waits meanwhile, and others take its copies.
+                busy = [each for each in server.tables if each != number % 3 or not request]
+                counts = {each: 1 + (number + each) % 4 * (number > 4) for each in busy}
                 step = server.plan(counts)
                 plans[way].append(describe(server, step))
             if request % 3 == 2:
@@ -316,24 +320,27 @@ def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count,
 @on_gpu
 @pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize(("batch", "context"), [(1, 20_000), (8, 3000), (1, 300)])
-def test_what_begins_before_storing_has_ended_reads_what_comes_after(batch, context, new, device):
+def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
     """In pages and windows of an 8B model's shape, whose new tokens weigh more than all others."""
     shape = Shape(batch, context)
     settings = benchmark_pages.settings_of(shape, "vllm")
     server = benchmark_pages.Server(shape, settings, 1)
-    layer, step = server.layers[0], server.decode(new)
+    layers = [server.layers[0], copy.deepcopy(server.layers[0])]
+    step = server.decode(new)
     for seed in range(50):
         generator = torch.Generator(device).manual_seed(seed)
         size = batch * new, shape.kv_heads, shape.dim
         drawn = torch.randn(2, *size, generator=generator, device=device).bfloat16()
         rows = dict(zip(SIDES, drawn, strict=True))
         query = rows["key"].repeat_interleave(shape.heads // shape.kv_heads, 1)
-        outputs = [torch.full_like(query, torch.nan) for _ in range(2)]
-        assert layer.write(step, rows)
-        layer.attend(step, query, SCORES, outputs[0], query_is_there=True)
-        torch.cuda.synchronize()
-        layer.attend(step, query, SCORES, outputs[1])
+        outputs = [torch.full_like(query, torch.nan) for _ in layers]
+        layers[0].write_and_attend(step, rows, query, SCORES, outputs[0])
+        layers[1].write(step, rows)
+        layers[1].attend(step, query, SCORES, outputs[1])
         assert torch.equal(*outputs)
+        for side in SIDES:
+            for name in ("memory", "copies"):
+                assert torch.equal(*(getattr(layer, name)[side][1:] for layer in layers))
 
 
 @on_gpu

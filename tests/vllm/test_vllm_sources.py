@@ -11,6 +11,7 @@ from rotationzoo.codec.cuda import Kernel, Variant
 from rotationzoo.codec.cuda_encoder import feedback_encoder
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
+from rotationzoo.vllm.pages import LayerPages
 
 pytestmark = on_cpu
 # Each is compiled anew; one with offsets and one with third bits tell most.
@@ -91,17 +92,16 @@ def test_few_tokens_are_stored_as_torch_stores_them(format, compiled, monkeypatc
     monkeypatch.setattr(
         pages,
         "_few_kernel",
-        lambda layout, dtype, device: (
-            compiled(pages._STORE_FEW, "store_few", layout, dtype, feedback=True).function
+        lambda name, layout, dtype, device: (
+            compiled(pages._STORE_FEW, name, layout, dtype, feedback=True).function
         ),
     )
-    codec = type(settings.codec)
     for server in servers:
-        if server is servers[1]:
-            monkeypatch.setattr(codec, "encoder", lambda self, layer, side, *_: encoders[side])
         server.begin(0)
+        if server is servers[1]:
+            monkeypatch.setattr(LayerPages, "_find_few", lambda *_: list(encoders.values()))
         for new in (part_of(rows, 0, 13), part_of(rows, 13, 14), part_of(rows, 14, 20)):
-            server.run({0: new})
+            server.layer.write(server.plan({0: len(new["key"])}), new)
     for side in SIDES:
         mine, definition = (server.layer.memory[side] for server in servers)
         assert torch.equal(*(server.layer.copies[side] for server in servers))
