@@ -68,7 +68,6 @@ ENTRIES = {
 def test_an_entry_that_nobody_listed_is_a_problem(zoo, signed, keys, entry):
     """Also beside a signature that holds: it is for other files."""
     words = ["verify", signed, "--signer", keys.public, "--require-signature"]
-    assert ok(zoo.run(*words, "--json"))["ok"]
     name, plant = ENTRIES[entry]
     plant(signed / name)
     result = zoo.run(*words)
