@@ -127,7 +127,7 @@ def test_generate_writes_the_same(name, how, reads):
     expected = generate(model, empty(model, "rows"), ids, **options)
     reads.clear()
     assert torch.equal(generate(model, empty(model, "pages"), ids, **options), expected)
-    assert reads["pages"] >= 8
+    assert reads["pages"] >= 6
     if name == "llama":  # without sliding windows
         assert reads["rows"] == 0
 
