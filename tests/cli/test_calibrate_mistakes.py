@@ -3,7 +3,6 @@
 import json
 import resource
 import subprocess
-import sys
 
 import pytest
 import transformers

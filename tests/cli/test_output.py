@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from support.command_line import TITLE, edited_manifest, succeeded
+from support.command_line import TITLE, edited_manifest
 
 from rotationzoo.cli.app import main
 from rotationzoo.cli.output import Output, say, show_error, table, visible
