@@ -55,8 +55,11 @@ def published(moment: torch.Tensor, descending: bool = False) -> tuple[torch.Ten
 
 
 @cache
-def layer_moment(side: str, layer: int) -> torch.Tensor:
-    return query_moment(DIM, layer) if side == "key" else value_moment(DIM, 100 + layer)
+def moments(side: str) -> list[torch.Tensor]:
+    """Those of all layers."""
+    if side == "key":
+        return [query_moment(DIM, layer) for layer in range(LAYERS)]
+    return [value_moment(DIM, 100 + layer) for layer in range(LAYERS)]
 
 
 def v1_file(layers: dict, **changes) -> dict:
@@ -67,7 +70,7 @@ def v1_file(layers: dict, **changes) -> dict:
 def v1(side: str, objective: str, layers=range(LAYERS), **options) -> dict:
     table = {}
     for i in layers:
-        matrix, eigenvalues = published(layer_moment(side, i), **options)
+        matrix, eigenvalues = published(moments(side)[i], **options)
         table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": eigenvalues}
     return v1_file(table, objective=objective)
 
