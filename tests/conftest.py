@@ -4,11 +4,15 @@ The process that hands tests out to others (`pytest -n 2`) loads this file too, 
 with torch, they take it nine seconds, for which all others wait.
 """
 
+import gc
 import os
 import tempfile
 
 import pytest
 
+# A search for cycles walks through every object of torch and transformers. The usual ones take a
+# sixth of the time of all tests.
+gc.set_threshold(20_000, 20, 20)
 # Threads that wait for each other do not keep a processor busy, which other tests need. It is read
 # when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -48,3 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.thorough)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and no search for cycles looks at it again."""
+    gc.collect()
+    gc.freeze()

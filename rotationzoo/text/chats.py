@@ -111,18 +111,19 @@ class ChatTemplate:
         tables = [message["content"] for message in messages]
         tables += [function.get("arguments") for function in functions]
         shown = [str(table) for table in tables if table and not isinstance(table, str)]
-        refusal = ValueError("it shows parts of a content as Python does")
+        # Words: an exception would keep this frame, and with it the process.
+        refusal = "it shows parts of a content as Python does"
         for chat in _forms(messages):
             try:
                 text = self._ask(chat, options)
             except ValueError as error:
-                refusal = error
+                refusal = str(error)
                 continue
             if not any(table in text for table in shown):
                 if any(function["name"] not in text for function in functions):
                     self.note = "the chat template does not write all tools and calls of the chats"
                 return text
-        raise refusal
+        raise ValueError(refusal)
 
     def _ask(self, messages: list[Message], options: dict[str, Any]) -> str:
         try:

@@ -23,7 +23,10 @@ from rotationzoo.words import counted
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens before every text: those that the tokenizer puts there or, where it puts none,
     those with which its chat template begins every chat."""
-    return _own_start(tokenizer) or list(_start_of_chats(tokenizer, str(tokenizer.chat_template)))
+    own, template = _own_start(tokenizer), tokenizer.chat_template
+    if own or not template:
+        return own
+    return list(_start_of_chats(tokenizer, str(template)))
 
 
 def start_note(tokenizer: PreTrainedTokenizerBase) -> str | None:

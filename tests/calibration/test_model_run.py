@@ -197,10 +197,12 @@ def plain(request, tmp_path_factory) -> SimpleNamespace:
 
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
-    "key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
-)
-@pytest.mark.parametrize(
-    "implementation", ["someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"]
+    ("key", "implementation"),
+    [
+        ("attn_implementation", "someone/kernel"),
+        ("_attn_implementation", "kernels-community/flash-attn2"),
+        ("_attn_implementation_internal", "flash_attention_2"),
+    ],
 )
 def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, monkeypatch):
     """Not of kernels on the hub, for the model nor for its text part."""

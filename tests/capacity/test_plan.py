@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.popular import CONFIGS
+from support.popular import CONFIGS, remember_shape
 
 from rotationzoo.capacity.cards import parse_card
 from rotationzoo.capacity.plan import Wish, capacity_json, judge_wish, measure_capacity, remarks
@@ -44,8 +44,9 @@ def test_anything_else_is_refused(text):
 
 
 @pytest.fixture
-def measure(tmp_path):
+def measure(tmp_path, monkeypatch):
     """The capacity of a popular model, from its config alone."""
+    monkeypatch.setattr("rotationzoo.capacity.plan.read_shape", remember_shape)
 
     def measured(name, gpu, context=131072, requests=1, storage=None, **changes):
         (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
@@ -114,7 +115,8 @@ def test_latents_have_every_cache(measure):
     ("positions", "context"), [(4096, 4096), (131_072, 131_072), (163_840, 131_072), (0, 131_072)]
 )
 def test_tokens_of_a_request_by_default(measure, positions, context):
-    capacity = measure("Qwen3-8B", "H100", None, max_position_embeddings=positions)
+    changes = {"max_position_embeddings": positions, "num_hidden_layers": 1}
+    capacity = measure("Qwen3-8B", "H100", None, **changes)
     assert capacity_json(capacity)["context"] == context
 
 

@@ -94,11 +94,11 @@ def test_the_version_and_short_help(inside):
 # ---- what ends a command from outside
 
 
-def test_a_full_standard_output_is_one_sentence(command, made):
+def test_a_full_standard_output_is_one_sentence(command):
     with open("/dev/full", "w") as full:
-        done = command("inspect", made, stdout=full, alone=True)
+        done = command("list", "--index", "bundled", stdout=full, alone=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("Error: No space left on device\nHint: ")
+    assert "\nError: No space left on device\nHint: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -6,21 +6,20 @@ import shutil
 
 import pytest
 from support.command_line import SMALL, left_behind, only_error, succeeded
-from support.hubs import huggingface
 from support.models import DATA, edited_weights, save_tiny
 from support.published import ok, publish_folder
 
 KEYS = {"artifact", "model", "revision", "recipe", "layers", "tokens", "seconds"}
 
 
-def test_the_journey_calibrate_inspect_verify(command, inside, monkeypatch):
-    result = ok(command("calibrate", "demo", "--json", *SMALL))
+def test_the_journey_calibrate_inspect_verify(inside, monkeypatch):
+    result = ok(inside("calibrate", "demo", "--json", *SMALL))
     assert KEYS | {"peak_memory_bytes"} <= result.keys()
     known = {"model": "demo", "recipe": "oscar", "layers": 4, "tokens": 2048}
     assert known.items() <= result.items()
     assert result["orthogonality_error"] < 1e-6
     folder = result["artifact"]
-    assert left_behind(command)[0:2] == ["rotations", folder]
+    assert left_behind(inside)[0:2] == ["rotations", folder]
 
     shown = json.loads(inside("inspect", folder, "--json").stdout)
     assert [layer["layer"] for layer in shown["layers"]] == [0, 1, 2, 3]
@@ -50,10 +49,10 @@ def test_the_journey_calibrate_inspect_verify(command, inside, monkeypatch):
     again = inside("calibrate", "demo", "--quiet", *SMALL)
     assert (again.returncode, again.stdout.strip()) == (0, folder)
 
-    with open(command.folder / folder / "rotations.safetensors", "r+b") as file:
+    with open(inside.folder / folder / "rotations.safetensors", "r+b") as file:
         file.seek(-8, os.SEEK_END)
         file.write(b"\x00" * 8)
-    broken = command("verify", folder, "--json")
+    broken = inside("verify", folder, "--json")
     assert broken.returncode == 1
     assert not json.loads(broken.stdout)["ok"]
     assert "is not to be used" in broken.stderr
@@ -82,16 +81,16 @@ def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
     assert "tokens in" not in again.stdout, "the time of another day"
 
 
-def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
-    with huggingface.serve() as hub:
-        publish_folder(hub, "someone/tiny", tiny)
-        online = {"HF_ENDPOINT": hub.endpoint}
-        done = ok(command("calibrate", "someone/tiny", "--json", *SMALL, env=online))
-        assert done["revision"] == hub.head("someone/tiny")
-        asked = [request for request in hub.requests if "safetensors" in request]
-        assert asked, "the weights came from the hub"
-    words = ["calibrate", "someone/tiny", *SMALL, "--output", "again", "--json"]
-    ok(command(*words, env={"HF_HUB_OFFLINE": "1"}))
+def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(zoo, tiny, monkeypatch):
+    publish_folder(zoo.hf, "someone/tiny", tiny)
+    done = ok(zoo.run("calibrate", "someone/tiny", "--json", *SMALL))
+    assert done["revision"] == zoo.hf.head("someone/tiny")
+    asked = [request for request in zoo.hf.requests if "safetensors" in request]
+    assert asked, "the weights came from the hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = len(zoo.hf.requests)
+    ok(zoo.run("calibrate", "someone/tiny", *SMALL, "--output", "again", "--json"))
+    assert len(zoo.hf.requests) == before
 
 
 def test_what_the_hub_does_not_have(zoo, tiny):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rotationzoo.cli.app import app
 
-WORDS = ["--tokens", "16384", "--length", "512", "--batch", "1", "--output"]
+WORDS = ["--tokens", "8192", "--length", "512", "--batch", "1", "--output"]
 
 
 def start_calibration(command, *words) -> subprocess.Popen:

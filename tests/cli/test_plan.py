@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 from support.command_line import only_error, succeeded
 from support.models import save_family
-from support.popular import CONFIGS
+from support.popular import CONFIGS, remember_shape
 from support.published import ok
 
 LONG = "plan", "Qwen3-8B", "--context", "131072"
+
+
+@pytest.fixture(autouse=True)
+def each_shape_once(monkeypatch):
+    monkeypatch.setattr("rotationzoo.capacity.plan.read_shape", remember_shape)
 
 
 def put_config(folder: Path, text: str) -> Path:

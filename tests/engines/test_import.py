@@ -7,7 +7,7 @@ import torch
 from scipy.linalg import hadamard as sylvester
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported
-from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, refused, torch_file, v1
+from support.oscar_files import DIM, KEY, LAYERS, VALUE, moments, published, refused, torch_file, v1
 from support.published import ok
 from support.tensors import stored_rotations, stored_statistics
 
@@ -36,7 +36,7 @@ def test_a_published_pair_comes_back(pair, tmp_path):
             entry = getattr(pair, side)["layers"][i]
             assert torch.equal(tensors[f"layers.{i}.{side}.rotation"][0], entry["rotation"])
             assert torch.equal(tensors[f"layers.{i}.{side}.eigenvalues"][0], entry["eigenvalues"])
-            moment, expected = statistics[f"layers.{i}.{kind}"][0], MOMENTS[side][i]
+            moment, expected = statistics[f"layers.{i}.{kind}"][0], moments(side)[i]
             assert (moment - expected).norm() < 1e-6 * expected.norm()  # measured 2e-7
             recomposed = recompose(moment, entry["rotation"])
             assert (recomposed - entry["rotation"]).abs().max() < 1e-5  # measured 1e-6
@@ -152,7 +152,7 @@ def test_one_rotation_per_head_of_the_published_fitter(tmp_path):
     for letter, side in (("k", "key"), ("v", "value")):
         layers = {}
         for i in range(LAYERS):
-            both = torch.stack([MOMENTS[side][i], MOMENTS[side][(i + 1) % LAYERS]])
+            both = torch.stack([moments(side)[i], moments(side)[(i + 1) % LAYERS]])
             _, vectors = torch.linalg.eigh(both)
             matrix = vectors.flip(-1) @ torch.from_numpy(sylvester(DIM)).double() / DIM**0.5
             layers[i] = {"layer_id": i, "rotation": matrix.float()}
@@ -191,7 +191,7 @@ def test_tables_that_only_vllm_reads(pair, shape):
     artifact = pair.read()
     assert artifact.content["recipe"]["composition"] == "given", "nothing says what they are"
     assert verify(artifact).ok
-    expected, _ = published(MOMENTS["value"][4])
+    expected, _ = published(moments("value")[4])
     assert torch.equal(stored_rotations(artifact)["layers.4.value.rotation"][0], expected)
 
 
@@ -251,7 +251,7 @@ def test_a_fork_whose_eigenvectors_descend(pair):
     assert sum("descending order" in note for note in notes) == 2
     assert verify(artifact).ok
     moment = stored_statistics(artifact)["layers.0.query.second_moment"][0]
-    assert (moment - MOMENTS["key"][0]).norm() < 1e-6 * moment.norm()
+    assert (moment - moments("key")[0]).norm() < 1e-6 * moment.norm()
 
 
 def test_transposed_matrices_are_turned_back(pair):
@@ -259,5 +259,5 @@ def test_transposed_matrices_are_turned_back(pair):
         for entry in side["layers"].values():
             entry["rotation"] = entry["rotation"].T.contiguous()
     artifact = pair.read(transposed=True)
-    expected, _ = published(MOMENTS["key"][0])
+    expected, _ = published(moments("key")[0])
     assert torch.equal(stored_rotations(artifact)["layers.0.key.rotation"][0], expected)

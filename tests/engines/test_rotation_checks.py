@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, refused
+from support.oscar_files import DIM, KEY, LAYERS, VALUE, moments, published, refused
 from support.tensors import stored_rotations
 
 from rotationzoo.checks.verify import verify
@@ -85,7 +85,7 @@ def test_odd_tables_do_no_harm(pair, name):
     artifact = pair.read()
     assert verify(artifact).ok
     assert torch.equal(
-        stored_rotations(artifact)["layers.1.key.rotation"][0], published(MOMENTS["key"][1])[0]
+        stored_rotations(artifact)["layers.1.key.rotation"][0], published(moments("key")[1])[0]
     )
 
 

@@ -1,5 +1,6 @@
 """What the tests of this package evaluate."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,16 @@ def artifacts(tmp_path_factory) -> list[Path]:
     return folders
 
 
-@pytest.fixture(scope="module")
-def mine(induction, tmp_path_factory) -> Path:
-    """An artifact of the model `induction`, which the tests of a module may save evaluations in."""
+@pytest.fixture(scope="session")
+def of_induction(induction, tmp_path_factory) -> Path:
+    """An artifact of the model `induction`, which no test may change."""
     changes = {"data": Data(tokens=1024, length=512), "sink": 16, "recent": 64}
     recipe = PRESETS["oscar"].model_copy(update=changes)
     folder = tmp_path_factory.mktemp("made") / "mine"
     return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder
+
+
+@pytest.fixture(scope="module")
+def mine(of_induction, tmp_path_factory) -> Path:
+    """A copy of it, which the tests of a module may save evaluations in."""
+    return Path(shutil.copytree(of_induction, tmp_path_factory.mktemp("copy") / "mine"))

@@ -69,11 +69,13 @@ def test_keys_far_from_zero_want_scales_in_float32(mean, is_far):
         assert float16_notes([artifact], other, SIDES) == []
 
 
-def test_an_artifact_that_was_calibrated_on_the_text_is_noted(artifacts):
-    seen = Data(source=str(BUNDLED), tokens=2048, length=512)
-    options = dict(queries=0, tasks=TaskSettings(()), baselines=())
-    job = Evaluation("demo", artifacts[:1], seen, **options)
-    assert "oscar was calibrated on this very text" in evaluate(job)["notes"]
+def test_an_artifact_that_was_calibrated_on_the_text_is_noted(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    made = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "made")).folder
+    seen = SMALL.model_copy(update={"source": str(BUNDLED)})
+    options = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()), baselines=())
+    job = Evaluation(str(model), [made], seen, **options)
+    assert "made was calibrated on this very text" in evaluate(job)["notes"]
 
 
 def test_what_does_not_fit_is_refused_before_the_weights(artifacts, tmp_path, tiny):

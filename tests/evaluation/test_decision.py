@@ -80,9 +80,9 @@ def test_the_advice_says_what_is_lost_or_may_be(prompts, share, advice):
 
 
 def test_a_difference_of_the_margin_is_seldom_called_none():
-    made = [ask_until_made(seed, 0.6 + MARGIN, 0.6, 0.6) for seed in range(200)]
+    made = [ask_until_made(seed, 0.6 + MARGIN, 0.6, 0.6) for seed in range(100)]
     same = sum(each.action in ("identity", "hadamard") for each in made)
-    assert same <= 0.05 * 200
+    assert same <= 0.05 * 100
 
 
 def test_copies_are_never_better_and_the_simplest_is_to_be_used():
@@ -121,11 +121,11 @@ def test_what_is_kept_is_at_most_all_and_its_interval_covers_it():
     assert all_.kept == 1.0, "answers that the exact model has wrong are no merit"
     assert all_.interval == pytest.approx([0.025 ** (1 / 16), 1.0])
     held = 0
-    for seed in range(300):
+    for seed in range(150):
         (mine,) = drawn(random.Random(seed), 24, 0.8)
         made = decision({"mine": mine, "identity": mine, "hadamard": mine})
         held += made.interval[0] <= 0.8 <= made.interval[1]
-    assert held >= 0.93 * 300
+    assert held >= 0.93 * 150
 
 
 @pytest.mark.hostile("values")

@@ -30,10 +30,12 @@ from rotationzoo.report.tables import comparison_table
 def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
-    job = Evaluation(str(induction), [mine], text, tasks=tasks, device="cpu", save_to=[mine])
+    baselines = ["identity", "hadamard"]
+    options = dict(baselines=tuple(baselines), device="cpu", save_to=[mine])
+    job = Evaluation(str(induction), [mine], text, tasks, **options)
     measured = evaluate(job)
     report = measured.report()
-    assert list(report["arms"]) == ["mine", "mine+feedback", *BASELINES]
+    assert list(report["arms"]) == ["mine", "mine+feedback", *baselines]
     nearest, feedback = (report["arms"][name] for name in ("mine", "mine+feedback"))
     assert feedback["bits_at_length"] == nearest["bits_at_length"]
     # Measured .44 of it.
@@ -42,7 +44,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
 
     verdict = report["verdict"]
     for judged in (verdict, verdict["answers"]):
-        assert [row["other"] for row in judged["comparisons"]] == list(BASELINES)
+        assert [row["other"] for row in judged["comparisons"]] == baselines
         assert {row["arm"] for row in judged["comparisons"]} == {"mine"}
     (added,) = verdict["feedback"]
     assert (added["arm"], added["other"]) == ("mine+feedback", "mine")
@@ -63,7 +65,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     assert printed.count("\nmine+feedback ") >= 3
     assert "+feedback: the same rotations and the same bytes" in printed
     saved = json.loads((mine / "evaluation.json").read_text())
-    assert list(saved["windows"][0]["arms"]) == ["mine", "mine+feedback", *BASELINES]
+    assert list(saved["windows"][0]["arms"]) == ["mine", "mine+feedback", *baselines]
     assert saved["windows"][0]["verdict"] == verdict
     assert Artifact.open(mine).manifest.metrics.evaluation.arms["mine+feedback"].tasks
     card = (mine / "README.md").read_text()

@@ -248,7 +248,7 @@ def test_weights_on_disk_give_the_same_report(tiny, real_cache, monkeypatch):
     assert spread == evaluate(job)
 
 
-@pytest.mark.parametrize("dim", [160, 192, 256, 512])
+@pytest.mark.parametrize("dim", [160, 512])
 def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
     """`make check` does it with one thread, and with two."""
     model = save_tiny(tmp_path / "model", head_dim=dim, num_hidden_layers=1)

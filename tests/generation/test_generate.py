@@ -20,16 +20,19 @@ EVERY_KIND = "llama", "gemma3", "gemma4", "qwen3_5", "deepseek_v3"
 FAMILIES = [name for name in EVERY_KIND if architectures.available(name)]
 
 
+NEW = 8  # tokens, with which another block of 8 is begun
+
+
 def empty(model, windows=WINDOWS, **settings):
     return caches.cache_for(model, random_arm(model), windows, **settings)
 
 
 def generate(model, cache, ids=PROMPT, **options):
-    return caches.generate(model, cache, ids, 14, **options)
+    return caches.generate(model, cache, ids, NEW, **options)
 
 
 @torch.no_grad()
-def search_beams(model, ids, beams, tokens=14):
+def search_beams(model, ids, beams, tokens=NEW):
     """The likeliest continuations that a beam search finds by forward passes over whole rows."""
     scores = torch.zeros(1)
     for _ in range(tokens):
@@ -102,8 +105,8 @@ def test_one_cache_serves_request_after_request():
     assert torch.equal(generate(model, cache), first)
     # A second turn reads the first through the codec, and need not be given again.
     turn = torch.cat([first, PROMPT[:, :4]], dim=1)
-    assert generate(model, cache, turn).shape[1] == turn.shape[1] + 14
-    assert cache.get_seq_length() == turn.shape[1] + 13
+    assert generate(model, cache, turn).shape[1] == turn.shape[1] + NEW
+    assert cache.get_seq_length() == turn.shape[1] + NEW - 1
 
 
 @torch.no_grad()

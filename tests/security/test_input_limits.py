@@ -110,7 +110,7 @@ def test_a_pipe_with_a_slow_writer_is_read(inside):
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_has_limits(inside, monkeypatch, template):
-    monkeypatch.setattr(chats, "_SECONDS", 0.5)  # what is refused need not be waited for
+    monkeypatch.setattr(chats, "_SECONDS", 0.2)  # what is refused need not be waited for
     model = save_tiny(inside.folder / "model")
     (model / "chat_template.jinja").write_text(template)
     words = ("generate", model, "--chat", "--prompt", "hello", "--rotations", "none")

@@ -11,8 +11,10 @@ import pytest
 from support.published import ZOO, ok, refused
 
 from rotationzoo import pull
+from rotationzoo.artifact.store import SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.zoo.hubs.protocol import open_hub
+from rotationzoo.zoo.signing.make import SigningTool
 
 
 @pytest.fixture
@@ -65,13 +67,15 @@ ENTRIES = {
 
 @pytest.mark.hostile("link")
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_entry_that_nobody_listed_is_a_problem(zoo, signed, keys, entry):
+def test_an_entry_that_nobody_listed_is_a_problem(inside, made, tmp_path, keys, entry):
     """Also beside a signature that holds: it is for other files."""
-    words = ["verify", signed, "--signer", keys.public, "--require-signature"]
-    assert ok(zoo.run(*words, "--json"))["ok"]
+    folder = Path(shutil.copytree(made, tmp_path / "signed"))
+    names = ("manifest.json", *Artifact.open(folder).content["files"])
+    sign = SigningTool(keys.ours).sign
+    (folder / SIGNATURE).write_bytes(sign({name: folder / name for name in names}, "it")[0])
     name, plant = ENTRIES[entry]
-    plant(signed / name)
-    result = zoo.run(*words)
+    plant(folder / name)
+    result = inside("verify", folder, "--signer", keys.public, "--require-signature")
     assert result.returncode == 1
     shown = name.replace("\x1b", "\\x1b")
     assert f"Problem: {shown} is not " in result.stdout

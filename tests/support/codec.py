@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ _LAUNCH = """
 extern "C" void launch_{0}(
     const unsigned* grid, int threads, const unsigned long long* arguments, int given) {{
   shared_bytes = SHARED;
-  launch({0}, {{grid[0], grid[1], grid[2]}}, threads, arguments, given);
+  launch<{0}>({{grid[0], grid[1], grid[2]}}, threads, arguments, given);
 }}
 """
 
@@ -89,18 +90,27 @@ def _bits(argument: cuda.Argument) -> bytes:
     return struct.pack("d" if isinstance(argument, float) else "q", argument or 0)
 
 
+@pytest.fixture(scope="session")
+def compile_encoder(tmp_path_factory) -> Callable[[str, cuda.Variant], ctypes.CDLL]:
+    """Compiles the kernel of this name for the CPU, once for each variant."""
+
+    @cache
+    def compile(name: str, variant: cuda.Variant) -> ctypes.CDLL:
+        source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF")
+        macros = [*variant.macros(), ("SHARED", "0")]
+        folder = tmp_path_factory.mktemp(name)
+        return compile_for_cpu(folder, source, [name], macros, "-ffp-contract=off")
+
+    return compile
+
+
 @pytest.fixture
-def source_on_cpu(monkeypatch, tmp_path) -> None:
+def source_on_cpu(monkeypatch, compile_encoder) -> None:
     """Kernels of the encoders are compiled for the CPU in place of a GPU, when they are called."""
 
     def compiled(name: str, variant: cuda.Variant, device: torch.device) -> cuda.Kernel:
         def run(*arguments) -> None:
-            folder = tmp_path / f"{name} {len(list(tmp_path.iterdir()))}"
-            folder.mkdir()
-            source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF")
-            macros = [*variant.macros(), ("SHARED", "0")]
-            library = compile_for_cpu(folder, source, [name], macros, "-ffp-contract=off")
-            getattr(library, f"launch_{name}")(*arguments)
+            getattr(compile_encoder(name, variant), f"launch_{name}")(*arguments)
 
         if name == cuda.FEW:
             return cuda.Kernel(run, 1, 128)
@@ -111,8 +121,8 @@ def source_on_cpu(monkeypatch, tmp_path) -> None:
 
 
 RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])
-many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-some = settings(many, max_examples=40)
+many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+some = settings(many, max_examples=20)
 """For a test of a dozen formats, each of which draws its own."""
 
 

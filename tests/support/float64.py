@@ -36,7 +36,8 @@ class _Promotion(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not _is_float64(args) or not _calling_module().startswith("transformers."):
+        asks = func is torch.Tensor.float or _asks_for_float32(*args, *kwargs.values())
+        if not asks or not _is_float64(args) or not _is_called_by_a_model():
             return func(*args, **kwargs)
         if func is torch.Tensor.float:
             return args[0]
@@ -50,12 +51,16 @@ def _is_float64(args) -> bool:
     return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
 
 
-def _calling_module() -> str:
-    """The module outside torch whose code called the function."""
+def _asks_for_float32(*arguments) -> bool:
+    return any(each is torch.float32 for each in arguments)
+
+
+def _is_called_by_a_model() -> bool:
+    """Whether the code outside torch that called the function is that of transformers."""
     frame = sys._getframe(2)
     while (name := frame.f_globals.get("__name__", "")).startswith("torch."):
         frame = frame.f_back
-    return name
+    return name.startswith("transformers.")
 
 
 @contextmanager

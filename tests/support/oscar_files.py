@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,11 @@ def query_moment(dim: int, seed: int) -> torch.Tensor:
     + D/2)."""
     generator = torch.Generator().manual_seed(seed)
     base = value_moment(dim, seed + 1000)
-    moment = torch.zeros(dim, dim, dtype=torch.float64)
-    for position in torch.randint(0, 100_000, (400,), generator=generator):
-        angle = position * 100.0 ** -(torch.arange(dim // 2).double() / (dim // 2))
-        turn = torch.zeros(dim, dim, dtype=torch.float64)
-        i = torch.arange(dim // 2)
-        turn[i, i], turn[i, i + dim // 2] = angle.cos(), angle.sin()
-        turn[i + dim // 2, i], turn[i + dim // 2, i + dim // 2] = -angle.sin(), angle.cos()
-        moment += turn.T @ base @ turn / 400
-    return moment
+    positions = torch.randint(0, 100_000, (400, 1), generator=generator)
+    angles = positions * 100.0 ** -(torch.arange(dim // 2).double() / (dim // 2))
+    cos, sin = angles.cos().diag_embed(), angles.sin().diag_embed()
+    turns = torch.cat([torch.cat([cos, sin], -1), torch.cat([-sin, cos], -1)], -2)
+    return (turns.mT @ base @ turns).mean(0)
 
 
 def value_moment(dim: int, seed: int) -> torch.Tensor:
@@ -57,10 +54,12 @@ def published(moment: torch.Tensor, descending: bool = False) -> tuple[torch.Ten
     return mixed[:, perm].float().contiguous(), eigenvalues.float()
 
 
-MOMENTS = {
-    "key": {i: query_moment(DIM, i) for i in range(LAYERS)},
-    "value": {i: value_moment(DIM, 100 + i) for i in range(LAYERS)},
-}
+@cache
+def moments(side: str) -> list[torch.Tensor]:
+    """Those of all layers."""
+    if side == "key":
+        return [query_moment(DIM, layer) for layer in range(LAYERS)]
+    return [value_moment(DIM, 100 + layer) for layer in range(LAYERS)]
 
 
 def v1_file(layers: dict, **changes) -> dict:
@@ -71,7 +70,7 @@ def v1_file(layers: dict, **changes) -> dict:
 def v1(side: str, objective: str, layers=range(LAYERS), **options) -> dict:
     table = {}
     for i in layers:
-        matrix, eigenvalues = published(MOMENTS[side][i], **options)
+        matrix, eigenvalues = published(moments(side)[i], **options)
         table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": eigenvalues}
     return v1_file(table, objective=objective)
 

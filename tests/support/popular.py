@@ -74,9 +74,18 @@ PARAMETERS = {
 }
 
 
-@functools.cache
 def shape_of(name: str) -> Shape:
     """The shape of a model, built without weights."""
+    return _read_config(json.dumps(CONFIGS[name]))
+
+
+def remember_shape(source: Source) -> Shape:
+    """What `read_shape` returns. A model of some dozen layers takes it a second, the first time."""
+    return _read_config((source.folder / "config.json").read_text())
+
+
+@functools.cache
+def _read_config(config: str) -> Shape:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
-        return read_shape(Source(name, Path(folder), None))
+        (Path(folder) / "config.json").write_text(config)
+        return read_shape(Source("model", Path(folder), None))

@@ -79,6 +79,8 @@ def server(
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    # A fork of this process would keep it open, and the server would not end.
+    os.register_at_fork(after_in_child=running.stdin.close)
     try:
         assert running.stdout.readline() == b"ready\n"
         yield [sys.executable, "-S", "-I", str(client), str(path)]

@@ -4,12 +4,10 @@
 // Addresses are checked: a kernel aborts the process that reads outside shared memory or the pages it was given.
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <initializer_list>
 #include <type_traits>
 #include <utility>
@@ -56,7 +54,8 @@ static Thread* current;
 static Barrier of_block;
 static int left;  // threads of the block that have not ended
 static ucontext_t scheduler;
-static std::function<void()> kernel;
+static void (*kernel)();
+static const unsigned long long* arguments;
 static Index blockIdx, gridDim, blockDim;
 #define threadIdx (current->index)
 
@@ -228,7 +227,8 @@ static float read_number(unsigned from, unsigned index) {
 
 // A copy arrives when it is waited for, which is as late as it may.
 static void copy_async(unsigned to, unsigned long long from) {
-  const bool known = std::any_of(pages.begin(), pages.end(), [=](auto page) { return from >= page.first && from + 16 <= page.second; });
+  bool known = false;
+  for (const auto& page : pages) known |= from >= page.first && from + 16 <= page.second;
   if (!known || from % 16) fail("not in a page", from);
   current->open.push_back({to, from});
 }
@@ -252,15 +252,25 @@ static T argument(unsigned long long bits) {
 }
 
 template <class... Types, size_t... I>
-static void run(void (*function)(Types...), const unsigned long long* arguments, std::index_sequence<I...>) {
-  kernel = [=] { function(argument<Types>(arguments[I])...); };
+static void call(void (*function)(Types...), std::index_sequence<I...>) {
+  function(argument<Types>(arguments[I])...);
 }
 
 template <class... Types>
-static void launch(void (*function)(Types...), Index grid, int count, const unsigned long long* arguments, int given) {
-  if (given != sizeof...(Types)) fail("so many arguments", given);
-  run(function, arguments, std::index_sequence_for<Types...>());
-  gridDim = grid;
+static void call(void (*function)(Types...)) {
+  call(function, std::index_sequence_for<Types...>());
+}
+
+template <class... Types>
+static constexpr int arguments_of(void (*)(Types...)) {
+  return sizeof...(Types);
+}
+
+template <auto FUNCTION>
+static void launch(Index grid, int count, const unsigned long long* values, int given) {
+  if (given != arguments_of(FUNCTION)) fail("so many arguments", given);
+  kernel = [] { call(FUNCTION); };
+  arguments = values, gridDim = grid;
   for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
       for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block(count);

@@ -55,6 +55,11 @@ def test_a_token_of_each_turn_is_no_start_token():
     assert start_tokens(chatty("", TURN, bos="<turn>")) == []
 
 
+def test_where_there_is_no_template_none_is_tried(monkeypatch):
+    monkeypatch.setattr("rotationzoo.text.rows.ChatTemplate", None)
+    assert start_tokens(demo_tokenizer()) == []
+
+
 def test_what_the_tokenizer_adds_itself_comes_first(jsonl):
     own = tokenizer_that_starts_with("<|end|> $A", ("<|end|>", 0))
     own.chat_template = "!{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -4,28 +4,17 @@ import os
 import signal
 import subprocess
 import time
-from types import SimpleNamespace
 
 import pytest
 from support.command_line import succeeded
-from support.hubs import huggingface, modelscope
 from support.hubs.hub import Fault
 from support.published import ZOO, hub_environment
 
 
 @pytest.fixture
-def outside(command, program, tmp_path):
-    """Both hubs, and the command line in processes of their own."""
-    with huggingface.serve() as hf, modelscope.serve() as ms:
-        variables = hub_environment(hf, ms, tmp_path)
-        yield SimpleNamespace(
-            hf=hf,
-            ms=ms,
-            folder=command.folder,
-            run=lambda *words, **options: command(*words, env=variables, **options),
-            program=program,
-            environment=command.environment | variables,
-        )
+def environment(command, zoo, tmp_path) -> dict[str, str]:
+    """That of a command in a process of its own that asks these hubs."""
+    return command.environment | hub_environment(zoo.hf, zoo.ms, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -33,17 +22,17 @@ def outside(command, program, tmp_path):
     [("push", "{made}", ZOO), ("pull", "demo", "--repo", ZOO, "--local-dir", "here")],
     ids=["push", "pull"],
 )
-def test_killed_in_the_middle(outside, made, tmp_path, words):
+def test_killed_in_the_middle(zoo, program, environment, made, tmp_path, words):
     if words[0] == "pull":
-        assert outside.run("push", made, ZOO).returncode == 0
+        succeeded(zoo.run("push", made, ZOO))
     words = [word.format(made=made) for word in words]
     slow = Fault("PUT" if words[0] == "push" else "GET", "/storage/", 503, 99)
-    outside.hf.faults.append(slow)
+    zoo.hf.faults.append(slow)
     told = tmp_path / "process-id"
     process = subprocess.Popen(
-        [*outside.program, *words],
-        cwd=outside.folder,
-        env=outside.environment | {"PROCESS_ID": str(told)},
+        [*program, *words],
+        cwd=zoo.folder,
+        env=environment | {"PROCESS_ID": str(told)},
         stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 60
@@ -52,24 +41,26 @@ def test_killed_in_the_middle(outside, made, tmp_path, words):
     os.kill(int(told.read_text()) if told.exists() else process.pid, signal.SIGKILL)
     process.wait()
     assert slow.count < 99, "it was in the middle"
-    assert not (outside.folder / "here").exists()
-    outside.hf.faults.clear()
-    succeeded(outside.run(*words))
+    assert not (zoo.folder / "here").exists()
+    zoo.hf.faults.clear()
+    succeeded(zoo.run(*words))
     if words[0] == "pull":
-        assert sorted(path.name for path in outside.folder.iterdir()) == ["here"]
+        assert sorted(path.name for path in zoo.folder.iterdir()) == ["here"]
     else:
-        assert outside.hf.commits(ZOO) == 2
+        assert zoo.hf.commits(ZOO) == 2
 
 
-def test_a_full_disk(outside, made):
+def test_a_full_disk(zoo, command, environment, made):
     import resource
 
-    assert outside.run("push", made, ZOO).returncode == 0
-    limited = outside.run(
-        "pull", "demo", "--repo", ZOO, "--local-dir", "here",
+    pull = ["pull", "demo", "--repo", ZOO, "--local-dir", "here"]
+    succeeded(zoo.run("push", made, ZOO))
+    limited = command(
+        *pull,
+        env=environment,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
-    )  # fmt: skip
+    )
     assert limited.returncode == 1, limited.stderr
     assert "Traceback" not in limited.stderr
-    assert not (outside.folder / "here").exists()
-    assert outside.run("pull", "demo", "--repo", ZOO, "--local-dir", "here").returncode == 0
+    assert not (zoo.folder / "here").exists()
+    succeeded(zoo.run(*pull))

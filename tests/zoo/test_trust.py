@@ -213,13 +213,14 @@ LISTED = {
 
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("here", [False, True], ids=["fetched", "here already"])
-@pytest.mark.parametrize("key", LISTED)
-def test_an_entry_that_says_another_model_than_the_manifest_is_refused(zoo, listed, key, here):
+def test_an_entry_that_says_another_model_than_the_manifest_is_refused(zoo, listed, here):
     if here:
         ok(zoo.run("pull", "demo", "--index", listed, "--json"))
-    content = json.loads(listed.read_text())
-    content["entries"][0][key] = LISTED[key]
-    listed.write_text(json.dumps(content))
-    text = refused(zoo.run("pull", content["entries"][0]["model"], "--index", listed))
-    assert "is listed for" in text
-    assert here or nothing_left(zoo)
+    whole = listed.read_text()
+    for key, lie in LISTED.items():
+        content = json.loads(whole)
+        content["entries"][0][key] = lie
+        listed.write_text(json.dumps(content))
+        text = refused(zoo.run("pull", content["entries"][0]["model"], "--index", listed))
+        assert "is listed for" in text, key
+        assert here or nothing_left(zoo), key
