@@ -293,6 +293,7 @@ struct Strides {
   Count row, head, token;  // elements from one to the next
 
   __device__ Count at(Count batch, int kv_head, int columns, int tokens, int column) const {
+    if (tokens == 1) return batch * row + Count(kv_head * columns + column) * head;  // saves divisions
     return batch * row + (kv_head * (columns / tokens) + column / tokens) * head + column % tokens * token;
   }
 };

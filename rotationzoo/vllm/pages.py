@@ -5,7 +5,7 @@ A page must be readable by itself: prefix caching hands it to another request, p
 and a prompt fills it in parts. So a token is written as codes as soon as it is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -134,14 +134,10 @@ class LayerPages:
             self.write(step, rows)
             self.attend(step, query, scores, output)
             return
-        device = query.device
-        current, beside = torch.cuda.current_stream(device), _beside(device)
-        beside.wait_stream(current)
+        wait = work_beside(query.device, lambda: self._store_few(step, rows, few))
         self._copy_few(step, rows)
-        with torch.cuda.stream(beside):
-            self._store_few(step, rows, few)
         self.attend(step, query, scores, output)
-        current.wait_stream(beside)
+        wait()
 
     def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
         """Write packed rows to pages, and the rows to copies, in one launch."""
@@ -183,7 +179,9 @@ class LayerPages:
             sides.append((*kept, self.memory[side], encoder.refused))
         layouts = [self.layouts[side] for side in SIDES]
         alike = layouts[0] == layouts[1]
-        launches = [sides] if alike else [[each, each] for each in sides]
+        launches = [sides]
+        if not alike:
+            launches = [[each, each] for each in sides]
         tokens = step.pages, step.page_offsets, self.memory["key"].stride(0)
         for layout, both in zip(layouts, launches, strict=False):
             arguments = *tokens, *layout.starts[1:4], *both[0], *both[1]
@@ -204,13 +202,7 @@ class LayerPages:
         return build(_STORE.read_text(), macros, self.memory["key"].device).get_kernel("store")
 
     @torch.no_grad()
-    def attend(
-        self,
-        step: Step,
-        query: torch.Tensor,
-        scores: Scores,
-        output: torch.Tensor,
-    ) -> None:
+    def attend(self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor) -> None:
         """Write what the queries `[T, H_q, D]` of few new tokens of each request, which are stored
         already, read to `output` `[T, H_q, D]`: the last `recent` tokens, themselves included, and
         the sink exact. Tokens without copies are read from their codes, and so are those before
@@ -248,9 +240,20 @@ class LayerPages:
         return ExactWindow(*copies, window.lengths, window.starts, window.slots)
 
 
+def work_beside(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
+    """Work on another stream of a GPU; what is returned lets the current one wait for it."""
+    if device.type != "cuda":
+        work()
+        return lambda: None
+    current, other = torch.cuda.current_stream(device), _other_stream(device)
+    other.wait_stream(current)
+    with torch.cuda.stream(other):
+        work()
+    return lambda: current.wait_stream(other)
+
+
 @cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream of its own."""
+def _other_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 

@@ -17,13 +17,14 @@ from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm.pages import LayerPages, Rows
+from rotationzoo.vllm.pages import LayerPages, Rows, work_beside
 from rotationzoo.vllm.segments import SHORT, Exact, Segment
 from rotationzoo.vllm.steps import Step
 
 _RESTORE = Path(__file__).with_name("restore.cu")
 """Continues `codec/int2.cu`: both are compiled as one program."""
 
+Size = tuple[tuple[int, ...], torch.dtype]
 Scratch = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
 
@@ -103,17 +104,6 @@ class TorchAttention:
         return Read(output, totals)
 
 
-@dataclass(frozen=True)
-class Turns:
-    """What takes prompts' queries to the frame of the codes, and what they read back from it."""
-
-    query: torch.Tensor
-    """`[H_q, D, D]`, and so is the next one."""
-    output: torch.Tensor
-    mean: torch.Tensor | None
-    """Of values, `[H_q, D]`, where they are centered."""
-
-
 class LayerReader:
     """What the new tokens of a step read in one layer."""
 
@@ -123,7 +113,7 @@ class LayerReader:
         """From these pages; prompts attend by default in plain torch, and in new memory."""
         self.pages, self.attention = pages, attention or TorchAttention()
         self.scratch = scratch or partial(new_scratch, pages.memory["key"].device)
-        self._made_turns: Turns | None = None
+        self._turns: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     @torch.no_grad()
     def run(
@@ -144,26 +134,30 @@ class LayerReader:
         if prompts is None:
             pages.write_and_attend(step, rows, query, scores, output)
             return
-        pages.write(step, rows)
-        if few := prompts.token:
-            pages.attend(step, query[:few], scores, output[:few])
+        few = prompts.token
         many = slice(few, None)
         new = {side: of_side[many] for side, of_side in rows.items()}
+        # Prompts read what is stored now from `new`, and their codes are chosen meanwhile.
+        wait = work_beside(query.device, lambda: pages.write(step, rows))
+        if few:
+            wait()
+            pages.attend(step, query[:few], scores, output[:few])
         self._attend_prompts(step, query[many], new, scores, output[many])
+        wait()
 
     def _attend_prompts(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
-        prompts = step.prompts
-        assert prompts is not None
+        assert (prompts := step.prompts) is not None
         new = prompts.bounds, prompts.longest
         if not prompts.exact:
             read = Packed((self._exact_keys(rows["key"]), rows["value"]), *new)
             self.attention.attend(Packed((query,), *new), read, scores, True, output)
             return
         room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
-        sizes = scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
-        *free, keys, values = self.scratch(*sizes)
+        *free, keys, values = self.scratch(
+            *scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
+        )
         both = keys, values
 
         def merge(first: Read, second: Read, output: torch.Tensor) -> Read:
@@ -181,49 +175,45 @@ class LayerReader:
 
         # Attention sinks take part once.
         scores = Scores(scores.scale, scores.soft_cap)
-        codes, turned = None, self._to_codes(query, free.pop())
+        to_codes, from_codes, mean = self._make_turns(query)
+        codes, turned = None, _multiply(query, to_codes, free.pop())
         for segment in prompts.codes:
             self._restore(step, segment, both)
             read = Packed(both, segment.bounds, segment.longest)
             more = self.attention.attend(Packed((turned,), *new), read, scores, False, free.pop())
             codes = more if codes is None else merge(codes, more, free.pop())
         assert codes is not None
-        restored = Read(self._from_codes(codes.output, free.pop()), codes.totals)
-        merge(exact, restored, output)
+        restored = _multiply(codes.output, from_codes, free.pop())
+        if mean is not None:
+            restored.add_(mean)
+        merge(exact, Read(restored, codes.totals), output)
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
         """Keys `[T, H, D]` without their mean, where they are centered."""
         pages, by_head = self.pages, rows.transpose(0, 1)
         return pages.codec.keep_exact(by_head, pages.layer, "key").transpose(0, 1)
 
-    def _to_codes(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Queries `[T, H_q, D]` in the frame of dequantized keys, in `output`."""
-        return _multiply(query, self._turns(query).query, output)
-
-    def _from_codes(self, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """What was read of dequantized values `[T, H_q, D]` in the model's frame, in `output`."""
-        turns = self._turns(read)
-        _multiply(read, turns.output, output)
-        return output if turns.mean is None else output.add_(turns.mean)
-
-    def _turns(self, like: torch.Tensor) -> Turns:
-        """The matrices for queries `[T, H_q, D]` like these, made once."""
-        if self._made_turns is None:
-            group = like.shape[1] // self.pages.heads
-            key, value = (self.pages.codec.inverse(self.pages.layer, side) for side in SIDES)
-            mean = self.pages.codec.rotations[self.pages.layer]["value"].mean
+    def _make_turns(
+        self, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """For queries `[T, H_q, D]` like these, made once: what takes them to the frame of the
+        codes, and what they read back from it, `[H_q, D, D]` each; and the values' mean `[H_q, D]`,
+        where these are centered."""
+        if self._turns is None:
+            pages, group = self.pages, like.shape[1] // self.pages.heads
+            key, value = (pages.codec.inverse(pages.layer, side) for side in SIDES)
+            mean = pages.codec.rotations[pages.layer]["value"].mean
             # With key = stored @ matrix, query . key = (query @ matrix.T) . stored.
             query, output = (each.to(like).repeat_interleave(group, 0) for each in (key.mT, value))
             if mean is not None:
                 mean = mean.to(like).repeat_interleave(group, 0)
-            self._made_turns = Turns(query, output, mean)
-        return self._made_turns
+            self._turns = query, output, mean
+        return self._turns
 
     def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
         """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
         each: copies, and then those of `rows` `[T, H, D]`; keys without their mean."""
-        prompts = step.prompts
-        assert prompts is not None
+        assert (prompts := step.prompts) is not None
         table, contexts = prompts.page_table[exact.prompts], prompts.contexts[exact.prompts]
         new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
@@ -302,17 +292,13 @@ def _restore_kernel(
     return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
 
 
-def scratch_sizes(
-    queries: Sequence[int], heads: int, room: int, dtype: torch.dtype
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def scratch_sizes(queries: Sequence[int], heads: int, room: int, dtype: torch.dtype) -> list[Size]:
     """What prompts take of scratch memory for queries `[T, H_q, D]`: their copies, and `room` keys
     and values."""
     return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
 
 
-def new_scratch(
-    device: torch.device, *sizes: tuple[tuple[int, ...], torch.dtype]
-) -> list[torch.Tensor]:
+def new_scratch(device: torch.device, *sizes: Size) -> list[torch.Tensor]:
     """New memory, where nobody lends any."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
 

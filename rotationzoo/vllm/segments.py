@@ -12,8 +12,8 @@ LONG = 32_768
 SHORT = 4096
 """Tokens of a segment for torch's attention, which writes down a weight for each."""
 FEW = 4
-"""So many new tokens of a request are read with the kernel of decoding steps. On an H200, it takes
-less time than restoring what a prompt reads for up to 22 tokens after 64,000, by its parts."""
+"""So many new tokens of a request are read by the kernel of decoding steps: after 102,400 tokens
+they take a layer 80 us on an H100, where restoring 64,000 tokens for a prompt alone takes 107."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ def plan_exact(  # noqa: PLR0913 (what is known, and what the device has)
         end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
         part, first = slice(begin, end), int(firsts[begin])
         tokens = slice(first, first + int(new[part].sum()))
-        of_all = _bounds_of(counts[part]), none[part], starts[part], (recents - starts)[part]
+        of_all = bounds_of(counts[part]), none[part], starts[part], (recents - starts)[part]
         read = Segment(*of_all, int(sizes[part].sum()), int(sizes[part].max()))
-        bounds = move(_bounds_of(new[part]), starts.device)
+        bounds = move(bounds_of(new[part]), starts.device)
         yield Exact(part, tokens, bounds, int(new[part].max()), read)
         begin = end
 
@@ -167,12 +167,12 @@ def plan_codes(
     offsets, stops = move(parts.int(), starts.device)
     counts = (torch.minimum(stops, recents - starts) - offsets).clamp(min=0)
     none, firsts = torch.zeros_like(starts), offsets + starts
-    several = zip(_bounds_of(counts), firsts, parts[1] - parts[0], strict=True)
+    several = zip(bounds_of(counts), firsts, parts[1] - parts[0], strict=True)
     for bounds, first, rooms in several:
         yield Segment(bounds, first, none, none, int(rooms.sum()), int(rooms.max()))
 
 
-def _bounds_of(counts: torch.Tensor) -> torch.Tensor:
+def bounds_of(counts: torch.Tensor) -> torch.Tensor:
     """Where lists of these lengths `[..., C]` begin, and the last one ends, int32
     `[..., C + 1]`."""
     return torch.nn.functional.pad(counts.cumsum(-1, dtype=torch.int32), (1, 0))

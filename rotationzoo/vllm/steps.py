@@ -110,7 +110,7 @@ class Planner:
         self._used[0] = _NEVER
         self._now = 0
         self._most_requests, self._segment = most_requests, segment
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def plan(
         self,
@@ -153,41 +153,27 @@ class Planner:
         spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), device)
         bounds = page_table[:rows], starts, floors, ends
         decode = DecodeMetadata(new, spread, *bounds, sink, recent)
-        step = Step(
-            pages,
-            page_offsets,
-            slots,
-            decode,
-            -(-known.most_tokens // self.tokens),
-            None,
-            self.slot_of,
-        )
+        room = -(-known.most_tokens // self.tokens)
+        step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of)
         if not known.has_prompts and kernels_run_on(device):
-            self._plan_in_kernel(step, table, lengths, counts, mapping)
+            self._plan_in_kernel(step, table.int(), lengths.int(), counts.int(), mapping)
             return step
-        numbers = table.long(), lengths.long(), counts.long(), mapping.long()
+        numbers = [each.long() for each in (table, lengths, counts, mapping)]
         exact = self._plan_in_torch(step, *numbers).int()
         if not known.has_prompts:
             return step
-        prompts = self._plan_prompts(known, page_table, exact, *numbers[:3])
-        return replace(step, prompts=prompts)
+        return replace(step, prompts=self._plan_prompts(known, page_table, exact, *numbers[:3]))
 
     def _plan_prompts(
-        self,
-        known: Known,
-        page_table: torch.Tensor,
-        sink: torch.Tensor,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        counts: torch.Tensor,
+        self, known: Known, page_table: torch.Tensor, sink: torch.Tensor, *numbers: torch.Tensor
     ) -> Prompts:
         """What requests with many new tokens read beside them; `sink` int32 `[B]` says how many of
         the tokens before are the first ones of their request and read exact."""
+        table, lengths, counts = numbers
         part = slice(known.decodes, None)
         new = known.counts[part]
         context = known.lengths[part] - new
-        bounds = torch.nn.functional.pad(counts[part].cumsum(0), (1, 0)).int()
-        contexts = lengths - counts
+        contexts, bounds = lengths - counts, segments.bounds_of(counts[part])
         recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]
         contexts, recents, starts = contexts[part].int(), recents[part].int(), sink[part]
         exact, codes = [], []
@@ -202,27 +188,20 @@ class Planner:
         self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
     ) -> torch.Tensor:
         """A tensor `[rows, ...]` at an address of its own."""
-        buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < rows or buffer.shape[1:] != size:
-            room = max(rows, self._most_requests)
-            self._buffers[name] = buffer = _new(name, room, *size, device=device, dtype=dtype)
-        return buffer[:rows]
+        place = name, size
+        if place not in self._buffers or len(self._buffers[place]) < rows:
+            room = max(rows, segments.FEW * self._most_requests)
+            self._buffers[place] = _new(name, room, *size, device=device, dtype=dtype)
+        return self._buffers[place][:rows]
 
-    def _plan_in_kernel(
-        self,
-        step: Step,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        counts: torch.Tensor,
-        mapping: torch.Tensor,
-    ) -> None:
+    def _plan_in_kernel(self, step: Step, *numbers: torch.Tensor) -> None:
         """What `_plan_in_torch` computes for few tokens, in one launch."""
         decode = step.decode
-        table, lengths, counts = (each.int().contiguous() for each in (table, lengths, counts))
+        table, lengths, counts, mapping = (each.contiguous() for each in numbers)
         recent_slots = decode.recent.slots
         arguments = (
             *(table, table.shape[1], lengths, counts, len(lengths)),
-            *(mapping.long().contiguous(), len(mapping), recent_slots.shape[1]),
+            *(mapping.long(), len(mapping), recent_slots.shape[1]),
             *(self.slot_of, self._page_of, self._copied_from, self._used, self.slots, self._now),
             *(step.pages, step.page_offsets, step.slots),
             *(decode.starts, decode.floors, decode.ends, decode.sink.slots, decode.sink.lengths),
@@ -241,15 +220,9 @@ class Planner:
         named = tuple((name, str(number)) for name, number in macros.items())
         return build(_SOURCE.read_text(), named, self.slot_of.device).get_kernel("plan")
 
-    def _plan_in_torch(
-        self,
-        step: Step,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        counts: torch.Tensor,
-        mapping: torch.Tensor,
-    ) -> torch.Tensor:
+    def _plan_in_torch(self, step: Step, *numbers: torch.Tensor) -> torch.Tensor:
         """Write the plan. How many of the first tokens are read exact `[B]`."""
+        table, lengths, counts, mapping = numbers
         contexts, stored = lengths - counts, mapping.clamp(min=0)
         decode, (rows, pages) = step.decode, step.decode.recent.slots.shape
         step.pages.copy_(stored // self.tokens)

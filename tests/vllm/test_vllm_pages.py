@@ -181,10 +181,14 @@ def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
     before = server.plan({"first": 1})
     server.begin("second")
     server.run({"second": draw(30)})
+    server.run({"first": draw(4), "second": draw(3)})
     after = server.plan({"first": 1})
     for name in ("pages", "page_offsets", "slots"):
         assert getattr(after, name).data_ptr() == getattr(before, name).data_ptr()
-    assert after.decode.page_table.data_ptr() == before.decode.page_table.data_ptr()
+    for name in ("page_table", "starts", "ends"):
+        places = [getattr(step.decode, name).data_ptr() for step in (before, after)]
+        assert places[0] == places[1]
+    assert after.decode.recent.slots.data_ptr() == before.decode.recent.slots.data_ptr()
 
 
 def test_padding_writes_to_nobodys_page():
