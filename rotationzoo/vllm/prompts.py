@@ -148,7 +148,8 @@ class LayerReader:
     def _attend_prompts(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
-        assert (prompts := step.prompts) is not None
+        prompts = step.prompts
+        assert prompts is not None
         new = prompts.bounds, prompts.longest
         if not prompts.exact:
             read = Packed((self._exact_keys(rows["key"]), rows["value"]), *new)
@@ -178,7 +179,7 @@ class LayerReader:
         to_codes, from_codes, mean = self._make_turns(query)
         codes, turned = None, _multiply(query, to_codes, free.pop())
         for segment in prompts.codes:
-            self._restore(step, segment, both)
+            self._restore(prompts.page_table, segment, both)
             read = Packed(both, segment.bounds, segment.longest)
             more = self.attention.attend(Packed((turned,), *new), read, scores, False, free.pop())
             codes = more if codes is None else merge(codes, more, free.pop())
@@ -213,7 +214,8 @@ class LayerReader:
     def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
         """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
         each: copies, and then those of `rows` `[T, H, D]`; keys without their mean."""
-        assert (prompts := step.prompts) is not None
+        prompts = step.prompts
+        assert prompts is not None
         table, contexts = prompts.page_table[exact.prompts], prompts.contexts[exact.prompts]
         new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
@@ -241,10 +243,8 @@ class LayerReader:
             gathered = torch.where((later >= 0)[:, None, None], new[side][number], copies)
             target[: len(pages)] = self._exact_keys(gathered) if side == "key" else gathered
 
-    def _restore(self, step: Step, segment: Segment, into: Sequence[torch.Tensor]) -> None:
+    def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
-        assert step.prompts is not None
-        table = step.prompts.page_table
         for side, target in zip(SIDES, into, strict=True):
             layout, memory = self.pages.layouts[side], self.pages.memory[side]
             if kernels_run_on(target.device):

@@ -381,7 +381,7 @@ def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypat
                 if part in step.prompts.exact:
                     on_gpu.reader._gather(step, part, new, way)
                 else:
-                    on_gpu.reader._restore(step, part, way)
+                    on_gpu.reader._restore(step.prompts.page_table, part, way)
         assert torch.equal(into[0], into[1])
         read.append(bool(into[0].any()))
     assert all(read[:2]), "windows and new tokens"
@@ -404,7 +404,7 @@ def test_few_tokens_are_stored_in_one_launch_as_in_many(format, device, monkeypa
         stored.append(server.layer)
         segment = server.plan({0: 5}).prompts.codes[0]
         into = torch.zeros(2, 40, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        server.reader._restore(server.plan({0: 5}), segment, into)
+        server.reader._restore(server.plan({0: 5}).prompts.page_table, segment, into)
         stored.append(into)
     assert torch.equal(stored[0].copies["key"], stored[2].copies["key"])
     assert torch.equal(stored[0].copies["value"], stored[2].copies["value"])

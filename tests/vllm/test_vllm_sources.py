@@ -69,7 +69,7 @@ def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
             parts.append(into)
         for segment in step.prompts.codes:
             into = torch.zeros(2, 30, HEADS, DIM)
-            server.reader._restore(step, segment, into)
+            server.reader._restore(step.prompts.page_table, segment, into)
             parts.append(into)
         ways.append(torch.stack(parts))
     assert len(step.prompts.exact) == 3
