@@ -27,8 +27,8 @@ from statistics import median
 from typing import Any
 
 NEW = 200  # tokens of a follow-up
-STEPS = 8, 40
-"""A step takes the difference of answers of so many tokens, divided by that of their numbers."""
+STEPS = 64
+"""A request takes so many; the second half is measured, when all requests decode."""
 
 
 class Engine:
@@ -69,21 +69,28 @@ class Engine:
 
     def answer(self, prompts: list[list[int]], tokens: int = 1) -> float:
         """Seconds until all prompts have answers of so many tokens."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False
-        )
         begun = time.perf_counter()
         asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
-        self.llm.generate(asked, sampling, use_tqdm=False)
+        self.llm.generate(asked, self.sampling(tokens), use_tqdm=False)
         return time.perf_counter() - begun
 
+    def sampling(self, tokens: int) -> Any:
+        """The most likely tokens, so many."""
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)
+
     def step(self, prompts: list[list[int]]) -> float:
-        """Seconds of a decoding step after these prompts."""
-        self.answer(prompts, 2)
-        few, many = (median(self.answer(prompts, count) for _ in range(3)) for count in STEPS)
-        return (many - few) / (STEPS[1] - STEPS[0])
+        """Median seconds of a decoding step after these prompts."""
+        engine, times = self.llm.llm_engine, []
+        for number, ids in enumerate(prompts):
+            asked: Any = {"prompt_token_ids": ids}
+            engine.add_request(str(number), asked, self.sampling(STEPS))
+        while engine.has_unfinished_requests():
+            begun = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - begun)
+        return median(times[-STEPS // 2 : -2])
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, float]]:
@@ -93,7 +100,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, flo
         engine.answer([engine.prompt(2 * args.chunk + 100)], 4)
 
     def more(prompts: list[list[int]]) -> float:
-        times = [engine.answer([ids + engine.prompt(NEW) for ids in prompts]) for _ in range(5)]
+        times = [engine.answer([ids + engine.prompt(NEW) for ids in prompts]) for _ in range(7)]
         return median(times[2:])  # the first ones find no memory of their sizes
 
     def timed(work: Callable[[], float]) -> float:
@@ -112,7 +119,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, flo
         yield f"a step of {count} x {tokens:,}", timed(lambda s=several: engine.step(s))
         yield f"first tokens of {count} x {NEW} more", timed(lambda s=several: more(s))
     if args.fill:
-        fits = min(args.requests, engine.capacity // (args.fill + STEPS[1]))
+        fits = min(args.requests, engine.capacity // (args.fill + STEPS))
         several = [engine.prompt(args.fill) for _ in range(fits)]
         engine.answer(several)
         yield f"requests of {args.fill:,}", fits
