@@ -267,7 +267,7 @@ class Planner:
         recent_pages: int,
     ) -> None:
         """Keep the copies in the windows of these requests, from that before `firsts` on, and give
-        a slot to those of their pages that begin with a new token, one of those after `starts`."""
+        a slot to those of their pages without one that get new tokens, from `starts` on."""
         device = table.device
         after = (firsts - self.recent).clamp(min=0) // self.tokens
         before = (starts - self.recent).clamp(min=0) // self.tokens

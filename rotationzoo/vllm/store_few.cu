@@ -1,4 +1,4 @@
-// A few new tokens, from the model's rows to codes in pages and to copies, in one launch: what `LayerPages.write` in pages.py does
+// A few new tokens, from the model's rows to copies and to codes in pages, in a launch each: what `LayerPages.write` in pages.py does
 // with a dozen, where codes are chosen by error feedback.
 //
 // This file continues codec/int2.cu and codec/feedback.cu: all three are compiled as one program with the same macros, and TOKENS
