@@ -33,7 +33,7 @@ demo: $(VENV)/.ready  ## calibrate the demo model and ask it about its context; 
 	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo demo --restart
 
 test: $(VENV)/.ready-dev  ## the tests that CI and developers run first, in five minutes on two cores
-	$(BIN)/python -m pytest -n 2 -m "$(QUICK)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(QUICK)" $(ARGS)
 
 # pytest ends with 5 where ARGS name no thorough test.
 check: $(VENV)/.ready-dev  ## the thorough tests, and those that compare numbers with sums in the orders of other machines
