@@ -154,8 +154,7 @@ class LayerPages:
         Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
 
     def _find_few(self, rows: Rows) -> list[Encoder]:
-        """The encoders of the sides, where kernels choose their codes by error feedback and rows
-        are few."""
+        """The sides' encoders, where kernels choose codes of few rows by error feedback."""
         device, count = rows["key"].device, len(rows["key"]) * self.heads
         encoders = [self.codec.encoder(self.layer, side, self.format, device) for side in SIDES]
         few = [each for each in encoders if each and each.is_for_few(count)]
@@ -220,7 +219,8 @@ class LayerPages:
         queries, results = (
             each.unflatten(0, (-1, decode.new)).transpose(1, 2) for each in (query, into)
         )
-        if kernels_run_on(query.device) and cuda_attention.supports(
+        alike = output.dtype == query.dtype == self.copies["key"].dtype
+        if alike and kernels_run_on(query.device) and cuda_attention.supports(
             key.layout, value.layout, query.dtype, exact
         ):
             cuda_attention.attend(queries, packed, *windows, scores, output=results)
