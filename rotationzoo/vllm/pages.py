@@ -220,9 +220,8 @@ class LayerPages:
             each.unflatten(0, (-1, decode.new)).transpose(1, 2) for each in (query, into)
         )
         alike = output.dtype == query.dtype == self.copies["key"].dtype
-        if alike and kernels_run_on(query.device) and cuda_attention.supports(
-            key.layout, value.layout, query.dtype, exact
-        ):
+        has_kernel = alike and kernels_run_on(query.device)
+        if has_kernel and cuda_attention.supports(key.layout, value.layout, query.dtype, exact):
             cuda_attention.attend(queries, packed, *windows, scores, output=results)
         else:
             results[:] = attention.attend(queries, packed, *windows, scores)
