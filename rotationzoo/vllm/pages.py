@@ -35,6 +35,7 @@ _STORE = Path(__file__).with_name("store.cu")
 _STORE_FEW = Path(__file__).with_name("store_few.cu")
 """Continues `codec/feedback.cu`: both are compiled as one program."""
 Rows = dict[str, torch.Tensor]
+Work = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class LayerPages:
     @torch.no_grad()
     def write(self, step: Step, rows: Rows) -> None:
         """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
-        if few := self._find_few(rows):
+        if few := self.find_few(rows):
             self._copy_few(step, rows)
             self._store_few(step, rows, few)
             return
@@ -129,7 +130,7 @@ class LayerPages:
     ) -> None:
         """Do as `write` and `attend` do. The codes of few new tokens are chosen and stored while
         queries, which read these exact, are at work."""
-        few = self._find_few(rows)
+        few = self.find_few(rows)
         if not few or step.decode.new > 1:  # of several, some may have no copies
             self.write(step, rows)
             self.attend(step, query, scores, output)
@@ -153,7 +154,7 @@ class LayerPages:
         grid = len(rows), self.heads, 1
         Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
 
-    def _find_few(self, rows: Rows) -> list[Encoder]:
+    def find_few(self, rows: Rows) -> list[Encoder]:
         """The sides' encoders, where kernels choose codes of few rows by error feedback."""
         device, count = rows["key"].device, len(rows["key"]) * self.heads
         encoders = [self.codec.encoder(self.layer, side, self.format, device) for side in SIDES]
@@ -239,9 +240,10 @@ class LayerPages:
         return ExactWindow(*copies, window.lengths, window.starts, window.slots)
 
 
-def work_beside(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
-    """Work on another stream of a GPU; what is returned lets the current one wait for it."""
-    if device.type != "cuda":
+def work_beside(device: torch.device, work: Work, beside: bool = True) -> Work:
+    """Work on another stream of a GPU, where it is to be `beside` what follows; what is returned
+    lets the current one wait for it."""
+    if device.type != "cuda" or not beside:
         work()
         return lambda: None
     current, other = torch.cuda.current_stream(device), _other_stream(device)

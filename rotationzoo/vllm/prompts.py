@@ -137,8 +137,9 @@ class LayerReader:
         few = prompts.token
         many = slice(few, None)
         new = {side: of_side[many] for side, of_side in rows.items()}
-        # Prompts read what is stored now from `new`, and their codes are chosen meanwhile.
-        wait = work_beside(query.device, lambda: pages.write(step, rows))
+        # Prompts read what is stored from `new`, and many codes are chosen meanwhile.
+        many_rows = not pages.find_few(rows)
+        wait = work_beside(query.device, lambda: pages.write(step, rows), many_rows)
         if few:
             wait()
             pages.attend(step, query[:few], scores, output[:few])
@@ -222,6 +223,7 @@ class LayerReader:
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
             mean = None if mean is None else mean.float()
             source: list[Argument] = [
+                *(table, table.stride(0)),
                 step.slot_of,
                 self.pages.memory["key"].stride(0),
                 contexts,
@@ -232,7 +234,7 @@ class LayerReader:
                 *new.values(),
                 *into,
             ]
-            self._launch("gather", exact.read, table, source, into[0].dtype)
+            self._launch("gather", exact.read, source, self.pages.layouts["key"], 2)
             return
         prompt, position = exact.read.positions()
         pages, at = self._places(table, prompt, position)
@@ -245,13 +247,17 @@ class LayerReader:
 
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
-        for side, target in zip(SIDES, into, strict=True):
-            layout, memory = self.pages.layouts[side], self.pages.memory[side]
-            if kernels_run_on(target.device):
-                source: list[Argument] = [memory, *layout.starts[1:4], target]
-                self._launch("restore_rows", segment, table, source, target.dtype, layout)
-                continue
-            pages, at = self._places(table, *segment.positions())
+        layouts = [self.pages.layouts[side] for side in SIDES]
+        both = [(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)]
+        if kernels_run_on(into[0].device):
+            alike = layouts[0] == layouts[1]  # one launch does for both
+            for layout, one, other in zip(layouts[: 2 - alike], both, both[::-1], strict=False):
+                starts = layout.starts[1:4]
+                source: list[Argument] = [table, table.stride(0), *starts, *one, *other]
+                self._launch("restore_rows", segment, source, layout, 1 + alike)
+            return
+        pages, at = self._places(table, *segment.positions())
+        for layout, (memory, target) in zip(layouts, both, strict=True):
             sections = (section[pages, :, at] for section in layout.view(memory))
             target[: len(pages)] = layout.dequantize(Sections(*sections))
 
@@ -264,21 +270,14 @@ class LayerReader:
         return table[prompt, number] // stride, position % tokens
 
     def _launch(
-        self,
-        name: str,
-        segment: Segment,
-        table: torch.Tensor,
-        source: Sequence[Argument],
-        dtype: torch.dtype,
-        layout: PageLayout | None = None,
+        self, name: str, segment: Segment, source: list[Argument], layout: PageLayout, sides: int
     ) -> None:
-        """Launch a kernel of `restore.cu`, for both sides where no layout is given."""
-        sides, layout = (1, layout) if layout else (2, self.pages.layouts["key"])
-        kernel = _restore_kernel(name, layout, dtype, table.device)
+        """Launch a kernel of `restore.cu` for so many sides."""
+        device = segment.bounds.device
+        kernel = _restore_kernel(name, layout, self.pages.copies["key"].dtype, device)
         tokens = segment.bounds, segment.firsts, segment.jumps, segment.gaps, len(segment.firsts)
         grid = -(-segment.room // kernel.block_rows), self.pages.heads, sides
-        arguments = *tokens, table, table.stride(0), *source
-        Launcher(table.device)(kernel.function, grid, kernel.threads, arguments, early=False)
+        Launcher(device)(kernel.function, grid, kernel.threads, (*tokens, *source), early=False)
 
 
 @cache

@@ -30,11 +30,14 @@ struct Tokens {
   __device__ Count page(int prompt, int position) const { return table[prompt * stride + position / TOKENS]; }
 };
 
-// Rows [room, H, D] of dequantized codes, from pages whose sections begin at these bytes. Launch with a grid of (room / (4 *
-// WARP_ROWS) rounded up, H) and 128 threads; so below.
+// Rows [room, H, D] of dequantized codes, of each side from pages whose sections begin at these bytes. Launch with a grid of
+// (room / (4 * WARP_ROWS) rounded up, H, sides) and 128 threads; so below.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
     const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, const Count* table, Count stride,
-    const unsigned char* memory, Count third_start, Count scale_start, Count offset_start, Element* rows) {
+    Count third_start, Count scale_start, Count offset_start, const unsigned char* first, Element* first_rows,
+    const unsigned char* second, Element* second_rows) {
+  const unsigned char* memory = blockIdx.z ? second : first;
+  Element* rows = blockIdx.z ? second_rows : first_rows;
   const Tokens tokens = {bounds, firsts, jumps, gaps, int(prompts), table, stride};
   const Lane lane;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();

@@ -1,17 +1,18 @@
 """One layer of a vLLM server's step on one GPU: 2-bit codes in the pages of its block manager.
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
-        [--format vllm] [--output FILE]
+        [--format vllm] [--few 4] [--output FILE]
 
-The classes of the backend run with metadata made by hand, without vLLM: a `Planner` plans a step of
-requests whose pages lie in no order, and a `LayerPages` stores the new tokens and reads. Caches are
-cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In the same run:
+The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
+step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
+are cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In the same run:
 
 * `kernel`: the decode kernel over pages and windows of a request that lie together;
 * `pages, reading`: the same kernel over the server's pages, windows in slots of the copies;
 * `pages, storing`: storing the new tokens as codes, with error feedback;
 * `pages, whole step`: both, as a server does it, at the same time;
-* `pages, 4 tokens`: the same of four new tokens of each request;
+* `N tokens, as few`: the same of N new tokens of each request, which the decode kernel reads;
+* `N tokens, as a prompt`: the same, read by vLLM's FlashAttention, where vLLM is installed;
 * `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
@@ -23,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -43,7 +45,8 @@ from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.segments import Known
+from rotationzoo.vllm.prompts import LayerReader
+from rotationzoo.vllm.segments import LONG, Known
 from rotationzoo.vllm.steps import Planner, Step
 
 PAGE = 64
@@ -78,7 +81,7 @@ class Server:
         ]
         size = sum(layout.bytes for layout in layouts)
         self.planner = Planner(
-            settings.layout, PAGE, size, count, shape.batch, torch.device("cuda")
+            settings.layout, PAGE, size, count, shape.batch, torch.device("cuda"), LONG
         )
         self.table = (torch.randperm(count - 1, device="cuda") + 1).view(shape.batch, each)
         self.layers = []
@@ -90,8 +93,9 @@ class Server:
                 copied.normal_()
             self.layers.append(layer)
 
-    def numbers(self, counts: list[int], lengths: list[int]) -> tuple:  # type: ignore[type-arg]
-        """The arguments of `plan`, where the first requests get so many new tokens."""
+    def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:  # type: ignore[type-arg]
+        """The arguments of `plan`, where the first requests get so many new tokens, and `few` of
+        them are few."""
         rows = len(counts)
         parts = [
             torch.arange(end - count, end, device="cuda")
@@ -102,28 +106,32 @@ class Server:
         )
         both = (torch.tensor(each, device="cuda", dtype=torch.int32) for each in (lengths, counts))
         several = torch.tensor(counts), torch.tensor(lengths)
-        known = Known(*several, self.table.shape[1] * PAGE)
+        known = Known(*several, self.table.shape[1] * PAGE, few)
         return self.table[:rows].int(), *both, mapping, known
 
-    def plan(self, counts: list[int], lengths: list[int]) -> Step:
-        """The step in which the first requests get so many new tokens."""
-        return self.planner.plan(*self.numbers(counts, lengths))
-
-    def decode(self, new: int = 1) -> Step:
-        """A decoding step of all requests, whose windows have copies."""
+    def step(self, new: int, few: int) -> Step:
+        """A step with so many new tokens of all requests, whose windows have copies."""
         batch, context = self.shape.batch, self.shape.context
-        self.plan([context - new] * batch, [context - new] * batch)
-        return self.plan([new] * batch, [context] * batch)
+        self.planner.plan(*self.numbers([context - new] * batch, [context - new] * batch, few))
+        return self.planner.plan(*self.numbers([new] * batch, [context] * batch, few))
 
 
-def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object]]:
+def ways_of(server: Server, new: int, few: int) -> dict[str, Callable[[LayerPages], object]]:
     """What is timed of a step with so many new tokens of each request."""
-    shape, step, rows = server.shape, server.decode(new), new * server.shape.batch
+    shape, step, rows = server.shape, server.step(new, few), new * server.shape.batch
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query, scores = draw(rows, shape.heads, shape.dim), Scores(shape.dim**-0.5)
     given = {side: draw(rows, shape.kv_heads, shape.dim) for side in SIDES}
     output = torch.empty_like(query)
+    if new > few:
+        from rotationzoo.vllm.flash_attention import choose_attention
 
+        attention = choose_attention(shape.dim, query.dtype, False, True)
+
+        def read(layer: LayerPages) -> None:
+            LayerReader(layer, attention).run(step, query, given, scores, output)
+
+        return {"as a prompt": read}
     both = query, scores, output
     return {
         "reading": lambda layer: layer.attend(step, *both),
@@ -132,7 +140,7 @@ def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object
     }
 
 
-def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
+def time_shape(shape: Shape, format: str, few: list[int]) -> Iterator[tuple[str, float]]:
     """Seconds of each way."""
     settings, storage = settings_of(shape, format), Storage(format)
     copies = copies_of(storage.bytes(shape))
@@ -143,10 +151,15 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
     del caches
     torch.cuda.empty_cache()
     server = Server(shape, settings, copies)
-    for name, way in ways_of(server, 1).items():
+    for name, way in ways_of(server, 1, 1).items():
         yield f"pages, {name}", timed(way, server.layers)
-    yield "pages, 4 tokens", timed(ways_of(server, 4)["whole step"], server.layers)
-    numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch)
+    for new in few:
+        as_few = ways_of(server, new, new)["whole step"]
+        yield f"{new} tokens, as few", timed(as_few, server.layers)
+        if find_spec("vllm"):
+            as_prompt = ways_of(server, new, 1)["as a prompt"]
+            yield f"{new} tokens, as a prompt", timed(as_prompt, server.layers)
+    numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch, 1)
     planner = server.planner
     yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
@@ -203,6 +216,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
     parser.add_argument("--format", default="vllm")
+    parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     require_gpu()
@@ -211,7 +225,7 @@ def main() -> int:
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))
-            times = dict(time_shape(shape, args.format))
+            times = dict(time_shape(shape, args.format, args.few))
             results[str(shape)] = {
                 "microseconds": {way: 1e6 * seconds for way, seconds in times.items()},
                 "bound": 1e6 * Storage(args.format).bytes(shape) / rates["read"],

@@ -2,6 +2,7 @@
 
     python scripts/bench/serve_engine.py MODEL ROTATIONS [--arms bf16,fp8,feedback,nearest]
         [--prompts 8192,32768,100000] [--prefix 64000] [--many 8x8192,8x32000] [--fill 30000]
+        [--beside 64000] [--jobs 64x30000+512,256x2048+2048] [--chats 16]
 
 Run it with the Python that has vLLM, on one GPU. Each arm is a process of its own, on the same
 card, with the same random prompts, chunks of 8,192 tokens, prefix caching and captured decoding
@@ -10,23 +11,29 @@ steps. It prints one table, of medians of three where work can be repeated:
 * what the cache holds;
 * the first token of a prompt, and a step after it;
 * the first token of 200 tokens more after a cached prefix, and of many such requests at once;
-* a step of as many requests as fit, at most 64, and the first token of each once more.
+* a step of as many requests as fit, at most `--requests`, and the first token of each once more;
+* how long a decoding request waits for a token while a prompt is read beside it;
+* whole jobs: prompts and all their answers, and chats of ten turns after a shared prefix.
 
-The model may have random weights. Times of a first prompt are measured once: the second time it is
-cached. Each arm compiles its kernels before.
+A number of 0, or an empty list, leaves its part out. The model may have random weights. Times of a
+first prompt and of jobs are measured once: the second time they are cached. Each arm compiles its
+kernels before.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
-NEW = 200  # tokens of a follow-up
+NEW = 200  # tokens of a follow-up, and of an answer in a chat
+SHARED, ASKED, TURNS = 8000, 1000, 10  # tokens of a chat: before all, and in each of its turns
 STEPS = 64
 """A request takes so many; the second half is measured, when all requests decode."""
 
@@ -56,7 +63,7 @@ class Engine:
         )
         config = self.llm.llm_engine.vllm_config
         self.capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-        self.words = config.model_config.get_vocab_size()
+        self.words, self.chunk = config.model_config.get_vocab_size(), args.chunk
         self.draw = torch.Generator().manual_seed(0)
         self.torch = torch
 
@@ -68,11 +75,14 @@ class Engine:
         return drawn
 
     def answer(self, prompts: list[list[int]], tokens: int = 1) -> float:
-        """Seconds until all prompts have answers of so many tokens."""
+        """Seconds until all prompts have answers of so many tokens, which are added to them."""
         begun = time.perf_counter()
-        asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
-        self.llm.generate(asked, self.sampling(tokens), use_tqdm=False)
-        return time.perf_counter() - begun
+        asked: Any = [{"prompt_token_ids": [*ids]} for ids in prompts]
+        answers = self.llm.generate(asked, self.sampling(tokens), use_tqdm=False)
+        taken = time.perf_counter() - begun
+        for ids, answer in zip(prompts, answers, strict=True):
+            ids += answer.outputs[0].token_ids
+        return taken
 
     def sampling(self, tokens: int) -> Any:
         """The most likely tokens, so many."""
@@ -80,17 +90,42 @@ class Engine:
 
         return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)
 
+    def steps(self, prompts: list[list[int]], begun: int, tokens: int) -> list[float]:
+        """Seconds of each step until all prompts are answered. All but the first `begun` prompts
+        come when these have answered half."""
+        engine, times = self.llm.llm_engine, []
+        for number, ids in enumerate(prompts[:begun]):
+            engine.add_request(str(number), {"prompt_token_ids": ids}, self.sampling(tokens))
+        while engine.has_unfinished_requests():
+            if len(times) == tokens // 2:
+                for number, ids in enumerate(prompts[begun:], begun):
+                    engine.add_request(str(number), {"prompt_token_ids": ids}, self.sampling(1))
+            since = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - since)
+        return times
+
     def step(self, prompts: list[list[int]]) -> float:
         """Median seconds of a decoding step after these prompts."""
-        engine, times = self.llm.llm_engine, []
-        for number, ids in enumerate(prompts):
-            asked: Any = {"prompt_token_ids": ids}
-            engine.add_request(str(number), asked, self.sampling(STEPS))
-        while engine.has_unfinished_requests():
-            begun = time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - begun)
-        return median(times[-STEPS // 2 : -2])
+        return median(self.steps(prompts, len(prompts), STEPS)[-STEPS // 2 : -2])
+
+    def wait(self, tokens: int) -> tuple[float, float]:
+        """The median and the most seconds for which a decoding request waits for a token, while a
+        prompt of so many tokens is read beside it."""
+        chunks = -(-tokens // self.chunk)
+        prompts = [self.prompt(self.chunk), self.prompt(tokens)]
+        times = self.steps(prompts, 1, STEPS)[STEPS // 2 :][: chunks + 1]
+        return median(times), max(times)
+
+    def chat(self, chats: int) -> float:
+        """Seconds of so many chats at the same time, turn by turn."""
+        shared, taken = self.prompt(SHARED), 0.0
+        history = [[*shared] for _ in range(chats)]
+        for _ in range(TURNS):
+            for ids in history:
+                ids += self.prompt(ASKED)
+            taken += self.answer(history, NEW)
+        return taken
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, float]]:
@@ -100,7 +135,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, flo
         engine.answer([engine.prompt(2 * args.chunk + 100)], 4)
 
     def more(prompts: list[list[int]]) -> float:
-        times = [engine.answer([ids + engine.prompt(NEW) for ids in prompts]) for _ in range(7)]
+        times = [engine.answer([ids + engine.prompt(NEW) for ids in prompts]) for _ in range(9)]
         return median(times[2:])  # the first ones find no memory of their sizes
 
     def timed(work: Callable[[], float]) -> float:
@@ -110,9 +145,10 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, flo
         one = [engine.prompt(tokens)]
         yield f"first token of {tokens:,}", timed(lambda one=one: engine.answer(one))
         yield f"a step after {tokens:,}", timed(lambda one=one: engine.step(one))
-    one = [engine.prompt(args.prefix)]
-    engine.answer(one)
-    yield f"first token of {NEW} more after {args.prefix:,}", timed(lambda: more(one))
+    if args.prefix:
+        one = [engine.prompt(args.prefix)]
+        engine.answer(one)
+        yield f"first token of {NEW} more after {args.prefix:,}", timed(lambda: more(one))
     for count, tokens in args.many:
         several = [engine.prompt(tokens) for _ in range(count)]
         yield f"first tokens of {count} x {tokens:,}", timed(lambda s=several: engine.answer(s))
@@ -125,16 +161,26 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, flo
         yield f"requests of {args.fill:,}", fits
         yield "first tokens of all, cached", timed(lambda: engine.answer(several))
         yield "a step of all", timed(lambda: engine.step(several))
+    if args.beside:
+        middle, longest = engine.wait(args.beside)
+        yield f"a step beside a prompt of {args.beside:,}", 1e3 * middle
+        yield "the longest of these", 1e3 * longest
+    for count, tokens, new in args.jobs:
+        several = [engine.prompt(tokens) for _ in range(count)]
+        work = partial(engine.answer, several, new)
+        yield f"{count} x ({tokens:,} + {new:,})", timed(work)
+    if args.chats:
+        name = f"{args.chats} chats of {TURNS} x ({ASKED:,} + {NEW}) after {SHARED:,}"
+        yield name, timed(lambda: engine.chat(args.chats))
 
 
-def shapes(text: str) -> list[tuple[int, int]]:
-    """`16x8000`: requests, and tokens of each."""
-    pairs = (each.split("x") for each in text.split(","))
-    return [(int(count), int(tokens)) for count, tokens in pairs]
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """`16x8000+200`: requests, tokens of each, and new ones."""
+    return [tuple(map(int, re.split("[x+]", each))) for each in text.split(",") if each]
 
 
 def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+    return [int(each) for each in text.split(",") if each]
 
 
 def main() -> None:
@@ -147,6 +193,9 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=64_000)
     parser.add_argument("--many", type=shapes, default=[(8, 8192), (8, 32_000)])
     parser.add_argument("--fill", type=int, default=30_000, help="tokens of each; 0: leave it out")
+    parser.add_argument("--beside", type=int, default=64_000, help="tokens of a prompt")
+    parser.add_argument("--jobs", type=shapes, default=[])
+    parser.add_argument("--chats", type=int, default=16)
     parser.add_argument("--longest", type=int, default=104_448, help="--max-model-len")
     parser.add_argument("--requests", type=int, default=64, help="--max-num-seqs")
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
@@ -164,6 +213,7 @@ def main() -> None:
         lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
         if done.returncode:
             sys.exit(f"the arm {arm} ended with {done.returncode}")
+        print(arm, *lines, sep="\n", flush=True)
         measured.append([json.loads(line) for line in lines])
     print(f"| | {' | '.join(arms)} |\n|---|{'---|' * len(arms)}")
     for row in zip(*measured, strict=True):

@@ -23,6 +23,8 @@ NEEDS_VLLM = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
 ]
 CHUNK, TOKENS = 256, 24
+ON_GPU = {"gpu_memory_utilization": 0.08} if torch.cuda.is_available() else {}
+"""Several engines share a GPU."""
 
 
 def server_settings(model: Path | str, artifact: Path, **options: Any) -> CacheSettings:
@@ -53,6 +55,7 @@ def serve(
         "max_num_batched_tokens": CHUNK,
         "max_num_seqs": 8,
         "enforce_eager": True,
+        **ON_GPU,
         **engine,
     }
     job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}

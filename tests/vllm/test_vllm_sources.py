@@ -52,8 +52,8 @@ def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
     for request in range(3):
         server.begin(request)
     server.run({request: draw(13 + 9 * request, seed=request) for request in range(2)})
-    step = server.plan({0: 5, 1: 9, 2: 3})
-    rows = draw(17, seed=9)
+    step = server.plan({0: 9, 1: 14, 2: 3})
+    rows = draw(26, seed=9)
     ways = []
     for has_kernel in (False, True):
         monkeypatch.setattr(prompts, "kernels_run_on", lambda device, has=has_kernel: has)
@@ -75,7 +75,7 @@ def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
     assert len(step.prompts.exact) == 3
     assert len(step.prompts.codes) > 2
     assert torch.equal(*ways)
-    assert ways[0][:3].any(-1).any(-1).sum() > 2 * 17
+    assert ways[0][:3].any(-1).any(-1).sum() > 2 * 26
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -99,7 +99,7 @@ def test_few_tokens_are_stored_as_torch_stores_them(format, compiled, monkeypatc
     for server in servers:
         server.begin(0)
         if server is servers[1]:
-            monkeypatch.setattr(LayerPages, "_find_few", lambda *_: list(encoders.values()))
+            monkeypatch.setattr(LayerPages, "find_few", lambda *_: list(encoders.values()))
         for new in (part_of(rows, 0, 13), part_of(rows, 13, 14), part_of(rows, 14, 20)):
             server.layer.write(server.plan({0: len(new["key"])}), new)
     for side in SIDES:
