@@ -48,6 +48,10 @@ def serve(
     """What a vLLM engine answers; `RuntimeError` with its output where it fails."""
     if artifact is not None:
         engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
+        if torch.cuda.is_available():  # where vLLM asks which layers are ours
+            has_windows = full_attention_layers(load_config(find(engine.get("model", str(DEMO)))))
+            kinds = {"backend_per_kind": {"full_attention": "CUSTOM"}}
+            engine["attention_config"] = kinds if has_windows else {"backend": "CUSTOM"}
     engine = {
         "model": str(DEMO),
         "dtype": "float32",

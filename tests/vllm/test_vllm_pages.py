@@ -403,7 +403,7 @@ def test_few_tokens_are_stored_in_one_launch_as_in_many(format, device, monkeypa
             server.layer.write(step, {side: each.bfloat16() for side, each in new.items()})
         stored.append(server.layer)
         segment = server.plan({0: 9}).prompts.codes[0]
-        into = torch.zeros(2, 40, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        into = torch.zeros(2, 50, HEADS, DIM, dtype=torch.bfloat16, device=device)
         server.reader._restore(server.plan({0: 9}).prompts.page_table, segment, into)
         stored.append(into)
     assert torch.equal(stored[0].copies["key"], stored[2].copies["key"])
