@@ -466,9 +466,11 @@ class Parts:
         for bits in UNIFORM:
             plan = self.plan(self.everywhere(bits))
             self.run.measure(f"{_name_sides(SIDES)}, {bits} bits", self.frames, plan)
-        for name, bits in self.budgets():
+        budgets = list(self.budgets())
+        for name, bits in budgets:
             self.run.measure(name, self.frames, self.plan(bits))
-            print(_describe(bits), file=sys.stderr)
+        for name, bits in budgets:
+            print(f"\n{name}, layer by layer: {_describe(bits)}", flush=True)
 
     def budgets(self) -> Iterator[tuple[str, dict[Place, int]]]:
         """The names and bits of the mixed arms."""
