@@ -1,0 +1,173 @@
+"""What real models are asked, and what a script measures of them: that DEV and TEST share nothing,
+and that what is exact in a plan of bits stays exact."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import real_models_lose
+import torch
+from real_models_lose import PlannedCodec, feed_back, frames_of, refit, share_out
+from real_questions import DEV, LENGTHS, SPLITS, TASKS, TEST
+from support.jobs import RECIPE, job
+
+from rotationzoo.calibration.calibrate import calibrate
+from rotationzoo.codec import feedback, int2
+from rotationzoo.codec.budget import COARSE
+from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.model.loading import load, load_config, load_tokenizer
+from rotationzoo.model.source import find
+from rotationzoo.recall.exercises import QUOTE
+from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.text.documents import BUNDLED
+
+KEY = re.compile(r"[a-z]+_[a-z]+(?= is \d{6}|\": \d{6}|\"\] == \d{6})")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(find("demo"))
+
+
+def asked(split, tokenizer, task) -> set[str]:
+    """The keys that a half asks for, or the passages that it quotes, at all lengths."""
+    found = set()
+    for length in LENGTHS:
+        for prompt in split.prompts(tokenizer, task, length, range(32), CacheLayout()):
+            assert len(prompt.ids) == length
+            if task == QUOTE:
+                found |= {tokenizer.decode(prompt.ids[each.answer]) for each in prompt.questions}
+            else:
+                begin, end = (prompt.questions[at].answer for at in (0, -1))
+                text = tokenizer.decode(prompt.ids[begin.start - 32 : end.stop])
+                keys = KEY.findall(text)
+                assert len(keys) == len(prompt.questions)
+                found |= set(keys)
+    return found
+
+
+def test_halves_share_no_text():
+    halves = [set(split.documents) for split in SPLITS.values()]
+    calibrated = {json.loads(line)["text"] for line in BUNDLED.read_text().splitlines()}
+    assert [len(half) for half in halves] == [12, 12]
+    assert not halves[0] & halves[1]
+    assert not calibrated & (halves[0] | halves[1])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_halves_share_no_question(task, tokenizer):
+    dev, test = (asked(split, tokenizer, task) for split in (DEV, TEST))
+    assert len(dev) > 50
+    assert len(test) > 50
+    assert not dev & test
+
+
+def test_halves_share_no_seed():
+    seeds = [split.seed(length) for split in SPLITS.values() for length in LENGTHS]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_more_questions_begin_with_the_same_ones(tokenizer):
+    cache = CacheLayout()
+    few, more, later = (
+        DEV.prompts(tokenizer, "needles", 1024, among, cache)
+        for among in (range(8), range(24), range(8, 24))
+    )
+    assert torch.equal(few[0].ids, more[0].ids)
+    assert [prompt.ids.tolist() for prompt in more[1:]] == [each.ids.tolist() for each in later]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_few_operations_choose_the_codes_of_the_definition(bits):
+    generator = torch.Generator().manual_seed(bits)
+    rows = torch.randn(2, 200, 64, generator=generator)
+    mixed = torch.randn(2, 64, 64, generator=generator) @ torch.diag(1 / torch.arange(1, 65.0))
+    factor, format = factorize(mixed @ mixed.mT), replace(COARSE, bits=bits)
+    expected = int2.dequantize(feedback.quantize(rows[None], factor, None, format), format)[0]
+    read = feed_back(rows, factor, format)
+    # A sum in another order may round one channel to another code, and with it later ones.
+    same = (read - expected).abs().amax(-1) < 1e-5
+    assert same.double().mean() > 0.98
+    assert feed_back(0 * rows, factor, format).abs().max() < 1e-6
+
+
+@pytest.fixture(scope="module")
+def whitened(tiny, tmp_path_factory):
+    """The tiny model's artifact with all that a default calibration stores."""
+    changes = {"feedback": True, "whiten": True, "center_keys": True}
+    recipe = RECIPE.model_copy(update=changes)
+    return calibrate(job(tiny, tmp_path_factory.mktemp("whitened"), recipe))
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    source = find(str(tiny))
+    return load(source, load_config(source), "cpu", torch.float32)
+
+
+def test_rows_of_exact_layers_sides_and_heads_come_back_as_they_are(whitened):
+    codec = PlannedCodec(frames_of(whitened.rotations, torch.device("cpu")), {(0, "key"): [16, 2]})
+    rows = torch.randn(2, 2, 100, 16)
+    for place in ((0, "value"), (1, "key"), (1, "value")):
+        assert torch.equal(codec.fake_quantize(rows, *place, COARSE), rows)
+    read = codec.fake_quantize(rows, 0, "key", COARSE)
+    assert torch.equal(read[:, 0], rows[:, 0])
+    assert not torch.isclose(read[:, 1], rows[:, 1]).all()
+    assert codec.layers(whitened.geometry) == {0}
+    assert codec.stored_bits(0, "key", 16, COARSE) == (16 + 3) / 2
+    assert codec.stored_bits(1, "key", 16, COARSE) == 16
+
+
+@torch.no_grad()
+def test_a_model_whose_planned_bits_are_all_16_computes_what_it_does_by_itself(whitened, model):
+    frames, ids = frames_of(whitened.rotations, model.device), torch.arange(100, 300)[None]
+    exact = model(ids).logits
+    for bits, same in ((16, True), (2, False)):
+        codec = PlannedCodec(frames, {(1, side): [bits, bits] for side in ("key", "value")})
+        simulation = Simulation(
+            codec, CacheLayout(COARSE, 8, 32), whitened.geometry, codec.layers(whitened.geometry)
+        )
+        with simulation.running(model):
+            read = model(ids).logits
+        assert torch.allclose(read, exact, atol=1e-4) == same
+
+
+def test_other_compositions_are_fitted_by_the_same_recipe(whitened):
+    rotations = refit(whitened, "hadamard")
+    assert rotations.has_feedback
+    for layer, side, rotation in rotations.each():
+        own = whitened.rotations[layer][side]
+        assert torch.allclose(rotation.whitening, own.whitening, atol=1e-5)
+        assert not torch.allclose(rotation.matrix.abs(), own.matrix.abs())
+
+
+def test_bits_go_where_they_take_most_of_what_is_lost():
+    elements = {(layer, side): 64 for layer in range(2) for side in ("key", "value")}
+    losses = {(0, "key"): 1.0, (0, "value"): 0.01, (1, "key"): 0.2, (1, "value"): -0.01}
+    assert share_out(losses, elements, 2.5) == {
+        (0, "key"): 4, (0, "value"): 2, (1, "key"): 2, (1, "value"): 2,
+    }  # fmt: skip
+    spent = share_out(losses, elements, 2.75)
+    assert spent[0, "key"] == 4
+    assert spent[1, "key"] == 3
+    assert sum(share_out(losses, elements, 3.5).values()) == 14
+
+
+def test_the_script_runs_and_goes_on_where_it_was_cut_short(
+    tmp_path, tiny, whitened, monkeypatch, capsys
+):
+    settings = "--questions 2 --lengths 400 --rows 1 --few 2 --few-rows 1 --sink 8 --recent 32"
+    words = [tiny, whitened.folder, *settings.split(), "--json", tmp_path / "kept.json"]
+    for seconds in (0, 100):
+        command = ["real_models_lose", *words, "--seconds", seconds]
+        monkeypatch.setattr("sys.argv", [str(word) for word in command])
+        assert real_models_lose.main() == 0
+        arms = json.loads((tmp_path / "kept.json").read_text())["arms"]
+        assert bool(arms) == (seconds > 0)
+    shown = capsys.readouterr().out
+    assert "| keys of layer 1 |" in shown
+    assert "| hadamard, 2.5 code bits by KL | 3.500 |" in shown
+    assert {"values of layer 0, head 1", "4 bits for keys of 2 layers by answers"} <= set(arms)
+    assert all(arm["kl"] > 0 for arm in arms.values())
