@@ -6,7 +6,7 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -224,8 +224,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
         settings = settings.for_layer(index, *rows)
         pages = LayerPages(settings, index, kv_cache, slots, key.dtype)
-        scratch = current_workspace_manager().get_simultaneous if key.is_cuda else None
-        return LayerReader(pages, self.attention, scratch)
+        return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
 
 
 class RotatedBackend(AttentionBackend):  # type: ignore[misc]
@@ -252,7 +251,6 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """The class of a layer's attention."""
         return RotatedImpl
 
     @staticmethod
@@ -311,6 +309,10 @@ def in_two_bits(spec: Any, layer: int | None) -> Any:
     # many more tokens as make it larger than one of a layer with a window.
     more = -(-spec.page_size_bytes // stored.page_size_bytes)
     return replace(stored, block_size=more * spec.block_size)
+
+
+_lend_scratch = lru_cache(1)(lambda *sizes: current_workspace_manager().get_simultaneous(*sizes))
+"""Scratch memory: all layers of a step ask for the same."""
 
 
 def _page_tokens(block: int) -> int:

@@ -99,8 +99,7 @@ class Planner:
         """For pages of so many tokens and bytes on this device. Page 0 belongs to no request.
         Prompts read `segment` earlier tokens at a time."""
         self.layout, self.tokens, self.page_bytes = layout, tokens, page_bytes
-        self.sink = layout.sink
-        self.recent = layout.recent  # at least 1: a token reads itself exact
+        self.sink, self.recent = layout.sink, layout.recent  # at least 1: a token reads itself
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens, 1)
         self.slots = count_slots(layout, tokens, most_requests)
         self.slot_of = torch.zeros(pages, dtype=torch.int64, device=device)
@@ -125,8 +124,7 @@ class Planner:
         the last `counts` `[B]` are new, and `mapping` int64 `[T]` says where each new token is
         stored: page times tokens of a page plus offset, or -1 for padding.
 
-        All that a step of single tokens has stays at the same addresses from step to step, for
-        graphs that replay.
+        A step of few tokens has all tensors at the same addresses each time, for graphs.
         """
         self._now += 1
         rows, device, new = known.decodes, table.device, known.most_new

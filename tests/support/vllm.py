@@ -23,8 +23,10 @@ NEEDS_VLLM = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
 ]
 CHUNK, TOKENS = 256, 24
-ON_GPU = {"gpu_memory_utilization": 0.08} if torch.cuda.is_available() else {}
-"""Several engines share a GPU."""
+ON_GPU: dict[str, Any] = {}
+"""Options of an engine there."""
+if torch.cuda.is_available():  # which several engines share
+    ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 
 
 def server_settings(model: Path | str, artifact: Path, **options: Any) -> CacheSettings:

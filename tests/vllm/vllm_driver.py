@@ -35,6 +35,7 @@ def run_engine(job: dict) -> dict:
         rounds.append([each for request in requests for each in describe(request)])
     cache = llm.llm_engine.vllm_config.cache_config
     held = {"blocks": cache.num_gpu_blocks, "capacity": cache.kv_cache_size_tokens}
+    held["tokens"] = cache.num_gpu_blocks * cache.block_size  # without layers with a window
     return {"rounds": rounds, **held}
 
 
