@@ -27,12 +27,10 @@ ATTENTION_SOURCES = Path(__file__).with_name("attention.cu"), _PARTS_SOURCE
 """Here, too, the second file continues the first."""
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
-_LARGEST_DIM = 512
-_THREADS = 128  # per block: WARPS in `int2.cu`, times 32
+_LARGEST_DIM, _THREADS = 512, 128  # these are per block: WARPS in `int2.cu`, times 32
 _FEEDBACK_ROWS = 32  # per block, and as many threads: ROWS in `feedback.cu`
 FEW_THREADS = 128
 """Threads for a row where rows are few: FEW_THREADS in `feedback.cu`."""
-
 FEW = "quantize_few_with_feedback"
 """The kernel of `feedback.cu` for few rows."""
 INSTALL = "pip install 'cuda-bindings>=13,<14' 'cuda-core>=1' 'nvidia-cuda-nvrtc>=13,<14'"
@@ -77,7 +75,6 @@ class Launcher:
     """Launches kernels on torch's current stream of one GPU."""
 
     def __init__(self, device: torch.device):
-        self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
 
     def __call__(
@@ -165,9 +162,10 @@ class Variant:
         shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
-        if format.bits != 2 or format.fine_channels % 16:
+        thirds = format.fine_channels
+        if format.bits == 3 or thirds % 16 or (thirds and format.bits != 2):
             raise RotationZooError(
-                "the CUDA kernel has codes of 2 bits, and third bits of a multiple of 16 channels"
+                "the CUDA kernel has 2, 4 or 8 bits, and third bits of a multiple of 16 channels"
             )
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
@@ -182,6 +180,7 @@ class Variant:
             "TYPE": TYPES[self.dtype],
             "CLIP": self.clips,
             "ROTATE": self.rotates,
+            "BITS": format.bits,
             "GROUP_CLIP": format.clip_scope == "group",
             "INTERPOLATED": format.interpolated,
             "HALF": format.metadata == "float16",

@@ -119,6 +119,7 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
+        and key.format.bits == 2
         and (alike, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))

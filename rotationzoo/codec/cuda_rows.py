@@ -55,7 +55,7 @@ def dequantize(
     """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`. A given `rotation` is
     undone by multiplying with its transpose."""
     heads, count, bytes_of_a_row = packed.codes.shape
-    dim = 4 * (bytes_of_a_row - packed.format.fine_channels // 8)
+    dim = (8 * bytes_of_a_row - packed.format.fine_channels) // packed.format.bits
     groups, device = packed.metadata.shape[2], packed.codes.device
     rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
     matrix = None if rotation is None else rotation.float().mT.contiguous()

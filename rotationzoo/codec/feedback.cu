@@ -11,7 +11,7 @@
 constexpr int RANGES = 4, WIDTH = 16, ROWS = 32;  // rows of a block: one warp, so that few rows still reach all multiprocessors
 constexpr int RESIDENT = 8;  // that a multiprocessor should hold: registers for that many, without spilling any
 // Rows that are too long for shared memory, beside the codes, are read where they are.
-constexpr bool TILED = ROWS * (D * (sizeof(Element) + 1) + FINE / 2) <= 48 << 10;
+constexpr bool TILED = ROWS * (D * sizeof(Element) + 4 * CODES + FINE / 2) <= 48 << 10;
 constexpr int STRIDE = TILED ? ROWS : 1;  // from one channel of a thread's row to the next
 
 __device__ float widen(Element x) {
@@ -36,7 +36,7 @@ __device__ void feed_back(float (&moved)[RANGES][WIDTH], const float (&error)[RA
       for (int r = 0; r < RANGES; r++) moved[r][k] = __fsub_rn(moved[r][k], __fmul_rn(error[r], weight[k]));
 }
 
-// Codes 4j to 4j + 3, two bits each, to bits 0, 8, 16 and 24.
+// Four codes of two bits each, to bits 0, 8, 16 and 24.
 __device__ unsigned spread(unsigned codes) {
   codes = (codes | codes << 12) & 0x000f000f;
   return (codes | codes << 6) & 0x03030303;
@@ -48,9 +48,9 @@ __device__ unsigned spread(unsigned codes) {
 extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedback(
     const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
     int* refused) {
-  // A column of each is one thread's. Byte r of an entry of `chosen` has the codes of four channels in range r, and four bits of an
-  // entry of `thirds` have their third bits.
-  __shared__ unsigned chosen[D / 4][ROWS];
+  // A column of each is one thread's. Byte r of an entry of `chosen` has the codes of OF_BYTE channels in range r, and four bits of
+  // an entry of `thirds` have the third bits of four.
+  __shared__ unsigned chosen[CODES][ROWS];
   __shared__ unsigned short thirds[FINE ? FINE / 4 : 1][ROWS];
   __shared__ Element tile[TILED ? D : 1][ROWS];
   const int thread = threadIdx.x;
@@ -98,16 +98,16 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
       for (int r = 0; r < RANGES; r++) moved[r][k] = widen(x[STRIDE * (block + k)]);
 
 #pragma unroll 1
-    for (int j = 0; j < block; j += 4) {
+    for (int j = 0; j < block; j += OF_BYTE) {
       const int group = j / GROUP;
       const bool fine = is_fine(j);
-      const unsigned four = chosen[j / 4][thread], lowest = fine ? thirds[(j - FIRST_FINE) / 4][thread] : 0;
+      const unsigned together = chosen[j / OF_BYTE][thread], lowest = fine ? thirds[(j - FIRST_FINE) / 4][thread] : 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < OF_BYTE; i++) {
         float error[RANGES], exact = widen(x[STRIDE * (j + i)]);
 #pragma unroll
         for (int r = 0; r < RANGES; r++) {
-          unsigned code = four >> (8 * r + 2 * i) & 3;
+          unsigned code = together >> (8 * r + BITS * i) & (LEVELS - 1);
           if (fine) code = 2 * code | (lowest >> (4 * r + i) & 1);
           const float step = step_of(scale[group][r], fine), zero = zero_of(offset[group][r], fine);
           error[r] = __fsub_rn(restore(0x4b000000 | code, step, zero), exact);
@@ -119,11 +119,11 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
     // Now the block's own channels, one after another.
     const bool fine = is_fine(block);
 #pragma unroll
-    for (int j = 0; j < WIDTH; j += 4) {
+    for (int j = 0; j < WIDTH; j += OF_BYTE) {
       const int group = (block + j) / GROUP;
-      unsigned four = 0x19000000, lowest = 0;  // makes up for the 0x4b000000 in sixteen shifted code_bits
+      unsigned together = WITHOUT_CODES, lowest = 0;
 #pragma unroll
-      for (int i = j; i < j + 4; i++) {
+      for (int i = j; i < j + OF_BYTE; i++) {
         const float* weights = factor + (block + i) * D + block;
         float error[RANGES], exact = widen(x[STRIDE * (block + i)]);
 #pragma unroll
@@ -136,11 +136,11 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
           total[r] = __fadd_rn(total[r], __fmul_rn(weights[i], __fmul_rn(residual, residual)));
           error[r] = __fsub_rn(restored, exact);
           if (fine) lowest |= (bits & 1) << (4 * r + i - j), bits = upper_bits(bits);
-          four += bits << (8 * r + 2 * (i - j));
+          together += bits << (8 * r + BITS * (i - j));
         }
         feed_back(moved, error, weights, i + 1);
       }
-      chosen[(block + j) / 4][thread] = four;
+      chosen[(block + j) / OF_BYTE][thread] = together;
       if (fine) thirds[(block + j - FIRST_FINE) / 4][thread] = lowest;
     }
   }
@@ -158,12 +158,18 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
       for (int r = 0; r < RANGES; r++)
         if (r == best) store(metadata + (row * GROUPS + g) * NUMBERS, scale[g][r], offset[g][r]);
 #pragma unroll 1
-    for (int j = 0; j < D / 4; j += 4) {
+    for (int j = 0; j < CODES; j += 4) {
       unsigned bytes = 0;
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        unsigned four = chosen[STRIDED ? (k * QUARTER + j) / 4 : j + k][thread] >> 8 * best & 0xff;
-        bytes |= STRIDED ? spread(four) << 2 * k : four << 8 * k;
+        if (!STRIDED) bytes |= (chosen[j + k][thread] >> 8 * best & 0xff) << 8 * k;
+        else if (BITS == 2) bytes |= spread(chosen[(k * QUARTER + j) / 4][thread] >> 8 * best & 0xff) << 2 * k;
+        else
+          for (int f = 0; f < OF_BYTE; f++) {
+            const int channel = f * CODES + j + k;
+            const unsigned code = chosen[channel / OF_BYTE][thread] >> (8 * best + BITS * (channel % OF_BYTE)) & (LEVELS - 1);
+            bytes |= code << (8 * k + BITS * f);
+          }
       }
       copy_codes<4>(codes + row * ROW + j, &bytes);
     }
@@ -172,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
       unsigned bytes = 0;
 #pragma unroll
       for (int k = 0; k < 4; k++) bytes |= (thirds[j / 4 + k][thread] >> 4 * best & 15) << 4 * k;
-      copy<2>(codes + row * ROW + D / 4 + j / 8, &bytes);
+      copy<2>(codes + row * ROW + CODES + j / 8, &bytes);
     }
   }
   if (!(top <= LARGEST)) *refused = 1;
@@ -260,7 +266,7 @@ __device__ int choose(Few& few, const float* factor, Ahead ahead, int* refused) 
         const float restored = restore(bits, level.step, level.zero), residual = __fsub_rn(restored, before);
         const float error = __fsub_rn(restored, few.values[j]);
         total = __fadd_rn(total, __fmul_rn(few.diagonal[j], __fmul_rn(residual, residual)));
-        if (lane == first + a) codes[m] = bits & 7;
+        if (lane == first + a) codes[m] = bits & 255;
 #pragma unroll
         for (int k = m; k < MINE; k++)
           if (k > m || lane > first + a) moved[k] = __fsub_rn(moved[k], __fmul_rn(error, now.weights[a][k]));
@@ -291,12 +297,12 @@ __device__ void write(
     scales[g * apart] = write(few.scales[best][g]);
     if (!SYMMETRIC) offsets[g * apart] = write(few.offsets[best][g]);
   }
-  for (int i = threadIdx.x; i < D / 4; i += FEW_THREADS) {
+  for (int i = threadIdx.x; i < CODES; i += FEW_THREADS) {
     unsigned byte = 0;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const int channel = STRIDED ? k * QUARTER + i : 4 * i + k;
-      byte |= few.chosen[best][channel] >> is_fine(channel) << 2 * k;
+    for (int k = 0; k < OF_BYTE; k++) {
+      const int channel = STRIDED ? k * CODES + i : OF_BYTE * i + k;
+      byte |= few.chosen[best][channel] >> is_fine(channel) << BITS * k;
     }
     codes[i] = byte;
   }
@@ -322,5 +328,5 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feed
   __syncthreads();
   const int best = choose(few, factor, ahead, refused);
   Metadata* numbers = metadata + row * GROUPS * NUMBERS;
-  write(few, best, codes + row * ROW, codes + row * ROW + D / 4, numbers, numbers + 1, NUMBERS);
+  write(few, best, codes + row * ROW, codes + row * ROW + CODES, numbers, numbers + 1, NUMBERS);
 }

@@ -1,22 +1,26 @@
-// The 2-bit codec on CUDA: rows -> (rotate) -> clip, scale, round, pack; and back.
+// The codec on CUDA: rows -> (rotate) -> clip, scale, round, pack; and back.
 //
 // The definition is rotationzoo/codec/int2.py; codes, scales and dequantized values are the same bit by bit. Every operation is
 // float32 and rounded on its own, which is what the _rn intrinsics say: they are never fused.
 //
 // A row is D channels of one token and KV head, shared by a few lanes. Each lane holds four runs of RUN neighbouring channels,
 // one from each quarter of the row: whichever way codes are packed, the codes of a byte are then in one lane.
+// Codes have BITS: 2, 4 or 8.
 //
 // feedback.cu continues this file, and uses its conversions and its arithmetic.
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
-// CLIP (0: off), ROTATE, and the format: GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), COMPUTED (rounded with the
+// CLIP (0: off), ROTATE, and the format: BITS, GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), COMPUTED (rounded with the
 // metadata as computed, not as stored), MINIMUM, SYMMETRIC (no offset), FINE (so many last channels have third bits: a multiple
-// of 16, 0 unless SYMMETRIC), STRIDED.
+// of 16, 0 unless SYMMETRIC and BITS is 2), STRIDED.
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
 constexpr int NUMBERS = SYMMETRIC ? 1 : 2;  // of a group: its scale, and its offset if it has one
-constexpr int ROW = D / 4 + FINE / 8, FIRST_FINE = D - FINE;  // bytes of a row, and its first channel with a third bit
+constexpr int LEVELS = 1 << BITS, OF_BYTE = 8 / BITS, CODES = D / OF_BYTE;  // codes of a byte, and their bytes of a row
+constexpr int ROW = CODES + FINE / 8, FIRST_FINE = D - FINE;  // bytes of a row, and its first channel with a third bit
+// Codes are computed as code_bits, and packed by sums: this makes up for the 0x4b000000 of all that are summed to a word.
+constexpr unsigned WITHOUT_CODES = BITS == 2 ? 0x19000000 : BITS == 4 ? 0x05000000 : 0xb5000000;
 // Eight 16-bit channels are the widest access there is. A rotation keeps many sums a row: it takes shorter runs, and several
 // rows for each read of the matrix.
 constexpr int RUN = ROTATE || !TYPE || QUARTER % 8 || GROUP % 8 ? 4 : 8, LANE_ROWS = ROTATE ? 4 : 1;
@@ -172,11 +176,13 @@ struct Divisor {
   }
 };
 
-// trunc(y) clamped to 0..3 (0..7 with a third bit), plus 0x4b000000: the bits of 2^23 + the integer. `bottom` and `top` are the
+// trunc(y) clamped to the codes, plus 0x4b000000: the bits of 2^23 + the integer. `bottom` and `top` are the
 // limits for y, or tighter ones, as integers: floats that are not negative sort alike.
 __device__ unsigned code_bits(float y, int bottom, int top) {
   return __float_as_uint(__fadd_rd(__int_as_float(max(min(__float_as_int(y), top), bottom)), 8388608.0f));
 }
+
+constexpr float MIDDLE = 0.5f * (LEVELS - 1);  // of the codes
 
 // How a group of these extremes is rounded: the scale and offset that codes are computed with, and those that are stored.
 struct Range {
@@ -185,12 +191,12 @@ struct Range {
   __device__ Range(float lowest, float highest) {
     if (SYMMETRIC) highest = max_nan(-lowest, highest), lowest = -highest;
     const float width = fmaxf(__fsub_rn(highest, lowest), 1e-8f);
-    scale = SYMMETRIC ? __fmul_rn(width, 0.25f) : Divisor<false>(3.0f).divide(width);
+    scale = SYMMETRIC ? __fmul_rn(width, 1.0f / LEVELS) : Divisor<false>(LEVELS - 1.0f).divide(width);
     if (HALF && !MINIMUM && !SYMMETRIC) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
     kept_scale = stored_scale(scale);
     if (!COMPUTED) scale = kept_scale;
     // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
-    offset = SYMMETRIC ? 1.5f : MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
+    offset = SYMMETRIC ? MIDDLE : MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
     kept_offset = stored_offset(offset);
     if (!COMPUTED) offset = kept_offset;
   }
@@ -200,7 +206,7 @@ struct Range {
 __device__ constexpr bool is_fine(int channel) { return FINE && channel >= FIRST_FINE; }
 __device__ float step_of(float scale, bool fine) { return fine ? __fmul_rn(scale, 0.5f) : scale; }
 __device__ float zero_of(float offset, bool fine) { return fine ? 3.5f : offset; }
-__device__ int ceiling_of(bool fine) { return fine ? 0x40e00000 : 0x40400000; }  // the largest code
+__device__ int ceiling_of(bool fine) { return __float_as_int(fine ? 7.0f : LEVELS - 1.0f); }  // the largest code
 __device__ unsigned upper_bits(unsigned code_bits) { return 0x4b000000 | (code_bits & 7) >> 1; }  // as code_bits, too
 
 // y = x in steps of a group, plus a half; its integer part is the code.
@@ -220,8 +226,12 @@ __device__ float restore(unsigned code_bits, float scale, float offset) {
   return MINIMUM ? __fadd_rn(__fmul_rn(code, scale), offset) : __fmul_rn(__fsub_rn(code, offset), scale);
 }
 
-// Where the code of the i-th channel of the k-th run is among the lane's, two bits each.
-__device__ constexpr int position(int k, int i) { return STRIDED ? 8 * i + 2 * k : 2 * RUN * k + 2 * i; }
+// Where the code of the i-th channel of the k-th run is among the lane's, in bits. Where they are strided, the lane has PIECES of
+// RUN bytes; else it has a piece of each run.
+constexpr int PIECES = 4 / OF_BYTE;
+__device__ constexpr int position(int k, int i) {
+  return STRIDED ? 8 * (k % PIECES * RUN + i) + k / PIECES * BITS : BITS * (RUN * k + i);
+}
 
 // ---- one row, spread over LANES lanes --------------------------------------------------------------------------------------
 
@@ -377,8 +387,8 @@ __device__ bool quantize_row(
   limit = keys.threshold(top, D, rank, weight);
 #endif
 #endif
-  alignas(8) unsigned words[RUN / 4];
-  for (int j = 0; j < RUN / 4; j++) words[j] = 0x19000000;  // makes up for the 0x4b000000 in sixteen shifted code_bits
+  alignas(8) unsigned words[PIECES * RUN / 4];
+  for (unsigned& word : words) word = WITHOUT_CODES;
   unsigned thirds[4] = {};  // the lowest bits of each run
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
@@ -417,14 +427,14 @@ __device__ bool quantize_row(
       if (lane.active && bit >= 0 && bit < 16) bits |= thirds[k] << bit;
     }
     bits = reduce<Sum>(bits);
-    if (exists && lane.index == 0) copy<2>(codes + D / 4 + first / 8, &bits);
+    if (exists && lane.index == 0) copy<2>(codes + CODES + first / 8, &bits);
   }
   if (exists && lane.active) {
 #if STRIDED
-    copy_codes<RUN>(codes + RUN * lane.index, words);
+    for (int p = 0; p < PIECES; p++) copy_codes<RUN>(codes + p * QUARTER + RUN * lane.index, words + p * RUN / 4);
 #else
     for (int k = 0; k < 4; k++)
-      copy<RUN / 4>(codes + lane.channel(k) / 4, reinterpret_cast<unsigned char*>(words) + k * RUN / 4);
+      copy<RUN / OF_BYTE>(codes + lane.channel(k) / OF_BYTE, reinterpret_cast<unsigned char*>(words) + k * RUN / OF_BYTE);
 #endif
   }
   return top <= LARGEST;  // false for NaN
@@ -500,14 +510,17 @@ template <bool TOGETHER>
 __device__ void dequantize_row(
     float (&x)[4][RUN], Lane lane, const unsigned char* codes, const unsigned char* thirds, const Metadata* scales,
     const Metadata* offsets, int apart) {
-  alignas(8) unsigned words[RUN / 4] = {};
+  alignas(8) unsigned words[PIECES * RUN / 4] = {};
   if (lane.active) {
 #if STRIDED
-    if (TOGETHER) copy_codes<RUN>(words, codes + RUN * lane.index);
-    else copy<RUN>(words, codes + RUN * lane.index);
+    for (int p = 0; p < PIECES; p++) {
+      const unsigned char* piece = codes + p * QUARTER + RUN * lane.index;
+      if (TOGETHER) copy_codes<RUN>(words + p * RUN / 4, piece);
+      else copy<RUN>(words + p * RUN / 4, piece);
+    }
 #else
     for (int k = 0; k < 4; k++)
-      copy<RUN / 4>(reinterpret_cast<unsigned char*>(words) + k * RUN / 4, codes + lane.channel(k) / 4);
+      copy<RUN / OF_BYTE>(reinterpret_cast<unsigned char*>(words) + k * RUN / OF_BYTE, codes + lane.channel(k) / OF_BYTE);
 #endif
   }
 #pragma unroll
@@ -515,10 +528,10 @@ __device__ void dequantize_row(
     const int bit = lane.channel(k) - FIRST_FINE, at = lane.group(k) * apart;
     const bool fine = lane.active && is_fine(lane.channel(k));
     const unsigned third = fine ? thirds[bit / 8] >> bit % 8 : 0;
-    const float scale = step_of(read(scales[at]), fine), offset = zero_of(SYMMETRIC ? 1.5f : read(offsets[at]), fine);
+    const float scale = step_of(read(scales[at]), fine), offset = zero_of(SYMMETRIC ? MIDDLE : read(offsets[at]), fine);
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
-      unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
+      unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & (LEVELS - 1);
       if (fine) code = 2 * code | (third >> i & 1);
       x[k][i] = restore(0x4b000000 | code, scale, offset);
     }
@@ -537,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
     const long long row = head * count + min(first + r, count - 1);
     const unsigned char* bytes = codes + row * ROW;
     const Metadata* numbers = metadata + row * GROUPS * NUMBERS;
-    dequantize_row<true>(x[r], lane, bytes, bytes + D / 4, numbers, numbers + 1, NUMBERS);
+    dequantize_row<true>(x[r], lane, bytes, bytes + CODES, numbers, numbers + 1, NUMBERS);
   }
 #if ROTATE
   __shared__ float tiles[WARPS][WARP_ROWS * D];

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
   if (!tokens.find(token, prompt, place) || !lane.active) return;
   const unsigned char* page = memory + tokens.page(prompt, place);
   const Count row = head * TOKENS + place % TOKENS;
-  const unsigned char *codes = page + row * (D / 4), *thirds = page + third_start + row * (FINE / 8);
+  const unsigned char *codes = page + row * CODES, *thirds = page + third_start + row * (FINE / 8);
   const Metadata* scales = reinterpret_cast<const Metadata*>(page + scale_start) + row * GROUPS;
   const Metadata* offsets = reinterpret_cast<const Metadata*>(page + offset_start) + row * GROUPS;
   alignas(16) float x[4][RUN];

@@ -77,5 +77,5 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
   unsigned char* page = side.memory + pages[token] * page_bytes;
   Metadata* scales = reinterpret_cast<Metadata*>(page + scale_start) + at * GROUPS;
   Metadata* offsets = reinterpret_cast<Metadata*>(page + offset_start) + at * GROUPS;
-  write(few, best, page + at * (D / 4), page + third_start + at * (FINE / 8), scales, offsets, 1);
+  write(few, best, page + at * CODES, page + third_start + at * (FINE / 8), scales, offsets, 1);
 }

@@ -17,7 +17,13 @@ from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 
-FORMATS = int2.FORMATS | {"fine": FINE, "one scale": replace(FINE, fine_channels=0)}
+ONE_SCALE = replace(FINE, fine_channels=0)
+FORMATS = int2.FORMATS | {
+    "fine": FINE,
+    "one scale": ONE_SCALE,
+    "4 bits": replace(ONE_SCALE, bits=4),
+}
+FORMATS |= {"8 bits": replace(int2.FORMATS["vllm"], bits=8)}
 # Every type, format, and way to split a row among lanes at least once, clipped, with and without a
 # rotation.
 COMPILED = [
@@ -26,6 +32,7 @@ COMPILED = [
     (96, 96, torch.bfloat16, "mlx", False), (192, 64, torch.float16, "sglang", True),
     (256, 128, torch.bfloat16, "vllm", True), (512, 32, torch.float32, "sglang", False),
     (128, 128, torch.float32, "fine", False), (128, 64, torch.bfloat16, "fine", True),
+    (128, 128, torch.bfloat16, "4 bits", False), (128, 32, torch.float16, "8 bits", False),
 ]  # fmt: skip
 
 
@@ -55,10 +62,9 @@ def test_shapes_that_the_kernel_does_not_take_are_refused():
     for dim, group, dtype in ((72, 72, float32), (1024, 128, float32), (64, 64, float64)):
         with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of"):
             cuda.Variant(dim, group, dtype, clips=True).macros()
-    four = replace(FORMATS["sglang"], bits=4)
-    assert not cuda_encoder.supports(cuda.Variant(64, 64, torch.float32, four))
-    odd = replace(FINE, fine_channels=8)
-    for format in (four, odd):
+    three = replace(FORMATS["sglang"], bits=3)
+    assert not cuda_encoder.supports(cuda.Variant(64, 64, torch.float32, three))
+    for format in (three, replace(FINE, fine_channels=8), replace(FINE, bits=4)):
         with pytest.raises(RotationZooError, match="third bits of a multiple of 16 channels"):
             cuda.Variant(64, 64, torch.float32, format).macros()
 

@@ -22,6 +22,8 @@ FORMATS = int2.FORMATS | {
     "fine": FINE,
     "fine, 240 channels": replace(FINE, fine_channels=240),
     "one scale": replace(FINE, fine_channels=0),
+    "4 bits": replace(FINE, fine_channels=0, bits=4),
+    "8 bits": replace(int2.FORMATS["vllm"], bits=8),
 }
 # Every type and format; groups that are the row, that hold blocks of 16 channels, and that split
 # them; rows too long for shared memory.
@@ -30,7 +32,8 @@ COMPILED = [
     (80, 20, torch.float32, "vllm"), (96, 32, torch.bfloat16, "mlx"),
     (320, 64, torch.float32, "mlx"), (128, 128, torch.float32, "fine"),
     (64, 64, torch.bfloat16, "fine"), (320, 32, torch.float32, "fine, 240 channels"),
-    (80, 80, torch.float16, "one scale"),
+    (80, 80, torch.float16, "one scale"), (64, 64, torch.float32, "4 bits"),
+    (128, 32, torch.bfloat16, "8 bits"),
 ]  # fmt: skip
 
 

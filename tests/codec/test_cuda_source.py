@@ -25,10 +25,13 @@ CASES = [
     (80, 80, replace(FINE, fine_channels=16)), (96, 96, replace(FINE, fine_channels=96)),
     (64, 32, replace(FINE, packing="consecutive")), (64, 64, SYMMETRIC),
     (64, 64, int2.SGLANG), (64, 32, int2.FORMATS["mlx"]),
+    (64, 64, replace(SYMMETRIC, bits=4)), (80, 80, replace(SYMMETRIC, bits=8)),
+    (128, 32, replace(int2.FORMATS["vllm"], bits=4)), (96, 96, replace(int2.SGLANG, bits=4)),
+    (64, 32, replace(int2.FORMATS["vllm"], bits=8)),
 ]  # fmt: skip
-# Each case is compiled anew; one with third bits and one with an offset tell most.
+# Each case is compiled anew; third bits, an offset and four bits tell most.
 FEW = [
-    pytest.param(*case, marks=[pytest.mark.thorough] * (case not in (CASES[0], CASES[6])))
+    pytest.param(*case, marks=[pytest.mark.thorough] * (case not in (CASES[0], CASES[6], CASES[8])))
     for case in CASES
 ]
 
