@@ -5,9 +5,9 @@
 // The definition is rotationzoo/codec/attention.py. Nothing is dequantized. With x = scale * code + offset,
 //     q . k = scale * (q . codes) + offset * sum(q)   and   sum_t p_t v_t = sum_t (p_t * scale_t) codes_t + sum_t p_t * offset_t,
 // so tensor cores multiply codes, and scales and offsets cost one multiplication a row. Unpacking is one AND:
-//   * Keys: a 2-bit field of a byte whose other bits are masked away is the integer code * 4^field. The query is rounded to 16
+//   * Keys: a field of a byte whose other bits are masked away is the integer code * 2^(bits * field). The query is rounded to 16
 //     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
-//   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 4^field * 2^-24. Tensor cores multiply subnormals
+//   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 2^(bits * field) * 2^-24. Tensor cores multiply subnormals
 //     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
 //   * Third bits count half a code. They lie apart, and are products of their own.
 //
@@ -18,8 +18,8 @@
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
 // PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
 // float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset
-// as in `formats`), KEY_FINE and VALUE_FINE (so many last channels have third bits: multiples of 16, 0 unless SYMMETRIC; groups are
-// multiples of 16, too), STRIDED (packing).
+// as in `formats`), KEY_BITS and VALUE_BITS (of codes: 2, 4 or 8), KEY_FINE and VALUE_FINE (so many last channels have third bits:
+// multiples of 16, 0 unless SYMMETRIC and codes have 2 bits; groups are multiples of 16, too), STRIDED (packing).
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 typedef unsigned long long Address;
@@ -27,13 +27,15 @@ typedef long long Count;
 
 constexpr int SETS = COLUMNS / 4;  // of columns that one product takes
 constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
-constexpr int KEY_WORDS = KEY_DIM / 16, VALUE_WORDS = VALUE_DIM / 16;  // of 16 codes, a row
+constexpr int KEY_FIELDS = 8 / KEY_BITS, VALUE_FIELDS = 8 / VALUE_BITS;  // codes of a byte
+constexpr int KEY_WORDS = KEY_DIM / KEY_FIELDS / 4, VALUE_WORDS = VALUE_DIM / VALUE_FIELDS / 4;  // of a row
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
+constexpr int LAST_FIELD = 8 - KEY_BITS;  // its first bit in a byte
 constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
 constexpr int KEY_PLANES = (KEY_FINE + 63) / 64, VALUE_PLANES = (VALUE_FINE + 63) / 64;  // of 64 third bits
-constexpr int SUMS = 8 * VALUE_CHUNKS + 4 * VALUE_PLANES;  // products that a column of values takes
+constexpr int CODE_SUMS = 2 * VALUE_FIELDS * VALUE_CHUNKS, SUMS = CODE_SUMS + 4 * VALUE_PLANES;  // products that a column takes
 constexpr int FIRST_KEY_FINE = KEY_DIM - KEY_FINE, FIRST_VALUE_FINE = VALUE_DIM - VALUE_FINE;
-constexpr int PREPARED = (KEY_CHUNKS + KEY_PLANES) * 64;  // numbers of a prepared column
+constexpr int PREPARED = KEY_CHUNKS * 16 * KEY_FIELDS + KEY_PLANES * 64;  // numbers of a prepared column
 constexpr int COLUMN = PREPARED * 2;  // its bytes: an upper and a lower one a number
 constexpr unsigned ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504088896341f, LOWEST = -1e30f;
@@ -52,7 +54,7 @@ typedef unsigned short Element;
 
 // ---- bytes of a page, and of a tile of it in shared memory -----------------------------------------------------------------
 
-constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of codes, and of third bits
+constexpr int KEY_ROW = 4 * KEY_WORDS, VALUE_ROW = 4 * VALUE_WORDS;  // bytes of codes, and of third bits
 constexpr int KEY_THIRD_ROW = KEY_FINE / 8, VALUE_THIRD_ROW = VALUE_FINE / 8;
 constexpr int KEY_NUMBERS = KEY_GROUPS * sizeof(Metadata), VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);  // of a token's scales
 constexpr int KINDS = SYMMETRIC ? 1 : 2;  // of numbers: scales, and offsets if there are any
@@ -235,9 +237,15 @@ __device__ float soft_capped(float score, float cap) {  // both times log2(e)
 // ---- where a code belongs --------------------------------------------------------------------------------------------------
 
 // The channel of the code in `field` of byte `byte` of 32-bit word `word` of a row of DIM channels.
-template <int DIM>
+template <int DIM, int FIELDS>
 __host__ __device__ constexpr int channel(int word, int byte, int field) {
-  return STRIDED ? field * (DIM / 4) + 4 * word + byte : 16 * word + 4 * byte + field;
+  return STRIDED ? field * (DIM / FIELDS) + 4 * word + byte : 4 * FIELDS * word + FIELDS * byte + field;
+}
+
+__host__ __device__ constexpr int key_channel(int word, int byte, int field) { return channel<KEY_DIM, KEY_FIELDS>(word, byte, field); }
+
+__host__ __device__ constexpr int value_channel(int word, int byte, int field) {
+  return channel<VALUE_DIM, VALUE_FIELDS>(word, byte, field);
 }
 
 // The word of a key that lane group `part` of four reads for a chunk; later chunks are of third bits. Neighbouring words allow wide
@@ -246,8 +254,8 @@ __host__ __device__ constexpr int key_word(int chunk, int part) {
   return chunk >= KEY_CHUNKS || (KEY_GROUPS > 1 && !STRIDED) ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
 }
 
-template <int DIM, int GROUP>
-__host__ __device__ constexpr int group_of(int word, int field) { return channel<DIM>(word, 0, field) / GROUP; }
+__host__ __device__ constexpr int key_group(int word, int field) { return key_channel(word, 0, field) / KEY_GROUP; }
+__host__ __device__ constexpr int value_group(int word, int field) { return value_channel(word, 0, field) / VALUE_GROUP; }
 
 // The channel of the third bit that `compare` has at bit `field + 1` of byte `byte`, of a unit of 16.
 __host__ __device__ constexpr int fine_channel(int unit, int byte, int field) {
@@ -255,23 +263,23 @@ __host__ __device__ constexpr int fine_channel(int unit, int byte, int field) {
 }
 
 // The zero of a format without offsets: the middle of its levels.
-__host__ __device__ constexpr float middle(bool fine) { return fine ? 1.75f : 1.5f; }
+__host__ __device__ constexpr float middle(int bits, bool fine) { return fine ? 1.75f : 0.5f * ((1 << bits) - 1); }
 
 // How many of the four words of a chunk have this group in this field; and below, how many of its eight words of values.
 __host__ __device__ constexpr int key_members(int chunk, int field, int group) {
   int members = 0;
-  for (int part = 0; part < 4; part++) members += group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, part), field) == group;
+  for (int part = 0; part < 4; part++) members += key_group(key_word(chunk, part), field) == group;
   return members;
 }
 
 __host__ __device__ constexpr int value_members(int chunk, int field, int group) {
   int members = 0;
-  for (int row = 0; row < 8; row++) members += group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + row, field) == group;
+  for (int row = 0; row < 8; row++) members += value_group(8 * chunk + row, field) == group;
   return members;
 }
 
-__device__ constexpr unsigned byte_mask(int field) { return 0x03030303u << 2 * field; }
-__device__ constexpr unsigned half_mask(int field) { return 0x00030003u << 2 * field; }
+__device__ constexpr unsigned byte_mask(int field) { return 0x01010101u * ((1 << KEY_BITS) - 1) << KEY_BITS * field; }
+__device__ constexpr unsigned half_mask(int field) { return 0x00010001u * ((1 << VALUE_BITS) - 1) << VALUE_BITS * field; }
 
 // Byte `byte` of two words, each at the bottom of one half of the result; the other bytes are not cleared.
 template <int BYTE>
@@ -299,8 +307,8 @@ struct Strides {
 };
 
 // query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
-// prepared int8 [B, H, padded, 2, KEY_CHUNKS * 64], upper and lower bytes, and headers [B, H, padded], where padded is a
-// multiple of COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 16 bytes a word.
+// prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
+// COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 KEY_FIELDS bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count row_stride, Count head_stride, Count token_stride, Count columns, Count tokens, const float* matrix,
     const float* mean, double scale, signed char* prepared, Header* headers) {
@@ -363,13 +371,13 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     signed char* to = prepared + at * COLUMN;
     float sums[KEY_GROUPS] = {}, bias = 0.0f;
     for (int i = lane; i < PREPARED; i += 32) {
-      const int word = i / 16, unit_of = word - 4 * KEY_CHUNKS;  // of third bits
+      const int word = i / (4 * KEY_FIELDS), unit_of = word - 4 * KEY_CHUNKS;  // of third bits
       const bool third = KEY_FINE && unit_of >= 0, exists = third ? 16 * unit_of < KEY_FINE : word < KEY_WORDS;
-      const int ch = third ? fine_channel(unit_of, i % 4, i / 4 % 4) : channel<KEY_DIM>(word, i % 4, i / 4 % 4);
+      const int ch = third ? fine_channel(unit_of, i % 4, i / 4 % 4) : key_channel(word, i % 4, i / 4 % KEY_FIELDS);
       const int x = exists ? __float2int_rn(turned[c][ch] / unit) : 0;
       const int high = (x + 128) >> 8;
       to[i] = high, to[PREPARED + i] = x - 256 * high;
-      const float part = SYMMETRIC ? x * middle(ch >= FIRST_KEY_FINE) : x;
+      const float part = SYMMETRIC ? x * middle(KEY_BITS, ch >= FIRST_KEY_FINE) : x;
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++)
         if (exists && !third && ch / KEY_GROUP == g) sums[g] += part;
@@ -384,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     }
     if (!lane) {
       const float scaled = unit * float(scale) * LOG2E;
-      headers[at].unit = scaled / 64.0f;
+      headers[at].unit = scaled / (1 << LAST_FIELD);
       headers[at].bias = bias * float(scale) * LOG2E;
       for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * scaled;
     }
@@ -519,11 +527,11 @@ __device__ void compare(
   for (int r = 0; r < 2; r++) read_words(keys[r], stage + place.key + (16 * half + 8 * r) * KEY_ROW);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
-    int products[SETS][4][4] = {};  // by field
+    int products[SETS][4][4] = {};  // by field, of which there are KEY_FIELDS
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk += 2)
       #pragma unroll
-      for (int field = 0; field < 4; field++) {
+      for (int field = 0; field < KEY_FIELDS; field++) {
         constexpr bool ODD = KEY_CHUNKS % 2;
         const bool alone = ODD && chunk + 1 == KEY_CHUNKS;
         const int next = alone ? chunk : chunk + 1;
@@ -533,8 +541,8 @@ __device__ void compare(
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
           unsigned b0 = query.words[set][chunk][field], b1 = query.words[set][next][field];
-          if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, place.part), field) != group) b0 = 0;
-          if (others < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(next, place.part), field) != group) b1 = 0;
+          if (members < 4 && key_group(key_word(chunk, place.part), field) != group) b0 = 0;
+          if (others < 4 && key_group(key_word(next, place.part), field) != group) b1 = 0;
           if (alone)
             multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, b0);
           else
@@ -571,12 +579,13 @@ __device__ void compare(
       scale *= query.unit;
       #pragma unroll
       for (int set = 0; set < SETS; set++) {
-        // 64 times the product, whose upper and lower bytes are neighbours. At most 2^7 * 3.5 * 64 * 256 * 2^8, which fits.
+        // 2^LAST_FIELD times the product, whose upper and lower bytes are neighbours. At most 127 * 256 * 256 times the largest
+        // level and 2^LAST_FIELD: 3.5 * 64, 15 * 16 or 255, which fits.
         int product = 0;
         #pragma unroll
-        for (int field = 0; field < 4; field++) {
+        for (int field = 0; field < KEY_FIELDS; field++) {
           const int(&of)[4] = products[set][field];
-          product += (of[2 * r] * 256 + of[2 * r + 1]) * (64 >> 2 * field);
+          product += (of[2 * r] * 256 + of[2 * r + 1]) * (1 << LAST_FIELD >> KEY_BITS * field);
         }
         // Before it is capped, a score is not compared with anything.
         const float base = group ? scores[set][r] : SOFT_CAP ? query.biases[set] : -top[set];
@@ -670,16 +679,16 @@ __device__ void accumulate(
     for (int i = 0; i < 4; i++)
       words[i] = read_word(stage + place.value + (16 * half + 4 * i) * VALUE_ROW + 32 * chunk);
     #pragma unroll
-    for (int field = 0; field < 4; field++)
+    for (int field = 0; field < VALUE_FIELDS; field++)
       #pragma unroll
       for (int group = 0; group < VALUE_GROUPS; group++) {
         const int members = value_members(chunk, field, group);
         if (!members) continue;
         unsigned mask = half_mask(field);
-        if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + place.row, field) != group) mask = 0;
+        if (members < 8 && value_group(8 * chunk + place.row, field) != group) mask = 0;
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
-          float(*sums)[4] = state.output[set] + 8 * chunk + 2 * field;
+          float(*sums)[4] = state.output[set] + 2 * (VALUE_FIELDS * chunk + field);
           const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
           multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
                    bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
@@ -705,7 +714,7 @@ __device__ void accumulate(
         const unsigned even = 0x00010001u << bit, odd = 0x00020002u << bit;
         #pragma unroll
         for (int set = 0; set < SETS; set++)
-          multiply(state.output[set][8 * VALUE_CHUNKS + 4 * plane + bit / 2], low & even, low & odd, high & even, high & odd,
+          multiply(state.output[set][CODE_SUMS + 4 * plane + bit / 2], low & even, low & odd, high & even, high & odd,
                    pairs[group][set][0], pairs[group][set][1]);
       }
     }

@@ -49,9 +49,14 @@ __device__ void attend_packed(
     const signed char* bytes = prepared + (column + 4 * set) * COLUMN + row * (COLUMN / 2);
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS + KEY_PLANES; chunk++) {
-      const uint4 four = *reinterpret_cast<const uint4*>(bytes + 16 * key_word(chunk, part));
       unsigned(&words)[4] = query.words[set][chunk];
-      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+      const signed char* from = bytes + 4 * KEY_FIELDS * key_word(chunk, part);
+      if constexpr (KEY_FIELDS == 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from);
+        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+      } else {
+        for (int field = 0; field < KEY_FIELDS; field++) words[field] = reinterpret_cast<const unsigned*>(from)[field];
+      }
     }
     #pragma unroll
     for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
@@ -94,7 +99,7 @@ __device__ void attend_packed(
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
       #pragma unroll
-      for (int field = 0; field < 4; field++)
+      for (int field = 0; field < VALUE_FIELDS; field++)
         #pragma unroll
         for (int byte = 0; byte < 4; byte++) {
           const int word = 8 * chunk + row;
@@ -102,18 +107,18 @@ __device__ void attend_packed(
           float offset = state.offsets[0][set];
           #pragma unroll
           for (int group = 1; group < VALUE_GROUPS; group++)
-            if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][set];
-          const float power = 16777216.0f / (1 << 2 * field);
-          const float(&sums)[4] = state.output[set][8 * chunk + 2 * field + byte / 2];
-          const int at = channel<VALUE_DIM>(word, byte, field);
-          if (SYMMETRIC) offset *= middle(at >= FIRST_VALUE_FINE);
+            if (value_group(word, field) == group) offset = state.offsets[group][set];
+          const float power = 16777216.0f / (1 << VALUE_BITS * field);
+          const float(&sums)[4] = state.output[set][2 * (VALUE_FIELDS * chunk + field) + byte / 2];
+          const int at = value_channel(word, byte, field);
+          if (SYMMETRIC) offset *= middle(VALUE_BITS, at >= FIRST_VALUE_FINE);
           to[at] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
         }
     __syncwarp();  // other lanes have the third bits of a channel
     #pragma unroll
     for (int bit = 0; bit < 8 * VALUE_PLANES; bit++) {
       const int at = FIRST_VALUE_FINE + bit / 8 * 64 + 8 * row + bit % 8;
-      const float(&sums)[4] = state.output[set][8 * VALUE_CHUNKS + bit / 2];
+      const float(&sums)[4] = state.output[set][CODE_SUMS + bit / 2];
       if (at < VALUE_DIM) to[at] += 8388608.0f / (1 << bit % 8) * (sums[bit % 2 * 2] + sums[bit % 2 * 2 + 1]);
     }
     if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];

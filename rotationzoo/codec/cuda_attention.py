@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES, Argument, Launcher, build
 from rotationzoo.codec.pages import PageLayout
@@ -42,12 +43,16 @@ class AttentionVariant:
     def warps(self) -> int:
         """Warps of a block of `attend`: four, where the shared memory of a block has room for two
         tiles of each."""
-        bytes_of_a_tile = 0
+        return 4 if 8 * self.tile_bytes <= _SHARED_MEMORY else 2
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile of keys and values."""
+        bits = 0.0
         for layout in (self.key, self.value):
-            numbers = layout.format.metadata_numbers * layout.groups
-            metadata = numbers * layout.format.metadata_bits // 8
-            bytes_of_a_tile += _TILE * (layout.format.row_bytes(layout.dim) + metadata)
-        return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
+            group = layout.dim // layout.groups
+            bits += layout.dim * int2.bits_per_element(layout.dim, group, layout.format)
+        return int(_TILE * bits / 8)
 
     @property
     def window(self) -> int:
@@ -64,8 +69,9 @@ class AttentionVariant:
     def column_bytes(self) -> int:
         """Bytes of a query that `prepare` writes: two of each channel and of each third bit.
         `COLUMN` in the source."""
-        planes = -(-self.key.dim // 64) + -(-self.key.format.fine_channels // 64)
-        return planes * 64 * 2
+        bits = self.key.format.bits
+        chunks, planes = -(-self.key.dim * bits // 128), -(-self.key.format.fine_channels // 64)
+        return (chunks * 128 // bits + planes * 64) * 2
 
     @property
     def source(self) -> str:
@@ -88,6 +94,8 @@ class AttentionVariant:
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
             "SYMMETRIC": format.offset == "none",
+            "KEY_BITS": format.bits,
+            "VALUE_BITS": self.value.format.bits,
             "KEY_FINE": format.fine_channels,
             "VALUE_FINE": self.value.format.fine_channels,
             "STRIDED": format.packing == "strided",
@@ -113,13 +121,13 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
     """Whether the kernels read pages of these layouts with queries of this type, and windows that
     have room for so many exact tokens together."""
     # Windows are cut into parts one by one, and packed tokens are at least one more.
-    window = AttentionVariant(key, value, dtype, soft_cap=False, columns=4).window
-    parts = exact_tokens // window + 3
-    alike = replace(key.format, fine_channels=value.format.fine_channels)
+    variant = AttentionVariant(key, value, dtype, soft_cap=False, columns=4)
+    parts = exact_tokens // variant.window + 3
+    alike = replace(key.format, bits=value.format.bits, fine_channels=value.format.fine_channels)
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
-        and key.format.bits == 2
+        and 4 * variant.tile_bytes <= _SHARED_MEMORY  # two of each warp
         and (alike, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))

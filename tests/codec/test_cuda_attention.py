@@ -89,6 +89,18 @@ def test_third_bits_are_a_variant():
     assert not supports(narrow, narrow, FLOAT)
 
 
+def test_bits_of_codes_are_a_variant():
+    key, value = layouts("vllm", 128)
+    wide = replace(key, format=replace(key.format, bits=8))
+    assert supports(wide, value, FLOAT)
+    chosen = replace(variant("vllm", 128), key=wide)
+    macros = dict(chosen.macros())
+    assert (macros["KEY_BITS"], macros["VALUE_BITS"], chosen.warps) == ("8", "2", 4)
+    assert chosen.column_bytes == 2 * 128
+    # Two tiles of 256 channels of both sides, for each of two warps, take 64 KiB.
+    assert not supports(*[replace(wide, dim=256)] * 2, FLOAT)
+
+
 def test_groups_of_channels_are_a_variant():
     macros = dict(variant("vllm", 128, groups=4).macros())
     assert (macros["KEY_GROUP"], macros["VALUE_GROUP"]) == ("32", "32")
@@ -256,6 +268,11 @@ def _compiled(
         ("fine", {"dim": 128, "group": 7}),
         ("fine", {"dim": 96, "fine": (16, 96), "soft_cap": 20, "means": True}),
         ("fine", {"dim": 160, "group_size": 32, "fine": (80, 0), "pooled": (0, 0, 50)}),
+        ("fine", {"dim": 64, "fine": (0, 0), "bits": (4, 2), "means": True}),
+        ("fine", {"dim": 128, "fine": (0, 16), "bits": (8, 2), "group": 7}),
+        ("vllm", {"dim": 80, "bits": (4, 4), "soft_cap": 20}),
+        ("vllm", {"dim": 64, "bits": (2, 8), "new": 2, "group": 3}),
+        ("sglang", {"dim": 96, "group_size": 32, "bits": (8, 4)}),
     ],
 )
 def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):

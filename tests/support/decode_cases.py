@@ -30,6 +30,8 @@ class Case:
     fine: tuple[int, int] | None = None
     """How many channels of keys and of values have third bits, in the format `fine`. None: as many
     as it says."""
+    bits: tuple[int, int] = (2, 2)
+    """Of a code of keys, and of values."""
     kv_heads: int = 2
     group: int = 4
     """Query heads of each KV head."""
@@ -151,8 +153,9 @@ class Drawing:
     def layouts(self) -> tuple[PageLayout, PageLayout]:
         case, format, both = self.case, LAYOUTS[self.case.format], []
         fine = case.fine or (format.fine_channels, format.fine_channels)
-        for dim, channels in zip((case.dim, self.value_dim), fine, strict=True):
-            format = replace(format, fine_channels=channels)
+        dims = case.dim, self.value_dim
+        for dim, channels, bits in zip(dims, fine, case.bits, strict=True):
+            format = replace(format, fine_channels=channels, bits=bits)
             group = case.group_size or dim
             both.append(PageLayout(case.kv_heads, dim, dim // group, case.page, format))
         return both[0], both[1]
