@@ -43,8 +43,8 @@ class Rotation:
     """Nats a predicted token that the model loses while this side of this layer alone is stored in
     codes of 2 bits: float64 `[]`. None where the recipe has no budget of bits."""
     fine_channels: torch.Tensor | None = None
-    """The `Format.fine_channels` of this side's rows in a format without an offset: int64 `[]`.
-    None leaves the format's."""
+    """Bits of a row beyond 2 a channel, in a format without an offset: int64 `[]`. Up to one a
+    channel they are `Format.fine_channels`; beyond, channels get as many. None: the format's."""
 
     @property
     def forward(self) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from rotationzoo.budget import Budget
 from rotationzoo.codec import int2
-from rotationzoo.codec.formats import FINE
+from rotationzoo.codec.formats import BITS, FINE, Format
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.rotations import Rotation, Rotations
@@ -49,9 +49,10 @@ class Place:
 
     @property
     def choices(self) -> np.ndarray:
-        """The numbers of bits that a row may have more: one for each channel at most."""
+        """The numbers of bits that a row may have more than 2 for each channel: one for no, some or
+        all channels, or two for all."""
         step = STEP * max(1, self.dim // 64)
-        return np.arange(0, self.dim + 1, step)
+        return np.array([*range(0, self.dim + 1, step), 2 * self.dim])
 
 
 def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> Rotations:
@@ -76,17 +77,20 @@ def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> 
     return rotations.replace(give_bits)
 
 
-def average_fine_channels(rotations: Rotations) -> int:
-    """The `Format.fine_channels` with which rows of equal bits take the bytes of these rotations'
-    budget, rounded up to a multiple of 8. No row has more than its channels."""
+def format_of_equal_bits(rotations: Rotations, format: Format) -> Format:
+    """The format of 2 bits with as many more as let rows of equal bits take the bytes of these
+    rotations' budget: whole bits, and one more for a multiple of 8 channels, rounded up."""
     each = [rotation for _, _, rotation in rotations.each()]
     rows = sum(len(rotation.clip) for rotation in each)
-    shortest = min(rotation.dim for rotation in each)
-    return min(-(-_third_bits(each) // (8 * rows)), shortest // 8) * 8
+    elements = sum(len(rotation.clip) * rotation.dim for rotation in each)
+    whole, left = divmod(_more_bits(each), elements)
+    eighths = min(-(-left // (8 * rows)), min(rotation.dim for rotation in each) // 8)
+    bits = min(each for each in BITS if each >= 2 + whole)
+    return replace(format, bits=bits, fine_channels=8 * eighths * (bits == 2 + whole))
 
 
-def _third_bits(rotations: Sequence[Rotation]) -> int:
-    """The third bits of a token in all KV heads."""
+def _more_bits(rotations: Sequence[Rotation]) -> int:
+    """The bits of a token in all KV heads beyond 2 for each channel."""
     return sum(len(rotation.clip) * int(rotation.fine_channels or 0) for rotation in rotations)
 
 
@@ -148,7 +152,7 @@ def budget_problems(
         mine = [each for each in rotations.each() if each[1] in sides]
         places = [_place(rotation) for _, _, rotation in mine]
         room = _extra_bits(places, bits, group_size) * sum(place.elements for place in places)
-        spent = _third_bits([rotation for *_, rotation in mine])
+        spent = _more_bits([rotation for *_, rotation in mine])
         if spent > room + 1:  # the room is rounded, and bits are spent in steps of more than one
             yield f"more fine channels than {bits:g} bits buy", mine[0][0]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES, Argument, Launcher, build
 from rotationzoo.codec.pages import PageLayout
@@ -46,13 +45,9 @@ class AttentionVariant:
         return 4 if 8 * self.tile_bytes <= _SHARED_MEMORY else 2
 
     @property
-    def tile_bytes(self) -> int:
+    def tile_bytes(self) -> float:
         """Bytes of a tile of keys and values."""
-        bits = 0.0
-        for layout in (self.key, self.value):
-            group = layout.dim // layout.groups
-            bits += layout.dim * int2.bits_per_element(layout.dim, group, layout.format)
-        return int(_TILE * bits / 8)
+        return _TILE * sum(each.bytes / each.heads / each.tokens for each in (self.key, self.value))
 
     @property
     def window(self) -> int:
@@ -82,10 +77,6 @@ class AttentionVariant:
         """The macros that compile the source into this variant."""
         format = self.key.format
         values = {
-            "KEY_DIM": self.key.dim,
-            "VALUE_DIM": self.value.dim,
-            "KEY_GROUP": self.key_group,
-            "VALUE_GROUP": self.value.dim // self.value.groups,
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
@@ -94,12 +85,12 @@ class AttentionVariant:
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
             "SYMMETRIC": format.offset == "none",
-            "KEY_BITS": format.bits,
-            "VALUE_BITS": self.value.format.bits,
-            "KEY_FINE": format.fine_channels,
-            "VALUE_FINE": self.value.format.fine_channels,
             "STRIDED": format.packing == "strided",
         }
+        for side, layout in (("KEY", self.key), ("VALUE", self.value)):
+            values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // layout.groups}
+            values |= {f"{side}_BITS": layout.format.bits}
+            values |= {f"{side}_FINE": layout.format.fine_channels}
         return tuple((name, str(int(value))) for name, value in values.items())
 
 
@@ -127,6 +118,7 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
+        and 3 not in (key.format.bits, value.format.bits)
         and 4 * variant.tile_bytes <= _SHARED_MEMORY  # two of each warp
         and (alike, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0

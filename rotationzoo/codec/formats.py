@@ -1,9 +1,8 @@
 """The engines' formats of few bits, one row of a table each.
 
-This is the only list of their names. It imports no torch, so that the
-command line can offer the names without waiting for torch. docs/codec.md has the formulas side by
-side. A format that rounds, packs or stores in a way of its own gets a field in `Format`, which
-`int2` and `int2.cu` then read; `cuda.Variant` hands it to the kernel.
+This is the only list of their names. It imports no torch, for which the command line would wait.
+docs/codec.md has the formulas side by side. A format with a way of its own gets a field in
+`Format`, which `int2` and `int2.cu` then read; `cuda.Variant` hands it to the kernel.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ or one of 8 bits. Three bytes hold eight codes of 3 bits, the lowest bits in the
 `strided`, word i holds channels i, i + D/n, i + 2D/n and so on; in `consecutive`, channels n i to
 n i + n - 1."""
 BITS = (2, 3, 4, 8)
-"""Bits that a code may have. Engines, kernels and the cache that stores codes have 2."""
+"""Bits that a code may have. Engines have 2, and kernels all but 3."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,5 @@ SIMULATED = FORMATS | {
     "sglang-3": replace(SGLANG, bits=3),
     "sglang-4": replace(SGLANG, bits=4),
 }
-"""The formats that a model can be evaluated with; no cache of ours stores 3 or 4 bits. SGLang sorts
-a row during prefill, but bisects when it stores tokens that leave the exact window. The longer a
-server decodes, the more its answers depend on bisection."""
+"""The formats that a model can be evaluated with. SGLang sorts a row during prefill, but bisects
+when it stores tokens that leave the exact window."""

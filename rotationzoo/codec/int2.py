@@ -3,9 +3,8 @@ implementation computes. Codes have 2 bits, or 3, 4 or 8 where a `Format` says s
 
 A row is one token's keys or values of one KV head, `[..., D]`, already rotated. Everything is
 computed in float32. Each operation is rounded on its own, without fused multiply-add, so that
-another implementation can agree bit by bit. Engines store such rows in slightly different ways,
-which `formats` lists, and its names can be imported from here; `clip` decides at which magnitude a
-row is clamped. docs/codec.md has the formulas side by side and a worked row.
+another implementation can agree bit by bit. `formats` lists how engines store such rows, and `clip`
+decides at which magnitude a row is clamped. docs/codec.md has the formulas and a worked row.
 """
 
 import math

@@ -130,10 +130,12 @@ class RotatedCodec:
     def stored_format(self, layer: int, side: str, format: int2.Format) -> int2.Format:
         """The format that rows are stored in, where a cache asks for this one: with the bits that
         the budget gives this side of this layer, if the format has room for them."""
-        if format.offset != "none" or not self.rotations.has_budget:
+        rotation = self.rotations[layer][side] if self.rotations.has_budget else None
+        if format.offset != "none" or rotation is None or rotation.fine_channels is None:
             return format
-        fine = self.rotations[layer][side].fine_channels
-        return format if fine is None else replace(format, fine_channels=int(fine))
+        more = int(rotation.fine_channels)
+        whole, fine = divmod(more, rotation.dim) if more > rotation.dim else (0, more)
+        return replace(format, bits=2 + whole, fine_channels=fine)
 
     def check_packed(
         self, layer: int, side: str, format: int2.Format, device: torch.device

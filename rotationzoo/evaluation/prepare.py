@@ -11,7 +11,7 @@ from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.codec import int2
-from rotationzoo.codec.budget import average_fine_channels
+from rotationzoo.codec.budget import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.reduction import budget_beside_windows, check_budget
@@ -230,7 +230,7 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
     if format.offset == "none" and artifacts:
         spent = reduced_rotations(artifacts[0], False, (), job.budget)
         if spent.has_budget:  # the baselines take as many bytes as the first artifact
-            format = replace(format, fine_channels=average_fine_channels(spent))
+            format = format_of_equal_bits(spent, format)
     layout = job.prefill_layout or "server"
     return [
         CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows

@@ -25,15 +25,16 @@ from support.float64 import to_float64
 HEADS, DIM, TOKENS = 2, 16, 8
 GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
 STORED = FORMATS | {"fine": replace(FINE, fine_channels=DIM)}
-STORED["budget"] = FINE  # keys have a bit more in every channel, and values in none
+STORED |= {"budget": FINE, "wide": FINE}
+MORE = {"budget": DIM, "wide": 2 * DIM}  # bits of a key, beyond 2 a channel; values have none
 
 
 def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=False) -> CacheSettings:
     def spend(_, side, rotation):
-        return replace(rotation, fine_channels=torch.tensor(DIM if side == "key" else 0))
+        return replace(rotation, fine_channels=torch.tensor(MORE[format] * (side == "key")))
 
     rotations = with_factors(with_means(fit(None, PRESETS["random"], GEOMETRY)))
-    if format == "budget":
+    if format in MORE:
         rotations = rotations.replace(spend)
     if not kernel:
         rotations = to_float64(rotations)

@@ -67,7 +67,7 @@ def attend_causally(query, key, value) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "feedback"])
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
 def test_every_call_reads_what_the_cache_of_transformers_reads(format, rounding):
     settings, rows, server = settings_of(format, rounding), draw(sum(CALLS)), None
     server = Server(settings)
@@ -283,7 +283,7 @@ def describe(server, step) -> list:
 
 @on_gpu
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
 def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count, device):
     """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
     stay where they are."""
@@ -348,7 +348,7 @@ def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
 
 
 @on_gpu
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
 def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypatch):
     """Rows that the kernels restore are the definition's, bit by bit."""
     settings = settings_of(format, "feedback", kernel=True)
@@ -389,7 +389,7 @@ def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypat
 
 
 @on_gpu
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
 def test_few_tokens_are_stored_in_one_launch_as_in_many(format, device, monkeypatch):
     settings, stored = settings_of(format, "feedback", kernel=True), []
     for few in (True, False):
