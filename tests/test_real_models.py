@@ -214,7 +214,7 @@ def test_a_frame_subtracts_a_mean_for_each_token_and_adds_it_again(whitened):
 def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     tmp_path, tiny, whitened, monkeypatch, capsys
 ):
-    settings = "--questions 2 --lengths 400 --rows 1 --few-rows 1 --sink 8 --recent 32"
+    settings = "--questions 2 --lengths 400 --rows 1 --few 2 --few-rows 1 --sink 8 --recent 32"
     settings += " --calibration 2"
     words = [tiny, whitened.folder, *settings.split(), "--json", tmp_path / "kept.json"]
     for seconds in (0, 100):
@@ -229,6 +229,7 @@ def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     expected = {
         "values of layer 0, head 1", "3 bits by layer and side", "moving mean, 3 bits by head",
         "Fisher and moving mean, 3 bits by head", "kivi", "kvarn-k2v2", "3.5 bits by head",
+        "3 bits by head by answers",
     }  # fmt: skip
     assert expected <= set(arms)
     assert all(arm["kl"] > 0 for arm in arms.values())

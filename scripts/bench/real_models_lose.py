@@ -9,17 +9,19 @@ read in part f alone. Parts, in the order in which they run:
     a  keys, values and both, in 2, 3 and 4 bits in all layers
     b  each layer's keys, and each layer's values, in 2 bits, all else exact: KL alone
     g  2, 3, 4 or 8 bits for each layer and side, shared out by b
-    h  the same for each layer, side and KV head, shared out by the KL of each head alone
+    h  the same for each layer, side and KV head, shared out by the KL of each head alone; and by
+       its KL at answers to questions, which heads that look things up change most
+    k  caches that take no rotation of ours, and h at as many bits as some of them take
     i  the moving mean of keys, with the bits of h
     j  the metric by Fisher weights, with the bits of h; and with the moving mean
-    k  caches that take no rotation of ours, and h at as many bits as some of them take
     f  other rotations, with the bits of h
 
 Codes are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the format
 `fine` without finer channels. Bits of g to k count these scales. Everything is compared with the
 exact model: answers that it gives and that are kept, nats of log probability of the right answers,
-and KL a token on plain text of 2,048 tokens. Bits are shared out by rows of DEV that DEV is not
-judged on: they are never chosen on what they are judged by.
+and KL a token on plain text of 2,048 tokens. Bits are shared out by rows and questions of DEV that
+DEV is not judged on: they are never chosen on what they are judged by. Parts k, i, j and f take the
+bits of h by text.
 
 The moving mean and Fisher weights are those of `key_statistics`, of `--calibration` rows of the
 bundled calibration text. The moving mean takes the place of the mean that is subtracted before the
@@ -93,6 +95,8 @@ OTHERS = (
 WORST = 20
 """Heads whose loss is printed."""
 TEXT_LENGTH = 2048
+MEASURES = {"": "kl", " by answers": "kl_of_answers"}
+"""How arms of h are called -> by what their bits are shared out."""
 
 
 def feed_back(rows: torch.Tensor, factor: torch.Tensor, format: int2.Format) -> torch.Tensor:
@@ -252,18 +256,20 @@ class Study:
         self.cache = CacheLayout(COARSE, options.sink, options.recent)
         split = SPLITS[options.split]
         self.prompts = {
-            (length, task): self._write(split, task, length)
+            (length, task): self._write(split, task, length, range(options.questions))
             for length in options.lengths
             for task in TASKS
         }
         rows, kept = options.rows, options.few_rows
         self.length = min(TEXT_LENGTH, max(options.lengths))
+        later = range(options.questions, options.questions + options.few)
+        tasks = (self._write(DEV, task, self.length, later) for task in TASKS)
+        self.few_prompts = list(itertools.chain.from_iterable(tasks))
         self.texts = self._rows(split)[:rows]
         self.few_texts = self._rows(DEV)[rows : rows + kept]
         assert len(self.few_texts) == kept, "DEV has too little text for so many rows"
 
-    def _write(self, split: Split, task: str, length: int) -> list[Prompt]:
-        asked = range(self.options.questions)
+    def _write(self, split: Split, task: str, length: int, asked: range) -> list[Prompt]:
         return split.prompts(self.tokenizer, task, length, asked, self.cache)
 
     def _rows(self, split: Split) -> torch.Tensor:
@@ -330,6 +336,27 @@ class Study:
             count += logits.shape[:2].numel()
         return total / count
 
+    def answer_logits(self) -> torch.Tensor:
+        """The logits `[tokens, vocabulary]` of all answers of the few prompts."""
+        states, found = run_decoder(self.model, torch.stack([p.ids for p in self.few_prompts])), []
+        for number, prompt in enumerate(self.few_prompts):
+            row = states.row(number)
+            for question in prompt.questions:
+                at = slice(question.answer.start - 1, question.answer.stop - 1)
+                found.append(row.logits(at)[0])
+        return torch.cat(found)
+
+    @cached_property
+    def exact_answer_logits(self) -> torch.Tensor:
+        return self.answer_logits()
+
+    @torch.no_grad()
+    def divergence_of_answers(self, codec: SimulatedCodec) -> float:
+        """`KL(exact || stored)`, in nats a token, at the answers of the few prompts."""
+        exact = self.exact_answer_logits
+        with self.reading(codec):
+            return divergence_of(exact, self.answer_logits()).mean().item()
+
     def measure(self, codec: SimulatedCodec | None) -> dict[str, Any]:
         """The answers and the KL of an arm."""
         with self.reading(codec):
@@ -376,7 +403,7 @@ class Run:
 
     def __init__(self, study: Study, options: argparse.Namespace, begun: float):
         self.study, self.options, self.begun = study, options, begun
-        names = ("split", "questions", "lengths", "rows", "few_rows", "calibration")
+        names = ("split", "questions", "lengths", "rows", "few", "few_rows", "calibration")
         windows = {"sink": options.sink, "recent": options.recent}
         settings: dict[str, Any] = {name: getattr(options, name) for name in names} | windows
         settings |= {"model": options.model.name, "tf32": options.tf32}
@@ -407,11 +434,19 @@ class Run:
         if arm is not None:
             self.print_row(name, arm)
 
-    def measure_few(self, name: str, codec: SimulatedCodec) -> float | None:
-        """The KL of an arm on the few rows; None where there was no time for it."""
-        measure = partial(self.study.divergence, codec, True)
-        arm = self._measured(name, codec, lambda: {"kl": measure()})
-        return None if arm is None else arm["kl"]
+    def measure_few(
+        self, name: str, codec: SimulatedCodec, answers: bool = False
+    ) -> dict[str, Any] | None:
+        """The KL of an arm on the few rows, and at the few answers; None where there was no time
+        for it."""
+
+        def measure() -> dict[str, float]:
+            told = {"kl": self.study.divergence(codec, True)}
+            if answers:
+                told["kl_of_answers"] = self.study.divergence_of_answers(codec)
+            return told
+
+        return self._measured(name, codec, measure)
 
     def _measured(
         self, name: str, codec: SimulatedCodec, measure: Callable[[], dict[str, Any]]
@@ -471,12 +506,12 @@ class Parts:
         rows = sum(self.study.heads[layer] for layer, _ in self.elements)
         return budget - 16 * rows / sum(self.elements.values())
 
-    def plans_by_head(self, budgets: Iterable[float]) -> dict[str, Bits]:
+    def plans_by_head(self, budgets: Iterable[float], label: str = "") -> dict[str, Bits]:
         """The names and bits of arms of part h; none where not all heads are measured."""
         arms = self.run.kept["arms"]
         if not all(_name_head(*head) in arms for head in self.heads):
             return {}
-        losses = {head: arms[_name_head(*head)]["kl"] for head in self.heads}
+        losses = {head: arms[_name_head(*head)][MEASURES[label]] for head in self.heads}
         elements = {
             (layer, side, head): self.elements[layer, side] // self.study.heads[layer]
             for layer, side, head in self.heads
@@ -487,7 +522,7 @@ class Parts:
             plan: dict[Place, list[int]] = {place: [] for place in self.elements}
             for layer, side, head in self.heads:
                 plan[layer, side].append(bits[layer, side, head])
-            plans[f"{budget:g} bits by head"] = plan
+            plans[f"{budget:g} bits by head{label}"] = plan
         return plans
 
     def measure_by_head(
@@ -505,10 +540,10 @@ class Parts:
             self.run.measure(f"{label}, {bits} bits", self.codec(dict.fromkeys(places, bits)))
 
     def layers(self) -> None:
-        losses = {}
+        told = {}
         for place in self.elements:
-            losses[place] = self.run.measure_few(_name_place(*place), self.codec({place: 2}))
-        _print_worst("b. KL of one side of one layer in 2 bits", losses)
+            told[place] = self.run.measure_few(_name_place(*place), self.codec({place: 2}))
+        _print_worst("b. KL of one side of one layer in 2 bits", told, "kl")
 
     def by_place(self) -> None:
         arms = self.run.kept["arms"]
@@ -524,16 +559,21 @@ class Parts:
             _print_plans(plans)
 
     def by_head(self) -> None:
-        losses = {}
+        told = {}
         for layer, side, head in self.heads:
             bits = [2 if each == head else EXACT_BITS for each in range(self.study.heads[layer])]
             codec = PlannedCodec(self.frames, {(layer, side): bits})
             name = _name_head(layer, side, head)
-            losses[layer, side, head] = self.run.measure_few(name, codec)
-        _print_worst("h. KL of one KV head in 2 bits", losses)
+            told[layer, side, head] = self.run.measure_few(name, codec, answers=True)
+        for label, measure in MEASURES.items():
+            _print_worst(f"h. KL of one KV head in 2 bits{label}", told, measure)
         self.run.head("h. 2, 3, 4 or 8 bits for each layer, side and KV head")
-        self.measure_by_head(self.frames, BY_HEAD)
-        _print_plans(self.plans_by_head(BY_HEAD))
+        plans: dict[str, Bits] = {}
+        for label in MEASURES:
+            plans |= self.plans_by_head(BY_HEAD, label)
+        for name, plan in plans.items():
+            self.run.measure(name, PlannedCodec(self.frames, plan))
+        _print_plans(plans)
 
     @cached_property
     def keys(self) -> KeyStatistics:
@@ -623,11 +663,11 @@ def _name_head(layer: int, side: str, head: int) -> str:
     return f"{side}s of layer {layer}, head {head}"
 
 
-def _print_worst(title: str, losses: Mapping[Any, float | None]) -> None:
+def _print_worst(title: str, told: Mapping[Any, Mapping[str, Any] | None], measure: str) -> None:
     """What is lost, the worst first, a line for each side."""
     print(f"\n{title}")
     for side in SIDES:
-        known = [(loss, spot) for spot, loss in losses.items() if loss and spot[1] == side]
+        known = [(its[measure], spot) for spot, its in told.items() if its and spot[1] == side]
         worst = sorted(known, reverse=True)[:WORST]
         words = (f"{'.'.join(map(str, spot[::2]))} ({loss:.6f})" for loss, spot in worst)
         print(f"\n{side}s, layer by layer: {', '.join(words)}", flush=True)
@@ -642,7 +682,7 @@ def _print_plans(plans: Mapping[str, Bits]) -> None:
 
 PARTS: dict[str, Callable[[Parts], None]] = {
     "a": Parts.sides, "b": Parts.layers, "g": Parts.by_place, "h": Parts.by_head,
-    "i": Parts.moving_mean, "j": Parts.fisher, "k": Parts.rivals, "f": Parts.others,
+    "k": Parts.rivals, "i": Parts.moving_mean, "j": Parts.fisher, "f": Parts.others,
 }  # fmt: skip
 
 
@@ -659,6 +699,7 @@ def make_options() -> argparse.ArgumentParser:
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]
     )
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
+    parser.add_argument("--few", type=int, default=16, help="questions a task to share bits out by")
     parser.add_argument("--few-rows", type=int, default=4, help="texts to share bits out by")
     parser.add_argument("--calibration", type=int, default=24, help="texts of parts i and j")
     parser.add_argument("--sink", type=int, default=64)
