@@ -21,7 +21,7 @@ Codes are chosen by error feedback, and a row has a float16 scale: `Format.bits`
 exact model: answers that it gives and that are kept, nats of log probability of the right answers,
 and KL a token on plain text of 2,048 tokens. Bits are shared out by rows and questions of DEV that
 DEV is not judged on: they are never chosen on what they are judged by. Parts k, i, j and f take the
-bits of h by text.
+bits of h by text, or with --by-answers those by answers.
 
 The moving mean and Fisher weights are those of `key_statistics`, of `--calibration` rows of the
 bundled calibration text. The moving mean takes the place of the mean that is subtracted before the
@@ -490,6 +490,7 @@ class Parts:
         self.run, self.study, self.artifacts = run, run.study, artifacts
         self.frames = frames_of(artifacts[0].rotations, run.study.model.device)
         self.elements = elements_of(run.study.geometry)
+        self.by = " by answers" if run.options.by_answers else ""
         self.heads = [
             (layer, side, head)
             for layer, side in self.elements
@@ -506,7 +507,7 @@ class Parts:
         rows = sum(self.study.heads[layer] for layer, _ in self.elements)
         return budget - 16 * rows / sum(self.elements.values())
 
-    def plans_by_head(self, budgets: Iterable[float], label: str = "") -> dict[str, Bits]:
+    def plans_by_head(self, budgets: Iterable[float], label: str) -> dict[str, Bits]:
         """The names and bits of arms of part h; none where not all heads are measured."""
         arms = self.run.kept["arms"]
         if not all(_name_head(*head) in arms for head in self.heads):
@@ -529,7 +530,7 @@ class Parts:
         self, frames: Mapping[Place, Frame], budgets: Iterable[float], label: str = ""
     ) -> None:
         """Arms with the bits of part h."""
-        for name, plan in self.plans_by_head(budgets).items():
+        for name, plan in self.plans_by_head(budgets, self.by).items():
             self.run.measure(label + name, PlannedCodec(frames, plan))
 
     def sides(self) -> None:
@@ -612,7 +613,7 @@ class Parts:
 
     def measure_changed(self, label: str, moving: bool, fisher: bool) -> None:
         # Made only where there is time for them.
-        if self.plans_by_head(CHANGED) and not self.run.is_over:
+        if self.plans_by_head(CHANGED, self.by) and not self.run.is_over:
             self.measure_by_head(self.changed(moving, fisher), CHANGED, f"{label}, ")
 
     def rivals(self) -> None:
@@ -633,7 +634,7 @@ class Parts:
         self.run.head("f. Other rotations, with the bits of h")
         for label, make in self.rotations():
             # Made only where there is time for them.
-            if self.plans_by_head(CHANGED) and not self.run.is_over:
+            if self.plans_by_head(CHANGED, self.by) and not self.run.is_over:
                 frames = frames_of(make(), self.study.model.device)
                 self.measure_by_head(frames, CHANGED, f"{label}, ")
 
@@ -699,6 +700,7 @@ def make_options() -> argparse.ArgumentParser:
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]
     )
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
+    parser.add_argument("--by-answers", action="store_true", help="bits of parts k, i, j and f")
     parser.add_argument("--few", type=int, default=16, help="questions a task to share bits out by")
     parser.add_argument("--few-rows", type=int, default=4, help="texts to share bits out by")
     parser.add_argument("--calibration", type=int, default=24, help="texts of parts i and j")
