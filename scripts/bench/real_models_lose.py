@@ -1,4 +1,4 @@
-"""What loses the answers of a real model: keys, values, layers, heads and bits, one at a time.
+"""What loses the answers of a real model, and what brings them back.
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 
@@ -7,17 +7,25 @@ first one is measured in every part, and its statistics make a Hadamard and a ra
 read in part f alone. Parts, in the order in which they run:
 
     a  keys, values and both, in 2, 3 and 4 bits in all layers
-    b  each layer's keys, and each layer's values, in 2 bits, all else exact
-    e  the frontier: the same bits for all, and bits shared out by what layers lose in b
-    d  4 bits for the keys of the layers that lose most in b, 2 bits for all else
-    f  the bits of e with other rotations
-    c  each KV head alone, in the layers that lose most in b
+    b  each layer's keys, and each layer's values, in 2 bits, all else exact: KL alone
+    g  2, 3, 4 or 8 bits for each layer and side, shared out by b
+    h  the same for each layer, side and KV head, shared out by the KL of each head alone; and by
+       its KL at answers to questions, which heads that look things up change most
+    k  caches that take no rotation of ours, and h at as many bits as some of them take
+    i  the moving mean of keys, with the bits of h
+    j  the metric by Fisher weights, with the bits of h; and with the moving mean
+    f  other rotations, with the bits of h
 
 Codes are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the format
-`fine` without finer channels. Everything is compared with the exact model: answers that it gives
-and that are kept, nats of log probability of the right answers, and KL a token on plain text of
-2,048 tokens. Parts b and c read fewer questions and rows, always of DEV and none that DEV is judged
-on: layers are never chosen on what they are judged by.
+`fine` without finer channels. Bits of g to k count these scales. Everything is compared with the
+exact model: answers that it gives and that are kept, nats of log probability of the right answers,
+and KL a token on plain text of 2,048 tokens. Bits are shared out by rows and questions of DEV that
+DEV is not judged on: they are never chosen on what they are judged by. Parts k, i, j and f take the
+bits of h by text, or with --by-answers those by answers.
+
+The moving mean and Fisher weights are those of `key_statistics`, of `--calibration` rows of the
+bundled calibration text. The moving mean takes the place of the mean that is subtracted before the
+rotation, and whitening and factors are made about it. Fisher weights change factors of keys alone.
 
 --json is written after every arm; arms that it holds already are not measured again. No arm is
 begun after --seconds.
@@ -31,14 +39,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from key_statistics import KeyStatistics
 from measuring import DEVICE, make_parser
 
-from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.fit import add_factors, fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
 from rotationzoo.codec.budget import COARSE, PER_BIT, SMALLEST
@@ -46,6 +55,8 @@ from rotationzoo.codec.feedback import RANGES
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import EXACT_BITS
+from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model import loading
@@ -54,27 +65,38 @@ from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decode
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recipe import Data
 from rotationzoo.rotations import SIDES, Rotations
-from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
+from rotationzoo.text.rows import read_corpus
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
 from real_questions import DEV, LENGTHS, SPLITS, TASKS, Split
 
 Place = tuple[int, str]
 """A layer and a side."""
+Head = tuple[int, str, int]
+"""A layer, a side and a KV head."""
 Bits = Mapping[Place, Sequence[int]]
 """The bits of each KV head of a place; a place that is left out is exact, and so are 16 bits."""
 BLOCK = 16
 """Channels whose errors are fed to later blocks together."""
 UNIFORM = (2, 3, 4)
-BUDGETS, BY_ANSWERS, OTHER_ROTATIONS = (2.25, 2.5, 2.75, 3.0, 3.5), (2.5, 3.0), (2.5, 3.0)
-"""Code bits an element: by KL, by answers too, and with other rotations too."""
-FEWER_LAYERS = (2, 4, 8, 15)
-WORST = 5
-"""Layers whose heads are read alone."""
-TEXT_LENGTH, FEW_LENGTH = 2048, 2048
-MEASURES = {"KL": "kl", "answers": "nats_lost"}
-"""By what layers are ranked -> its name in the JSON."""
+CHOICES = (2, 3, 4, 8)
+"""What bits are shared out in. Planes of 2 bits make 4 and 8 of them."""
+BY_PLACE, BY_HEAD, CHANGED = (2.5, 2.75, 3.0, 3.25), (2.5, 2.75, 3.0), (2.75, 3.0)
+"""Bits an element, scales counted: of g, of h, and of what else is measured with the bits of h."""
+AS_RIVALS = 3.5
+"""Bits at which h is measured beside rivals, some of which take as many."""
+OTHERS = (
+    "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
+)  # fmt: skip
+"""Arms of part k, by the bits that they take."""
+WORST = 20
+"""Heads whose loss is printed."""
+TEXT_LENGTH = 2048
+MEASURES = {"": "kl", " by answers": "kl_of_answers"}
+"""How arms of h are called -> by what their bits are shared out."""
 
 
 def feed_back(rows: torch.Tensor, factor: torch.Tensor, format: int2.Format) -> torch.Tensor:
@@ -122,22 +144,22 @@ class Frame:
     forward: torch.Tensor
     inverse: torch.Tensor
     factor: torch.Tensor
-    mean: torch.Tensor | float
+    mean: torch.Tensor
+    """`[H, 1, D]`, or one for each token after the sink."""
 
     def read(self, rows: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
-        """Rows `[B, H, T, D]` with so many bits in each KV head, as they are read, with their
-        mean. Heads of 16 bits come back as they are."""
+        """Rows `[B, H, T, D]` of the tokens after the sink, with so many bits in each KV head, as
+        they are read, with their mean. Heads of 16 bits come back as they are."""
         result = rows.clone()
         for number in sorted(set(bits) - {EXACT_BITS}):
             heads = [head for head, its in enumerate(bits) if its == number]
             part = slice(None) if len(heads) == len(bits) else heads
-            mean = self.mean if isinstance(self.mean, float) else self.mean[part]
+            mean = self.mean[part, : rows.shape[2]]
             rotated = (rows[:, part].float() - mean) @ self.forward[part]
             flat = rotated.transpose(0, 1).flatten(1, 2)
             stored = feed_back(flat, self.factor[part], replace(COARSE, bits=number))
-            read = stored @ self.inverse[part] + mean
-            by_row = read.unflatten(1, (len(rows), -1)).transpose(0, 1)
-            result[:, part] = by_row.to(rows.dtype)
+            read = stored.unflatten(1, (len(rows), -1)).transpose(0, 1) @ self.inverse[part] + mean
+            result[:, part] = read.to(rows.dtype)
         return result
 
 
@@ -145,9 +167,12 @@ def frames_of(rotations: Rotations, device: torch.device) -> dict[Place, Frame]:
     """Raises `RotationZooError` for rotations without the factors of error feedback."""
     codec, frames = RotatedCodec(rotations, rounding="feedback"), {}
     for layer, side, rotation in rotations.each():
-        matrices = codec.forward(layer, side), codec.inverse(layer, side), rotation.feedback
-        mean = 0.0 if rotation.mean is None else rotation.mean[:, None].to(device)
-        frames[layer, side] = Frame(*(each.to(device).float() for each in matrices), mean)
+        factor = rotation.feedback
+        assert factor is not None, "a codec with error feedback has checked this"
+        nothing = torch.zeros_like(factor[:, 0])
+        mean = nothing if rotation.mean is None else rotation.mean
+        parts = codec.forward(layer, side), codec.inverse(layer, side), factor, mean[:, None]
+        frames[layer, side] = Frame(*(each.to(device).float() for each in parts))
     return frames
 
 
@@ -193,22 +218,26 @@ def elements_of(geometry: Geometry) -> dict[Place, int]:
 
 
 def share_out(
-    losses: Mapping[Place, float], elements: Mapping[Place, int], budget: float
-) -> dict[Place, int]:
-    """2 to 4 bits for each place, of so many code bits an element on average: a bit goes where it
-    takes the most of what is left of the losses, of which each bit leaves a quarter."""
-    bits = dict.fromkeys(losses, UNIFORM[0])
+    losses: Mapping[Any, float], elements: Mapping[Any, int], budget: float
+) -> dict[Any, int]:
+    """One of `CHOICES` for each place or head, of so many code bits an element on average: bits go
+    where they take the most of what is left of the losses, of which each bit leaves a quarter."""
+    bits = dict.fromkeys(losses, CHOICES[0])
     least = SMALLEST * sum(max(0.0, loss) for loss in losses.values()) / len(losses)
-    left = (budget - UNIFORM[0]) * sum(elements[place] for place in losses) + 1e-6
+    left = (budget - CHOICES[0]) * sum(elements[spot] for spot in losses) + 1e-6
+    following = dict(itertools.pairwise(CHOICES))
 
-    def worth(place: Place) -> float:
-        gone = max(losses[place], least) * PER_BIT ** (bits[place] - UNIFORM[0])
-        return gone / elements[place]
+    def cost(spot: Any) -> int:
+        return elements[spot] * (following[bits[spot]] - bits[spot])
 
-    while able := [p for p in losses if bits[p] < UNIFORM[-1] and elements[p] <= left]:
+    def worth(spot: Any) -> float:
+        now, then = (PER_BIT ** (its - CHOICES[0]) for its in (bits[spot], following[bits[spot]]))
+        return max(losses[spot], least) * (now - then) / cost(spot)
+
+    while able := [spot for spot in losses if bits[spot] in following and cost(spot) <= left]:
         best = max(able, key=worth)
-        bits[best] += 1
-        left -= elements[best]
+        left -= cost(best)
+        bits[best] = following[bits[best]]
     return bits
 
 
@@ -225,16 +254,17 @@ class Study:
         self.geometry = geometry_of(self.model)
         self.heads = {layer.index: layer.kv_heads for layer in cached_layers(self.geometry)}
         self.cache = CacheLayout(COARSE, options.sink, options.recent)
-        split, questions, few = SPLITS[options.split], options.questions, options.few
-        asked = range(questions)
+        split = SPLITS[options.split]
         self.prompts = {
-            (length, task): self._write(split, task, length, asked)
+            (length, task): self._write(split, task, length, range(options.questions))
             for length in options.lengths
             for task in TASKS
         }
-        chosen, length = range(questions, questions + few), min(FEW_LENGTH, max(options.lengths))
-        self.few = {(length, task): self._write(DEV, task, length, chosen) for task in TASKS if few}
         rows, kept = options.rows, options.few_rows
+        self.length = min(TEXT_LENGTH, max(options.lengths))
+        later = range(options.questions, options.questions + options.few)
+        tasks = (self._write(DEV, task, self.length, later) for task in TASKS)
+        self.few_prompts = list(itertools.chain.from_iterable(tasks))
         self.texts = self._rows(split)[:rows]
         self.few_texts = self._rows(DEV)[rows : rows + kept]
         assert len(self.few_texts) == kept, "DEV has too little text for so many rows"
@@ -243,21 +273,22 @@ class Study:
         return split.prompts(self.tokenizer, task, length, asked, self.cache)
 
     def _rows(self, split: Split) -> torch.Tensor:
-        length = min(TEXT_LENGTH, max(self.options.lengths))
-        return torch.tensor(split.rows(self.tokenizer, length))
+        return torch.tensor(split.rows(self.tokenizer, self.length))
 
-    def reading(self, codec: PlannedCodec | None) -> Any:
+    def reading(self, codec: SimulatedCodec | None) -> Any:
         """The context in which the model reads what a codec stores, or what it computes itself."""
         if codec is None:
             return nullcontext()
-        layers = codec.layers(self.geometry)
+        layers = {layer.index for layer in self.geometry}
+        if isinstance(codec, PlannedCodec):
+            layers = codec.layers(self.geometry)
         return Simulation(codec, self.cache, self.geometry, layers).running(self.model)
 
-    def ask(self, prompts: Mapping[tuple[int, str], list[Prompt]]) -> dict[str, Any]:
+    def ask(self) -> dict[str, Any]:
         """What was answered, by length and task. All tasks of a length share batches."""
         told: dict[str, Any] = {}
-        for length in sorted({length for length, _ in prompts}):
-            tasks = {task: its for (of, task), its in prompts.items() if of == length}
+        for length in sorted({length for length, _ in self.prompts}):
+            tasks = {task: its for (of, task), its in self.prompts.items() if of == length}
             rows = list(itertools.chain.from_iterable(tasks.values()))
             size = max(1, self.options.tokens // length)
             parts = [
@@ -277,33 +308,62 @@ class Study:
         with torch.no_grad():
             return [run_decoder(self.model, ids) for ids in texts.split(size)]
 
+    def logits(self, states: Iterable[HiddenStates]) -> Iterator[torch.Tensor]:
+        """In blocks, those of the queries that read anything in few bits."""
+        for each in states:
+            for _, logits in each.blocks(self.cache.first_quantized, each.ids.shape[1]):
+                yield logits
+
     @cached_property
-    def exact_texts(self) -> dict[bool, list[HiddenStates]]:
-        """By whether they are the few."""
-        return {few: self.predict(self.few_texts if few else self.texts) for few in (False, True)}
+    def exact_states(self) -> list[HiddenStates]:
+        return self.predict(self.texts)
+
+    @cached_property
+    def few_logits(self) -> list[torch.Tensor]:
+        """The exact model's, which some hundred arms are compared with."""
+        with torch.no_grad():
+            return list(self.logits(self.predict(self.few_texts)))
 
     @torch.no_grad()
-    def divergence(self, codec: PlannedCodec, few: bool) -> float:
+    def divergence(self, codec: SimulatedCodec, few: bool) -> float:
         """`KL(exact || stored)`, in nats a token, of the queries that read anything in few bits."""
+        exact = self.few_logits if few else self.logits(self.exact_states)
         with self.reading(codec):
             read = self.predict(self.few_texts if few else self.texts)
-        total, count, first = 0.0, 0, self.cache.first_quantized
-        for exact, stored in zip(self.exact_texts[few], read, strict=True):
-            last = exact.ids.shape[1]
-            pairs = zip(exact.blocks(first, last), stored.blocks(first, last), strict=True)
-            for (_, logits), (_, other) in pairs:
-                total += divergence_of(logits, other).double().sum().item()
-                count += logits.shape[:2].numel()
+        total, count = 0.0, 0
+        for logits, other in zip(exact, self.logits(read), strict=True):
+            total += divergence_of(logits, other).double().sum().item()
+            count += logits.shape[:2].numel()
         return total / count
 
-    def measure(self, codec: PlannedCodec | None, few: bool) -> dict[str, Any]:
+    def answer_logits(self) -> torch.Tensor:
+        """The logits `[tokens, vocabulary]` of all answers of the few prompts."""
+        states, found = run_decoder(self.model, torch.stack([p.ids for p in self.few_prompts])), []
+        for number, prompt in enumerate(self.few_prompts):
+            row = states.row(number)
+            for question in prompt.questions:
+                at = slice(question.answer.start - 1, question.answer.stop - 1)
+                found.append(row.logits(at)[0])
+        return torch.cat(found)
+
+    @cached_property
+    def exact_answer_logits(self) -> torch.Tensor:
+        return self.answer_logits()
+
+    @torch.no_grad()
+    def divergence_of_answers(self, codec: SimulatedCodec) -> float:
+        """`KL(exact || stored)`, in nats a token, at the answers of the few prompts."""
+        exact = self.exact_answer_logits
+        with self.reading(codec):
+            return divergence_of(exact, self.answer_logits()).mean().item()
+
+    def measure(self, codec: SimulatedCodec | None) -> dict[str, Any]:
         """The answers and the KL of an arm."""
         with self.reading(codec):
-            tasks = self.ask(self.few if few else self.prompts)
-        kl = 0.0 if codec is None else self.divergence(codec, few)
-        return {"kl": kl, "tasks": tasks}
+            tasks = self.ask()
+        return {"kl": 0.0 if codec is None else self.divergence(codec, False), "tasks": tasks}
 
-    def bits(self, codec: PlannedCodec) -> float:
+    def bits(self, codec: SimulatedCodec) -> float:
         """Bits an element of the quantized tokens, scales counted; exact sides have 16."""
         elements = elements_of(self.geometry)
         stored = 0.0
@@ -343,24 +403,20 @@ class Run:
 
     def __init__(self, study: Study, options: argparse.Namespace, begun: float):
         self.study, self.options, self.begun = study, options, begun
-        names = ("split", "questions", "lengths", "rows", "few", "few_rows", "sink", "recent")
-        settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+        names = ("split", "questions", "lengths", "rows", "few", "few_rows", "calibration")
+        windows = {"sink": options.sink, "recent": options.recent}
+        settings: dict[str, Any] = {name: getattr(options, name) for name in names} | windows
         settings |= {"model": options.model.name, "tf32": options.tf32}
         settings["rotations"] = [folder.resolve().name for folder in options.rotations]
-        self.kept: dict[str, Any] = {"settings": settings, "exact": {}, "arms": {}}
+        self.kept: dict[str, Any] = {"settings": settings, "exact": None, "arms": {}}
         if options.json and options.json.exists():
             earlier = json.loads(options.json.read_text())
             if earlier["settings"] != settings:
                 sys.exit(f"{options.json} holds what was measured with other settings")
             self.kept = earlier
-        for few in (False, True):
-            name = "few" if few else "judged"
-            if name not in self.kept["exact"]:
-                self.kept["exact"][name] = study.measure(None, few)
+        if self.kept["exact"] is None:
+            self.kept["exact"] = study.measure(None)
         self.write()
-
-    def exact(self, few: bool) -> dict[str, Any]:
-        return self.kept["exact"]["few" if few else "judged"]
 
     def write(self) -> None:
         if self.options.json:
@@ -372,49 +428,59 @@ class Run:
     def is_over(self) -> bool:
         return time.perf_counter() - self.begun > self.options.seconds
 
-    def measure(
-        self, name: str, frames: Mapping[Place, Frame], bits: Bits, few: bool = False
+    def measure(self, name: str, codec: SimulatedCodec) -> None:
+        """Measure and print an arm, if there is time."""
+        arm = self._measured(name, codec, lambda: self.study.measure(codec))
+        if arm is not None:
+            self.print_row(name, arm)
+
+    def measure_few(
+        self, name: str, codec: SimulatedCodec, answers: bool = False
     ) -> dict[str, Any] | None:
-        """What an arm loses; None where there was no time for it."""
+        """The KL of an arm on the few rows, and at the few answers; None where there was no time
+        for it."""
+
+        def measure() -> dict[str, float]:
+            told = {"kl": self.study.divergence(codec, True)}
+            if answers:
+                told["kl_of_answers"] = self.study.divergence_of_answers(codec)
+            return told
+
+        return self._measured(name, codec, measure)
+
+    def _measured(
+        self, name: str, codec: SimulatedCodec, measure: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
         arms = self.kept["arms"]
         if name not in arms:
             if self.is_over:
                 return None
-            started, codec = time.perf_counter(), PlannedCodec(frames, bits)
-            told = self.study.measure(codec, few)
-            logs = [_pool(each["tasks"])[1] for each in (self.exact(few), told)]
-            told["nats_lost"] = (sum(logs[0]) - sum(logs[1])) / len(logs[0])
-            told |= {"bits": self.study.bits(codec), "few": few}
-            told["plan"] = {f"{layer}.{side}": [*its] for (layer, side), its in bits.items()}
+            started = time.perf_counter()
+            told = {**measure(), "bits": self.study.bits(codec)}
+            if isinstance(codec, PlannedCodec):
+                told["plan"] = {f"{layer}.{side}": [*b] for (layer, side), b in codec.bits.items()}
             told["seconds"] = round(time.perf_counter() - started, 2)
             arms[name] = told
             self.write()
-        self.print_row(name, arms[name])
-        return arms[name]
+        result: dict[str, Any] = arms[name]
+        return result
 
     def print_row(self, name: str, arm: Mapping[str, Any]) -> None:
-        if arm.get("few"):
-            cells = [name, f"{arm['kl']:.6f}", f"{arm['nats_lost']:.4f}"]
-        else:
-            exact = self.exact(False)
-            kept, answered, nats = kept_and_nats(arm, exact)
-            bits = f"{arm['bits']:.3f}" if "bits" in arm else "16"
-            cells = [name, bits, f"{arm['kl']:.5f}", str(kept), str(answered), f"{nats:.3f}"]
-            for length in arm["tasks"]:
-                kept, _, nats = kept_and_nats(arm, exact, length)
-                cells.append(f"{kept}; {nats:.2f}")
+        exact = self.kept["exact"]
+        kept, answered, nats = kept_and_nats(arm, exact)
+        bits = f"{arm['bits']:.3f}" if "bits" in arm else "16"
+        cells = [name, bits, f"{arm['kl']:.5f}", str(kept), str(answered), f"{nats:.3f}"]
+        for length in arm["tasks"]:
+            kept, _, nats = kept_and_nats(arm, exact, length)
+            cells.append(f"{kept}; {nats:.2f}")
         print(f"| {' | '.join(cells)} |", flush=True)
 
-    def head(self, title: str, few: bool = False) -> None:
+    def head(self, title: str) -> None:
         """The head of a table."""
-        print(f"\n{title}\n", flush=True)
-        names = ["arm", "KL", "nats lost"]
-        if not few:
-            lengths = [f"{int(length):,}" for length in self.exact(False)["tasks"]]
-            names = ["arm", "bits", "KL", "kept", "right", "nats", *lengths]
-        print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-        if not few:
-            self.print_row("exact", self.exact(False))
+        lengths = [f"{int(length):,}" for length in self.kept["exact"]["tasks"]]
+        names = ["arm", "bits", "KL", "kept", "right", "nats", *lengths]
+        print(f"\n{title}\n\n| {' | '.join(names)} |\n|{'---|' * len(names)}")
+        self.print_row("exact", self.kept["exact"])
 
 
 class Parts:
@@ -423,106 +489,162 @@ class Parts:
     def __init__(self, run: Run, artifacts: Sequence[Artifact]):
         self.run, self.study, self.artifacts = run, run.study, artifacts
         self.frames = frames_of(artifacts[0].rotations, run.study.model.device)
-        self.places = list(elements_of(run.study.geometry))
+        self.elements = elements_of(run.study.geometry)
+        self.by = " by answers" if run.options.by_answers else ""
+        self.heads = [
+            (layer, side, head)
+            for layer, side in self.elements
+            for head in range(self.study.heads[layer])
+        ]
 
-    def plan(self, bits: Mapping[Place, int]) -> Bits:
+    def codec(self, bits: Mapping[Place, int]) -> PlannedCodec:
         """The same bits in all heads of a place."""
-        heads = self.study.heads
-        return {place: [its] * heads[place[0]] for place, its in bits.items()}
+        plan = {place: [its] * self.study.heads[place[0]] for place, its in bits.items()}
+        return PlannedCodec(self.frames, plan)
 
-    def everywhere(self, bits: int, sides: Iterable[str] = SIDES) -> dict[Place, int]:
-        return {place: bits for place in self.places if place[1] in sides}
+    def code_bits(self, budget: float) -> float:
+        """What scales leave of a budget of bits an element."""
+        rows = sum(self.study.heads[layer] for layer, _ in self.elements)
+        return budget - 16 * rows / sum(self.elements.values())
 
-    def ranked(self, measure: str, sides: Sequence[str] = SIDES) -> dict[Place, float] | None:
-        """What is lost at the places of these sides by part b, the worst first; None where
-        not all of them are measured."""
-        arms, losses = self.run.kept["arms"], {}
-        for layer, side in self.places:
-            if side in sides:
-                if (arm := arms.get(_name_place(layer, side))) is None:
-                    return None
-                losses[layer, side] = arm[MEASURES[measure]]
-        return dict(sorted(losses.items(), key=lambda pair: -pair[1]))
+    def plans_by_head(self, budgets: Iterable[float], label: str) -> dict[str, Bits]:
+        """The names and bits of arms of part h; none where not all heads are measured."""
+        arms = self.run.kept["arms"]
+        if not all(_name_head(*head) in arms for head in self.heads):
+            return {}
+        losses = {head: arms[_name_head(*head)][MEASURES[label]] for head in self.heads}
+        elements = {
+            (layer, side, head): self.elements[layer, side] // self.study.heads[layer]
+            for layer, side, head in self.heads
+        }
+        plans: dict[str, Bits] = {}
+        for budget in budgets:
+            bits = share_out(losses, elements, self.code_bits(budget))
+            plan: dict[Place, list[int]] = {place: [] for place in self.elements}
+            for layer, side, head in self.heads:
+                plan[layer, side].append(bits[layer, side, head])
+            plans[f"{budget:g} bits by head{label}"] = plan
+        return plans
+
+    def measure_by_head(
+        self, frames: Mapping[Place, Frame], budgets: Iterable[float], label: str = ""
+    ) -> None:
+        """Arms with the bits of part h."""
+        for name, plan in self.plans_by_head(budgets, self.by).items():
+            self.run.measure(label + name, PlannedCodec(frames, plan))
 
     def sides(self) -> None:
         self.run.head("a. One side, or both, in all layers")
         for sides, bits in itertools.product((("key",), ("value",), SIDES), UNIFORM):
-            plan = self.plan(self.everywhere(bits, sides))
-            self.run.measure(f"{_name_sides(sides)}, {bits} bits", self.frames, plan)
+            places = (place for place in self.elements if place[1] in sides)
+            label = "keys and values" if len(sides) > 1 else f"{sides[0]}s"
+            self.run.measure(f"{label}, {bits} bits", self.codec(dict.fromkeys(places, bits)))
 
     def layers(self) -> None:
-        self.run.head("b. One side of one layer in 2 bits, all else exact", few=True)
-        # Keys first: a run that ends early has what part d needs.
-        for layer, side in sorted(self.places, key=lambda place: SIDES.index(place[1])):
-            name = _name_place(layer, side)
-            self.run.measure(name, self.frames, self.plan({(layer, side): 2}), few=True)
-        for measure, side in itertools.product(MEASURES, SIDES):
-            if ranked := self.ranked(measure, [side]):
-                worst = ", ".join(f"{layer} ({loss:.4f})" for (layer, _), loss in ranked.items())
-                print(f"\n{side}s by {measure}: {worst}", flush=True)
+        told = {}
+        for place in self.elements:
+            told[place] = self.run.measure_few(_name_place(*place), self.codec({place: 2}))
+        _print_worst("b. KL of one side of one layer in 2 bits", told, "kl")
 
-    def frontier(self) -> None:
-        self.run.head("e. The frontier")
-        for bits in UNIFORM:
-            plan = self.plan(self.everywhere(bits))
-            self.run.measure(f"{_name_sides(SIDES)}, {bits} bits", self.frames, plan)
-        budgets = list(self.budgets())
-        for name, bits in budgets:
-            self.run.measure(name, self.frames, self.plan(bits))
-        for name, bits in budgets:
-            print(f"\n{name}, layer by layer: {_describe(bits)}", flush=True)
+    def by_place(self) -> None:
+        arms = self.run.kept["arms"]
+        self.run.head("g. 2, 3, 4 or 8 bits for each layer and side")
+        if all(_name_place(*place) in arms for place in self.elements):
+            losses = {place: arms[_name_place(*place)]["kl"] for place in self.elements}
+            plans = {}
+            for budget in BY_PLACE:
+                bits = share_out(losses, self.elements, self.code_bits(budget))
+                codec = self.codec(bits)
+                plans[f"{budget:g} bits by layer and side"] = codec.bits
+                self.run.measure(f"{budget:g} bits by layer and side", codec)
+            _print_plans(plans)
 
-    def budgets(self) -> Iterator[tuple[str, dict[Place, int]]]:
-        """The names and bits of the mixed arms."""
-        elements = elements_of(self.study.geometry)
-        for measure, budgets in zip(MEASURES, (BUDGETS, BY_ANSWERS), strict=True):
-            if losses := self.ranked(measure):
-                for budget in budgets:
-                    bits = share_out(losses, elements, budget)
-                    yield f"{budget:g} code bits by {measure}", bits
+    def by_head(self) -> None:
+        told = {}
+        for layer, side, head in self.heads:
+            bits = [2 if each == head else EXACT_BITS for each in range(self.study.heads[layer])]
+            codec = PlannedCodec(self.frames, {(layer, side): bits})
+            name = _name_head(layer, side, head)
+            told[layer, side, head] = self.run.measure_few(name, codec, answers=True)
+        for label, measure in MEASURES.items():
+            _print_worst(f"h. KL of one KV head in 2 bits{label}", told, measure)
+        self.run.head("h. 2, 3, 4 or 8 bits for each layer, side and KV head")
+        plans: dict[str, Bits] = {}
+        for label in MEASURES:
+            plans |= self.plans_by_head(BY_HEAD, label)
+        for name, plan in plans.items():
+            self.run.measure(name, PlannedCodec(self.frames, plan))
+        _print_plans(plans)
 
-    def few_layers(self) -> None:
-        self.run.head("d. 4 bits for the keys of some layers, 2 for all else")
-        for measure in MEASURES:
-            if worst := self.ranked(measure, ["key"]):
-                for count in (number for number in FEWER_LAYERS if number <= len(worst)):
-                    finer = dict.fromkeys(list(worst)[:count], 4)
-                    plan = self.plan(self.everywhere(2) | finer)
-                    name = f"4 bits for keys of {count} layers by {measure}"
-                    self.run.measure(name, self.frames, plan)
+    @cached_property
+    def keys(self) -> KeyStatistics:
+        study, options = self.study, self.study.options
+        data = Data(tokens=options.calibration * study.length, length=study.length)
+        rows = read_corpus(data, study.tokenizer).rows
+        longest = max(options.lengths)
+        return KeyStatistics(study.model, study.geometry, study.cache, rows, longest)
+
+    def changed(self, moving: bool, fisher: bool) -> dict[Place, Frame]:
+        """The first artifact's frames, with a moving mean of keys or with Fisher weights."""
+        artifact = self.artifacts[0]
+        assert artifact.statistics is not None, "the first artifact has no statistics"
+        statistics = sums(artifact.statistics)
+        for layer, moments in statistics.items():
+            if moving:
+                moments["key"] = self.keys.keys[layer]
+            if fisher:
+                moments["query"] = self.keys.queries[layer]
+        rotations = add_factors(artifact.rotations, statistics, artifact.recipe)
+        frames = frames_of(rotations, self.study.model.device)
+        if moving:
+            for layer, mean in self.keys.means.items():
+                frame = frames[layer, "key"]
+                frames[layer, "key"] = replace(frame, mean=mean.to(frame.mean))
+        return frames
+
+    def moving_mean(self) -> None:
+        self.run.head("i. The moving mean of keys, with the bits of h")
+        self.measure_changed("moving mean", moving=True, fisher=False)
+
+    def fisher(self) -> None:
+        self.run.head("j. Fisher weights, with the bits of h")
+        self.measure_changed("Fisher", moving=False, fisher=True)
+        self.measure_changed("Fisher and moving mean", moving=True, fisher=True)
+
+    def measure_changed(self, label: str, moving: bool, fisher: bool) -> None:
+        # Made only where there is time for them.
+        if self.plans_by_head(CHANGED, self.by) and not self.run.is_over:
+            self.measure_by_head(self.changed(moving, fisher), CHANGED, f"{label}, ")
+
+    def rivals(self) -> None:
+        self.run.head("k. Caches that take no rotation of ours")
+        geometry, able = self.study.geometry, []
+        for name in OTHERS:
+            try:
+                check_rivals([name], geometry)
+                able.append(name)
+            except UsageError as error:
+                print(error)
+        arms = build_baselines(self.artifacts[0].recipe, geometry, able)
+        for arm in sorted(arms, key=lambda arm: self.study.bits(arm.codec)):
+            self.run.measure(arm.name, arm.codec)
+        self.measure_by_head(self.frames, [AS_RIVALS])
 
     def others(self) -> None:
-        self.run.head("f. Other rotations, with the bits of e")
-        plans = {name: bits for name, bits in self.budgets() if name.endswith("KL")}
-        wanted = {name: plans[name] for name in map(_name_budget, OTHER_ROTATIONS) if name in plans}
-        for name, bits in wanted.items():
-            self.run.measure(name, self.frames, self.plan(bits))
+        self.run.head("f. Other rotations, with the bits of h")
         for label, make in self.rotations():
             # Made only where there is time for them.
-            if self.run.is_over or not wanted:
-                break
-            frames = frames_of(make(), self.study.model.device)
-            for name, bits in wanted.items():
-                self.run.measure(f"{label}, {name}", frames, self.plan(bits))
+            if self.plans_by_head(CHANGED, self.by) and not self.run.is_over:
+                frames = frames_of(make(), self.study.model.device)
+                self.measure_by_head(frames, CHANGED, f"{label}, ")
 
     def rotations(self) -> Iterator[tuple[str, Callable[[], Rotations]]]:
         first = self.artifacts[0]
         if first.statistics is not None:
             for composition in ("hadamard", "random"):
-                yield composition, lambda name=composition: refit(first, name)
+                yield composition, partial(refit, first, composition)
         for artifact in self.artifacts[1:]:
-            yield artifact.folder.resolve().name, lambda its=artifact: its.rotations
-
-    def heads(self) -> None:
-        self.run.head("c. One KV head alone in 2 bits", few=True)
-        for side in SIDES:
-            worst = list(self.ranked("KL", [side]) or {})[:WORST]
-            for layer, _ in worst:
-                count = self.study.heads[layer]
-                for head in range(count):
-                    bits = [2 if each == head else EXACT_BITS for each in range(count)]
-                    name = f"{side}s of layer {layer}, head {head}"
-                    self.run.measure(name, self.frames, {(layer, side): bits}, few=True)
+            yield artifact.folder.resolve().name, partial(getattr, artifact, "rotations")
 
 
 def refit(artifact: Artifact, composition: str) -> Rotations:
@@ -534,26 +656,34 @@ def refit(artifact: Artifact, composition: str) -> Rotations:
     return fit(sums(artifact.statistics), recipe, artifact.geometry)
 
 
-def _name_sides(sides: Sequence[str]) -> str:
-    return "keys and values" if len(sides) > 1 else f"{sides[0]}s"
-
-
 def _name_place(layer: int, side: str) -> str:
     return f"{side}s of layer {layer}"
 
 
-def _name_budget(budget: float) -> str:
-    return f"{budget:g} code bits by KL"
+def _name_head(layer: int, side: str, head: int) -> str:
+    return f"{side}s of layer {layer}, head {head}"
 
 
-def _describe(bits: Mapping[Place, int]) -> str:
-    of_sides = {side: "".join(str(bits[p]) for p in sorted(bits) if p[1] == side) for side in SIDES}
-    return ", ".join(f"{side}s {digits}" for side, digits in of_sides.items())
+def _print_worst(title: str, told: Mapping[Any, Mapping[str, Any] | None], measure: str) -> None:
+    """What is lost, the worst first, a line for each side."""
+    print(f"\n{title}")
+    for side in SIDES:
+        known = [(its[measure], spot) for spot, its in told.items() if its and spot[1] == side]
+        worst = sorted(known, reverse=True)[:WORST]
+        words = (f"{'.'.join(map(str, spot[::2]))} ({loss:.6f})" for loss, spot in worst)
+        print(f"\n{side}s, layer by layer: {', '.join(words)}", flush=True)
+
+
+def _print_plans(plans: Mapping[str, Bits]) -> None:
+    """The bits of each layer's heads, a line for each side."""
+    for (name, plan), side in itertools.product(plans.items(), SIDES):
+        words = ("".join(map(str, plan[place])) for place in sorted(plan) if place[1] == side)
+        print(f"\n{name}, {side}s: {' '.join(words)}", flush=True)
 
 
 PARTS: dict[str, Callable[[Parts], None]] = {
-    "a": Parts.sides, "b": Parts.layers, "e": Parts.frontier, "d": Parts.few_layers,
-    "f": Parts.others, "c": Parts.heads,
+    "a": Parts.sides, "b": Parts.layers, "g": Parts.by_place, "h": Parts.by_head,
+    "k": Parts.rivals, "i": Parts.moving_mean, "j": Parts.fisher, "f": Parts.others,
 }  # fmt: skip
 
 
@@ -570,8 +700,10 @@ def make_options() -> argparse.ArgumentParser:
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]
     )
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
-    parser.add_argument("--few", type=int, default=16, help="questions a task of parts b and c")
-    parser.add_argument("--few-rows", type=int, default=4, help="texts of parts b and c")
+    parser.add_argument("--by-answers", action="store_true", help="bits of parts k, i, j and f")
+    parser.add_argument("--few", type=int, default=16, help="questions a task to share bits out by")
+    parser.add_argument("--few-rows", type=int, default=4, help="texts to share bits out by")
+    parser.add_argument("--calibration", type=int, default=24, help="texts of parts i and j")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--recent", type=int, default=256)
     parser.add_argument(
