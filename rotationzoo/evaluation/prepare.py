@@ -231,6 +231,15 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
         spent = reduced_rotations(artifacts[0], False, (), job.budget)
         if spent.has_budget:  # the baselines take as many bytes as the first artifact
             format = format_of_equal_bits(spent, format)
+    if (
+        (job.real_cache or job.drift)
+        and artifacts
+        and format.bits > int2.SIMULATED[job.format].bits
+    ):
+        raise UsageError(
+            "a real cache has no rows of equal bits that take as many bytes as this budget",
+            hint="leave it to a simulation, or add: --bits 3",
+        )
     layout = job.prefill_layout or "server"
     return [
         CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows

@@ -5,7 +5,7 @@
   reads: what small errors of scores change in its attention.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from rotationzoo.calibration.observers import add_rows
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg.moments import Moment, Statistics
-from rotationzoo.model.capture import Attention, Intercept, intercept
+from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.simulation.masks import TwoCopyMask, as_additive
 
+Rows = torch.Tensor
 Angles = tuple[torch.Tensor, torch.Tensor]
 """The cosines and sines `[T, D]` with which a layer turns the rows of T positions."""
 
@@ -50,19 +51,11 @@ class KeyStatistics:
         angles: dict[int, Angles] = find_angles(model, longest)
         first, about = self._zeros(), self._zeros()
 
-        def add_first(
-            index: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attend: Attention,
-        ) -> torch.Tensor:
-            layer = self.layers[index]
+        def add_first(layer: Layer, query: Rows, key: Rows, attend: Attention) -> None:
             add_rows(first, layer, "query", query, self._fisher(query, key, attend))
-            if layer.owner == index:
-                before = turn(key, angles[index], back=True)
+            if layer.owner == layer.index:
+                before = turn(key, angles[layer.index], back=True)
                 add_rows(first, layer, "key", before[:, :, cache.sink :])
-            return attend(query, key, value)
 
         self._watch(rows, add_first)
         means = {}
@@ -70,18 +63,11 @@ class KeyStatistics:
             mean = moments["key"].mean[:, None].expand(-1, longest, -1)
             means[index] = turn(mean, angles[index])[:, cache.sink :]
 
-        def add_about(
-            index: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attend: Attention,
-        ) -> torch.Tensor:
-            if self.layers[index].owner == index:
+        def add_about(layer: Layer, query: Rows, key: Rows, attend: Attention) -> None:
+            if layer.owner == layer.index:
                 past = key[:, :, cache.sink :]
-                past = past - means[index][:, : past.shape[2]]
-                add_rows(about, self.layers[index], "key", past)
-            return attend(query, key, value)
+                past = past - means[layer.index][:, : past.shape[2]]
+                add_rows(about, layer, "key", past)
 
         self._watch(rows, add_about)
         self.queries = {index: moments["query"] for index, moments in first.items()}
@@ -109,9 +95,15 @@ class KeyStatistics:
         return (shares * (1 - shares) * (quantized == 0)).sum(-1)
 
     @torch.no_grad()
-    def _watch(self, rows: list[torch.Tensor], function: Intercept) -> None:
+    def _watch(self, rows: list[Rows], add: Callable[[Layer, Rows, Rows, Attention], None]) -> None:
+        """Hand every layer's queries, keys and attention to a function."""
+
+        def watch(index: int, query: Rows, key: Rows, value: Rows, attend: Attention) -> Rows:
+            add(self.layers[index], query, key, attend)
+            return attend(query, key, value)
+
         for row in rows:
-            with intercept(self.model, function):
+            with intercept(self.model, watch):
                 run_decoder(self.model, row[None])
 
 
