@@ -8,11 +8,12 @@ read in part f alone. Parts, in the order in which they run:
 
     a  keys, values and both, in 2, 3 and 4 bits in all layers
     b  each layer's keys, and each layer's values, in 2 bits, all else exact: KL alone
-    g  2, 3, 4 or 8 bits for each layer and side, shared out by b
+    g  2, 3, 4 or 8 bits for each layer and side, shared out by b; and by their KL at answers to
+       questions
     h  the same for each layer, side and KV head, shared out by the KL of each head alone; and by
        its KL at answers to questions, which heads that look things up change most
     k  caches that take no rotation of ours, and h at as many bits as some of them take
-    i  the moving mean of keys, with the bits of h
+    i  the moving mean of keys, with the bits of g by answers and with those of h
     j  the metric by Fisher weights, with the bits of h; and with the moving mean
     f  other rotations, with the bits of h
 
@@ -543,21 +544,31 @@ class Parts:
     def layers(self) -> None:
         told = {}
         for place in self.elements:
-            told[place] = self.run.measure_few(_name_place(*place), self.codec({place: 2}))
-        _print_worst("b. KL of one side of one layer in 2 bits", told, "kl")
+            codec = self.codec({place: 2})
+            told[place] = self.run.measure_few(_name_place(*place), codec, answers=True)
+        for label, measure in MEASURES.items():
+            _print_worst(f"b. KL of one side of one layer in 2 bits{label}", told, measure)
+
+    def plans_by_place(self, budgets: Iterable[float], label: str) -> dict[str, Bits]:
+        """The names and bits of arms of part g; none where not all places are measured."""
+        arms = self.run.kept["arms"]
+        if not all(_name_place(*place) in arms for place in self.elements):
+            return {}
+        losses = {place: arms[_name_place(*place)][MEASURES[label]] for place in self.elements}
+        plans = {}
+        for budget in budgets:
+            bits = share_out(losses, self.elements, self.code_bits(budget))
+            plans[f"{budget:g} bits by layer and side{label}"] = self.codec(bits).bits
+        return plans
 
     def by_place(self) -> None:
-        arms = self.run.kept["arms"]
         self.run.head("g. 2, 3, 4 or 8 bits for each layer and side")
-        if all(_name_place(*place) in arms for place in self.elements):
-            losses = {place: arms[_name_place(*place)]["kl"] for place in self.elements}
-            plans = {}
-            for budget in BY_PLACE:
-                bits = share_out(losses, self.elements, self.code_bits(budget))
-                codec = self.codec(bits)
-                plans[f"{budget:g} bits by layer and side"] = codec.bits
-                self.run.measure(f"{budget:g} bits by layer and side", codec)
-            _print_plans(plans)
+        plans: dict[str, Bits] = {}
+        for label in MEASURES:
+            plans |= self.plans_by_place(BY_PLACE, label)
+        for name, plan in plans.items():
+            self.run.measure(name, PlannedCodec(self.frames, plan))
+        _print_plans(plans)
 
     def by_head(self) -> None:
         told = {}
@@ -603,7 +614,12 @@ class Parts:
         return frames
 
     def moving_mean(self) -> None:
-        self.run.head("i. The moving mean of keys, with the bits of h")
+        self.run.head("i. The moving mean of keys, with the bits of g and of h")
+        plans = self.plans_by_place(BY_PLACE, " by answers")
+        if plans and not self.run.is_over:
+            frames = self.changed(moving=True, fisher=False)
+            for name, plan in plans.items():
+                self.run.measure(f"moving mean, {name}", PlannedCodec(frames, plan))
         self.measure_changed("moving mean", moving=True, fisher=False)
 
     def fisher(self) -> None:
