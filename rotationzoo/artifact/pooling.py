@@ -58,7 +58,9 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     fitted = fit(moments, artifact.recipe.model_copy(update=changes), artifact.geometry)
 
     def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
-        return replace(rotation, mean=artifact.rotations[layer][side].mean)
+        own = artifact.rotations[layer][side]
+        turned, frequencies = own.turned_mean, own.frequencies
+        return replace(rotation, mean=own.mean, turned_mean=turned, frequencies=frequencies)
 
     return fitted.replace(complete)
 

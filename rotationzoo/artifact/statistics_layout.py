@@ -6,7 +6,7 @@ import torch
 
 from rotationzoo.artifact.layout import Layout, Shapes, matrix_count, split_name, tensor_name
 from rotationzoo.geometry import Geometry, cached_layers
-from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.linalg.moments import TURNED, Average, Averages
 from rotationzoo.recipe import Recipe
 
 
@@ -62,7 +62,10 @@ def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Lay
         return Layout(_recovered_shapes(recipe, geometry), "_moment")
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
-        for kind, dim in layer.dims.items():
+        dims = layer.dims
+        if recipe.turns_mean("key") and "key" in dims:
+            dims[TURNED] = layer.key_dim
+        for kind, dim in dims.items():
             moment = torch.float64, (layer.kv_heads, dim, dim)
             shapes[_moment_name(layer.index, kind)] = moment
             shapes[tensor_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)

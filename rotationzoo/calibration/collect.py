@@ -18,6 +18,7 @@ from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
+from rotationzoo.model.turning import find_turnings
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.text.rows import MediaRow
@@ -53,6 +54,8 @@ def collect(
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
+    if recipe.turns_mean("key"):
+        observer.turnings = find_turnings(model, geometry)
     with sums.saved_if_interrupted():
         for number in range(passes):
             if number == 1:

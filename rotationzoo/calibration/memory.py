@@ -89,13 +89,15 @@ class Footprint:
     @property
     def statistics(self) -> int:
         """The statistics: a float64 second moment per layer of whatever it has, and one more with
-        key energy."""
+        key energy, and with turned means."""
         if not self.recipe.needs_statistics:
             return 0
         more = int(self.recipe.value_statistic == "key_energy")
         total = 0
         for layer in cached_layers(self.geometry):
             squares = sum(dim**2 for dim in layer.dims.values()) + more * layer.value_dim**2
+            if self.recipe.turns_mean("key"):
+                squares += layer.key_dim**2
             total += 8 * layer.kv_heads * squares
         return total
 

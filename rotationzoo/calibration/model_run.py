@@ -12,6 +12,7 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import measure_sensitivities
+from rotationzoo.calibration.turned_means import Means, add_turned_means, turn_means
 from rotationzoo.codec.budget import spend_bits
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.linalg.moments import Statistics
@@ -21,6 +22,7 @@ from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
+from rotationzoo.model.turning import find_turnings
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
@@ -84,7 +86,11 @@ def run_model(
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
-        rotations = fit(statistics, recipe, geometry)
+        means: Means = {}
+        if recipe.turns_mean("key"):
+            turnings = find_turnings(model, geometry)
+            statistics, means = turn_means(statistics, geometry, turnings, recipe)
+        rotations = add_turned_means(fit(statistics, recipe, geometry), means)
         if recipe.budget:
             rotations = measure_sensitivities(
                 model, geometry, rotations, text.rows, recipe, progress

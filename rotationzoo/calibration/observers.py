@@ -1,25 +1,31 @@
 """Observers that add each layer's queries, keys, values and attention outputs, or its latents and
 what errors of them cost, to the running sums."""
 
+from collections.abc import Mapping
+
 import torch
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums
-from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.linalg.moments import TURNED, Moment, Statistics
 from rotationzoo.model.capture import Attention
 from rotationzoo.model.latent import read_errors
+from rotationzoo.model.turning import Turning
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT
 
 
 def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
-    """The initial sums: four moments per cached layer, one more with key energy."""
+    """The initial sums: four moments per cached layer, one more with key energy and with turned
+    means."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
         dims = layer.dims
         if recipe.value_statistic == "key_energy" and "value" in layer.sides:
             dims["key_energy"] = layer.value_dim
+        if recipe.turns_mean("key") and "key" in dims:
+            dims[TURNED] = layer.key_dim
         statistics[layer.index] = {
             kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims.items()
         }
@@ -62,8 +68,10 @@ class MomentObserver:
     """Sums second moments of queries, outputs, keys and values, for the layer that owns their
     cache. Keys and values count from position `skip` on."""
 
-    kinds: tuple[str, ...] = ("query", "key", "value", "output", LATENT)
+    kinds: tuple[str, ...] = ("query", "key", "value", "output", LATENT, TURNED)
     """What it adds to, of what a layer has."""
+    turnings: Mapping[int, Turning] = {}
+    """How layers turn their keys, for recipes with turned means."""
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
         self.layers = {layer.index: layer for layer in geometry}
@@ -86,6 +94,10 @@ class MomentObserver:
         if layer.owner == layer.index:
             add_rows(self.statistics, layer, "key", key[:, :, self.skip :])
             add_rows(self.statistics, layer, "value", value[:, :, self.skip :])
+            if TURNED in self.statistics[index]:
+                if index in self.turnings:
+                    key = self.turnings[index].turn_back(key)
+                add_rows(self.statistics, layer, TURNED, key[:, :, self.skip :])
 
     def watch(
         self,

@@ -16,6 +16,8 @@ from rotationzoo.words import nearest
 # As `rotations` has them, which waits for torch.
 _HEADS = "key", "value"
 _SIDES = *_HEADS, "latent"
+TURNED_MEAN = "turned"
+"""What `Rotation.turned_mean` is called among means."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Entry:
     heads: bool = True
     """Whether it takes one matrix per KV head, and not one per layer alone."""
     means: tuple[str, ...] = ()
-    """The sides whose means it subtracts."""
+    """The sides whose means it subtracts, and `TURNED_MEAN`."""
     takes: tuple[str, ...] = _HEADS
     """The sides that it rotates: those of heads, or latents, or both."""
     clip: Literal["none", "one", "side", "head"] = "side"
@@ -54,8 +56,8 @@ class Entry:
 
     @property
     def uncentered(self) -> tuple[str, ...]:
-        """The sides that keep their mean."""
-        return tuple(side for side in self.takes if side not in self.means)
+        """The sides that keep their mean, and `TURNED_MEAN`."""
+        return tuple(each for each in (*self.takes, TURNED_MEAN) if each not in self.means)
 
     @property
     def recipe(self) -> str:
@@ -84,7 +86,7 @@ ENGINES = {
     "transformers": Entry(
         command="generate",
         format="sglang",
-        means=_SIDES,
+        means=(*_SIDES, TURNED_MEAN),
         takes=_SIDES,
         clip="head",
         feedback=True,

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from rotationzoo.budget import EQUAL, Budget
+from rotationzoo.codec.engines import TURNED_MEAN
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.rotations import Rotation, Rotations
@@ -26,7 +27,10 @@ def reduce_rotations(
     def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
         mean = None if side in uncentered else rotation.mean
         fine = None if budget == EQUAL else rotation.fine_channels
-        return replace(rotation, mean=mean, fine_channels=fine)
+        rotation = replace(rotation, mean=mean, fine_channels=fine)
+        if mean is None or TURNED_MEAN in uncentered:
+            rotation = replace(rotation, turned_mean=None, frequencies=None)
+        return rotation
 
     return rotations.replace(reduce)
 

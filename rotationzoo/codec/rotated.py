@@ -70,28 +70,34 @@ class RotatedCodec:
         return (rows.float() - mean).to(rows.dtype)
 
     def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
+        """Rows `[B, H, T, D]` of the positions from `first` on as the 2-bit cache returns them, in
+        their original frame and dtype.
 
         Centered keys come back without their mean. Centered values come back with it, because a
         server adds it to the attention output.
         """
-        quantized = self.quantize(self.rotate(rows, layer, side), layer, side, format)
+        rotated = self.rotate(rows, layer, side, first)
+        quantized = self.quantize(rotated, layer, side, format)
         stored = int2.dequantize(quantized, self.stored_format(layer, side, format))
-        return self.restore(stored, layer, side).to(rows.dtype)
+        return self.restore(stored, layer, side, first).to(rows.dtype)
 
-    def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
-        in the rotation's type."""
+    def rotate(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> torch.Tensor:
+        """Rows `[B, H, T, D]` of the model as they are quantized: without their means at the
+        positions from `first` on, and rotated, in the rotation's type."""
+        turned = self.turned_rows(rows, layer, side, first)
+        rows = rows if turned is None else rows.to(turned.dtype) - turned
         mean = self._mean(rows, layer, side)
         matrix = self.forward(layer, side).to(rows.device)
         rows = rows.to(matrix.dtype)
         return (rows if mean is None else rows - mean) @ matrix
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+    def row_range(
+        self, rows: torch.Tensor, layer: int, side: str, first: int = 0
+    ) -> torch.Tensor | None:
         """The `row_range` of rows `[B, H, T, D]` of the model, rotated and not yet clipped."""
-        return row_range(self.rotate(rows, layer, side))
+        return row_range(self.rotate(rows, layer, side, first))
 
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
@@ -115,12 +121,12 @@ class RotatedCodec:
         return feedback.quantize(rows, factor, self.group_size, stored)
 
     def pack(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
     ) -> int2.Quantized:
-        """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]` of the model, with their
-        scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
-        cannot be quantized are reported by `check_packed`."""
-        rotated = self.rotate(rows, layer, side)
+        """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]` of the model, at the
+        positions from `first` on, with their scales and offsets. On a GPU with a kernel, nothing
+        waits for the result, and rows that cannot be quantized are reported by `check_packed`."""
+        rotated = self.rotate(rows, layer, side, first)
         if encoder := self.encoder(layer, side, format, rows.device):
             return encoder(rotated)
         quantized = self.quantize(rotated, layer, side, format)
@@ -174,17 +180,28 @@ class RotatedCodec:
         return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
 
     def packed_side(
-        self, layer: int, side: str, layout: PageLayout, blocks: Sequence[torch.Tensor]
+        self,
+        layer: int,
+        side: str,
+        layout: PageLayout,
+        blocks: Sequence[torch.Tensor],
+        first: int = 0,
     ) -> PackedSide:
-        """Pages of packed rows as attention reads them."""
-        mean = self.rotations[layer][side].mean
+        """Pages of packed rows of the positions from `first` on as attention reads them."""
+        rotation = self.rotations[layer][side]
+        mean, stop = rotation.mean, first + len(blocks) * layout.tokens
+        turned = rotation.turned_rows(first, stop)
+        if turned is not None:
+            mean = turned if mean is None else turned + mean[:, None]
         return PackedSide(blocks, layout, self.inverse(layer, side), mean)
 
-    def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
-        their mean, values and latents with it."""
+    def restore(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> torch.Tensor:
+        """Rotated rows `[B, H, T, D]` of the positions from `first` on, in the model's frame and
+        the rotation's type: keys without their mean, values and latents with it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
+        if (turned := self.turned_rows(restored, layer, side, first)) is not None:
+            restored += turned
         mean = self._mean(rows, layer, side)
         return restored if mean is None or side == "key" else restored.add_(mean)
 
@@ -226,6 +243,16 @@ class RotatedCodec:
         moved = {side: _on(rotations[side], key.device) for side in rotations.sides}
         return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
 
+    def turned_rows(
+        self, rows: torch.Tensor, layer: int, side: str, first: int
+    ) -> torch.Tensor | None:
+        """The turned mean `[H, T, D]` of rows `[B, H, T, D]` of the positions from `first` on, on
+        their device; None where this side has none."""
+        rotation = self.rotations[layer][side]
+        if rotation.turned_mean is None:
+            return None
+        return _on(rotation, rows.device).turned_rows(first, first + rows.shape[2])
+
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
         centered."""
@@ -245,7 +272,7 @@ def row_range(rows: torch.Tensor) -> torch.Tensor:
 def _on(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
-    names = ("matrix", "mean", "feedback", "whitening")
+    names = "matrix", "mean", "turned_mean", "frequencies", "feedback", "whitening"
     tensors = [(name, getattr(rotation, name)) for name in names]
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}

@@ -47,12 +47,15 @@ class SimulatedCodec(Sized, Protocol):
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them."""
 
     def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: Format
+        self, rows: torch.Tensor, layer: int, side: str, format: Format, first: int = 0
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]`, the first that of the first token after the sink, as a reader gets
-        them back, in their type. Rows of an incomplete group of tokens come back as they are."""
+        """Rows `[B, H, T, D]` of the tokens from position `first` on, after the sink, as a reader
+        gets them back, in their type. Rows of an incomplete group of tokens come back as they
+        are."""
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+    def row_range(
+        self, rows: torch.Tensor, layer: int, side: str, first: int = 0
+    ) -> torch.Tensor | None:
         """`(max - min) / rms` `[B, H, T]` of the rows as they are rounded; None where they are not
         rounded one by one."""
 
@@ -210,11 +213,19 @@ class _SimulatedAttention:
         codec, cache = self.simulation.codec, self.simulation.cache
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
-        sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
-        # Whole groups of tokens are quantized on their own.
-        parts = past.split(TOKENS // codec.token_group * codec.token_group, dim=2)
-        quantized = [codec.fake_quantize(part, owner, side, cache.format) for part in parts]
-        return torch.cat([exact, sink, *quantized], dim=2)
+        quantized = [
+            codec.fake_quantize(part, owner, side, cache.format, first)
+            for first, part in self._past_parts(rows)
+        ]
+        return torch.cat([exact, exact[:, :, : cache.sink], *quantized], dim=2)
+
+    def _past_parts(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The rows `[B, H, T, D]` past the sink, some at a time, each with the position of the
+        first. Whole groups of tokens are quantized on their own."""
+        sink, group = self.simulation.cache.sink, self.simulation.codec.token_group
+        step = TOKENS // group * group
+        for first in range(sink, rows.shape[2], step):
+            yield first, rows[:, :, first : first + step]
 
     def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
         """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
@@ -222,10 +233,10 @@ class _SimulatedAttention:
             return
         codec, owner = self.simulation.codec, self.owners[layer]
         for side in filter(self._stores, sides):
-            past = sides[side][:, :, self.simulation.cache.sink :]
-            parts = (codec.row_range(part, owner, side) for part in past.split(TOKENS, dim=2))
+            parts = self._past_parts(sides[side])
+            ranges = [codec.row_range(part, owner, side, first) for first, part in parts]
             # Some codecs have none to tell.
-            if ranges := [part for part in parts if part is not None]:
+            if ranges := [part for part in ranges if part is not None]:
                 self.observers.row_range(layer, side, torch.cat(ranges, dim=2))
 
     def _compare_heads(self, layer: int, exact: torch.Tensor) -> torch.Tensor:

@@ -190,12 +190,12 @@ class PlannedCodec:
         return rows
 
     def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
     ) -> torch.Tensor:
         bits = self.bits.get((layer, side))
         return rows if bits is None else self.frames[layer, side].read(rows, bits)
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> None:
+    def row_range(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> None:
         return None
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
