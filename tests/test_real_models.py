@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import real_models_lose
 import torch
-from key_statistics import KeyStatistics, find_angles, turn
 from real_models_lose import PlannedCodec, feed_back, frames_of, refit, share_out
 from real_questions import DEV, LENGTHS, SPLITS, TASKS, TEST
+from support.caches import with_turned_means
 from support.jobs import RECIPE, job
 
 from rotationzoo.calibration.calibrate import calibrate
@@ -18,7 +18,6 @@ from rotationzoo.codec import feedback, int2
 from rotationzoo.codec.budget import COARSE
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.model.capture import capture
 from rotationzoo.model.loading import load, load_config, load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.recall.exercises import QUOTE
@@ -158,64 +157,22 @@ def test_bits_go_where_they_take_most_of_what_is_lost():
     assert share_out(losses, elements, 4)[0, "key"] == 8
 
 
-def gather(model, geometry, cache, rows) -> KeyStatistics:
-    return KeyStatistics(model, geometry, cache, rows, 300)
-
-
-@torch.no_grad()
-def test_the_moving_mean_is_the_mean_of_keys_before_rope_turned_to_each_position(whitened, model):
-    rows, sink = [torch.randint(1000, (200,)) for _ in range(2)], 8
-    found = gather(model, whitened.geometry, CacheLayout(COARSE, sink, 32), rows)
-    angles, kept = find_angles(model, 300), {layer: [] for layer in found.means}
-
-    def keep(layer, query, key, value, output):
-        kept[layer].append(key[0, :, sink:])
-
-    with capture(model, keep):
-        for row in rows:
-            model(row[None])
-    for layer, mean in found.means.items():
-        assert mean.shape == (2, 300 - sink, 16)
-        past = [each[sink:] for each in angles[layer]]
-        about = torch.cat([keys - mean[:, : keys.shape[1]] for keys in kept[layer]], 1)
-        assert about.mean(1).abs().max() < 1e-5
-        before = torch.cat([turn(keys, past, back=True) for keys in kept[layer]], 1)
-        turned = turn(before.mean(1)[:, None].expand(-1, mean.shape[1], -1), past)
-        # Beside it, only what is left of the mean is subtracted, which is the same everywhere.
-        left = mean - turned
-        assert torch.allclose(left, left[:, :1].expand_as(left), atol=1e-6)
-        assert not torch.allclose(turned, turned[:, :1].expand_as(turned), atol=1e-3)
-
-
-@torch.no_grad()
-def test_fisher_weights_are_those_of_the_models_attention(whitened, model):
-    row, cache = torch.randint(1000, (200,)), CacheLayout(COARSE, 8, 32)
-    found = gather(model, whitened.geometry, cache, [row])
-    own = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    shares = model(row[None], output_attentions=True).attentions
-    model.set_attn_implementation(own)
-    quantized = ~cache.exact_for(torch.arange(200), 200)
-    for layer, moment in found.queries.items():
-        weights = (shares[layer] * (1 - shares[layer]) * quantized).sum((-1, -2))
-        assert torch.allclose(moment.weight, weights.view(2, -1).sum(1).double(), rtol=1e-4)
-
-
-def test_a_frame_subtracts_a_mean_for_each_token_and_adds_it_again(whitened):
-    frame = frames_of(whitened.rotations, torch.device("cpu"))[0, "key"]
-    moving = replace(frame, mean=torch.randn(2, 150, 16))
+def test_a_frame_subtracts_means_and_adds_them_again(whitened):
+    turned = with_turned_means(whitened.rotations)
+    frame = frames_of(turned, torch.device("cpu"))[0, "key"]
     rows = torch.randn(3, 2, 100, 16)
-    mean = moving.mean[:, :100]
-    expected = replace(frame, mean=torch.zeros(2, 1, 16)).read(rows - mean, [2, 8]) + mean
-    assert torch.allclose(moving.read(rows, [2, 8]), expected, atol=1e-5)
-    assert (moving.read(rows, [2, 8]) - rows)[:, 1].abs().max() < 0.1
+    mean = frame.mean(7, 107)
+    about = replace(frame.rotation, mean=None, turned_mean=None)
+    expected = replace(frame, rotation=about).read(rows - mean, [2, 8], 0) + mean
+    assert mean.shape == (2, 100, 16)
+    assert torch.allclose(frame.read(rows, [2, 8], 7), expected, atol=1e-5)
+    assert (frame.read(rows, [2, 8], 7) - rows)[:, 1].abs().max() < 0.1
 
 
 def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     tmp_path, tiny, whitened, monkeypatch, capsys
 ):
     settings = "--questions 2 --lengths 400 --rows 1 --few 2 --few-rows 1 --sink 8 --recent 32"
-    settings += " --calibration 2"
     words = [tiny, whitened.folder, *settings.split(), "--json", tmp_path / "kept.json"]
     for seconds in (0, 100):
         command = ["real_models_lose", *words, "--seconds", seconds]
@@ -224,12 +181,11 @@ def test_the_script_runs_and_goes_on_where_it_was_cut_short(
         arms = json.loads((tmp_path / "kept.json").read_text())["arms"]
         assert bool(arms) == (seconds > 0)
     shown = capsys.readouterr().out
-    assert "| hadamard, 3 bits by head | 3.000 |" in shown
+    assert "| hadamard, 3 bits by layer and side by answers | 3.000 |" in shown
     assert "q4_0 stores 32 channels together" in shown
     expected = {
-        "values of layer 0, head 1", "3 bits by layer and side", "moving mean, 3 bits by head",
-        "Fisher and moving mean, 3 bits by head", "kivi", "kvarn-k2v2", "3.5 bits by head",
-        "3 bits by head by answers",
+        "values of layer 0, head 1", "3 bits by layer and side", "kivi", "kvarn-k2v2",
+        "3 bits by head by answers", "out for vllm",
     }  # fmt: skip
     assert expected <= set(arms)
     assert all(arm["kl"] > 0 for arm in arms.values())

@@ -240,7 +240,7 @@ class RotatedCodec:
                     f"for {len(rotation.clip)} of {rotation.dim}",
                     hint=_HINT,
                 )
-        moved = {side: _on(rotations[side], key.device) for side in rotations.sides}
+        moved = {side: move(rotations[side], key.device) for side in rotations.sides}
         return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
 
     def turned_rows(
@@ -251,7 +251,7 @@ class RotatedCodec:
         rotation = self.rotations[layer][side]
         if rotation.turned_mean is None:
             return None
-        return _on(rotation, rows.device).turned_rows(first, first + rows.shape[2])
+        return move(rotation, rows.device).turned_rows(first, first + rows.shape[2])
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
@@ -269,7 +269,7 @@ def row_range(rows: torch.Tensor) -> torch.Tensor:
     return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
 
 
-def _on(rotation: Rotation, device: torch.device) -> Rotation:
+def move(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
     names = "matrix", "mean", "turned_mean", "frequencies", "feedback", "whitening"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.prediction import run_decoder
-from rotationzoo.model.rope import scaling_of
+from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.rotations import angles
 
 _POSITIONS = 256  # that angles are read at
@@ -77,7 +77,8 @@ def find_turnings(model: PreTrainedModel, geometry: Geometry) -> dict[int, Turni
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
     try:
         with torch.no_grad():
-            run_decoder(model, torch.zeros(1, _POSITIONS, dtype=torch.long))
+            count = min(_POSITIONS, position_count(model.config) or _POSITIONS)
+            run_decoder(model, torch.zeros(1, count, dtype=torch.long))
     finally:
         for hook in hooks:
             hook.remove()

@@ -4,7 +4,7 @@
 
 MODEL is a folder of `real_models`; ROTATIONS are artifacts with the factors of error feedback. The
 first one is measured in every part, and its statistics make a Hadamard and a random arm. Others are
-read in part f alone. Parts, in the order in which they run:
+read in parts f and o alone. Parts, in the order in which they run:
 
     a  keys, values and both, in 2, 3 and 4 bits in all layers
     b  each layer's keys, and each layer's values, in 2 bits, all else exact: KL alone
@@ -12,21 +12,15 @@ read in part f alone. Parts, in the order in which they run:
        questions
     h  the same for each layer, side and KV head, shared out by the KL of each head alone; and by
        its KL at answers to questions, which heads that look things up change most
-    k  caches that take no rotation of ours, and h at as many bits as some of them take
-    i  the moving mean of keys, with the bits of g by answers and with those of h
-    j  the metric by Fisher weights, with the bits of h; and with the moving mean
-    f  other rotations, with the bits of h
+    k  caches that take no rotation of ours
+    f  other rotations, with the bits of g by answers
+    o  artifacts as they are, in caches that simulate what `RotatedCache` and vLLM store of them
 
 Codes are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the format
-`fine` without finer channels. Bits of g to k count these scales. Everything is compared with the
+`fine` without finer channels. Bits from g on count these scales. Everything is compared with the
 exact model: answers that it gives and that are kept, nats of log probability of the right answers,
 and KL a token on plain text of 2,048 tokens. Bits are shared out by rows and questions of DEV that
-DEV is not judged on: they are never chosen on what they are judged by. Parts k, i, j and f take the
-bits of h by text, or with --by-answers those by answers.
-
-The moving mean and Fisher weights are those of `key_statistics`, of `--calibration` rows of the
-bundled calibration text. The moving mean takes the place of the mean that is subtracted before the
-rotation, and whitening and factors are made about it. Fisher weights change factors of keys alone.
+DEV is not judged on: they are never chosen on what they are judged by.
 
 --json is written after every arm; arms that it holds already are not measured again. No arm is
 begun after --seconds.
@@ -45,16 +39,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from key_statistics import KeyStatistics
 from measuring import DEVICE, make_parser
 
-from rotationzoo.artifact.fit import add_factors, fit
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
 from rotationzoo.codec.budget import COARSE, PER_BIT, SMALLEST
+from rotationzoo.codec.engines import ENGINES
 from rotationzoo.codec.feedback import RANGES
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.rotated import RotatedCodec, move
 from rotationzoo.codec.size import EXACT_BITS
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
@@ -66,10 +61,8 @@ from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decode
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.recipe import Data
-from rotationzoo.rotations import SIDES, Rotations
+from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
-from rotationzoo.text.rows import read_corpus
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
 from real_questions import DEV, LENGTHS, SPLITS, TASKS, Split
@@ -86,9 +79,7 @@ UNIFORM = (2, 3, 4)
 CHOICES = (2, 3, 4, 8)
 """What bits are shared out in. Planes of 2 bits make 4 and 8 of them."""
 BY_PLACE, BY_HEAD, CHANGED = (2.5, 2.75, 3.0, 3.25), (2.5, 2.75, 3.0), (2.75, 3.0)
-"""Bits an element, scales counted: of g, of h, and of what else is measured with the bits of h."""
-AS_RIVALS = 3.5
-"""Bits at which h is measured beside rivals, some of which take as many."""
+"""Bits an element, scales counted: of g, of h, and of f, with the bits of g."""
 OTHERS = (
     "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
 )  # fmt: skip
@@ -145,17 +136,22 @@ class Frame:
     forward: torch.Tensor
     inverse: torch.Tensor
     factor: torch.Tensor
-    mean: torch.Tensor
-    """`[H, 1, D]`, or one for each token after the sink."""
+    rotation: Rotation
 
-    def read(self, rows: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the tokens after the sink, with so many bits in each KV head, as
-        they are read, with their mean. Heads of 16 bits come back as they are."""
-        result = rows.clone()
+    def mean(self, start: int, stop: int) -> torch.Tensor:
+        """What rows have in common `[H, T or 1, D]` at the positions from `start` on."""
+        static, turned = self.rotation.mean, self.rotation.turned_rows(start, stop)
+        rows = self.factor[:, :1] * 0 if static is None else static[:, None]
+        return rows if turned is None else rows + turned
+
+    def read(self, rows: torch.Tensor, bits: Sequence[int], first: int) -> torch.Tensor:
+        """Rows `[B, H, T, D]` of the tokens from position `first` on, with so many bits in each KV
+        head, as they are read, with their mean. Heads of 16 bits come back as they are."""
+        result, means = rows.clone(), self.mean(first, first + rows.shape[2])
         for number in sorted(set(bits) - {EXACT_BITS}):
             heads = [head for head, its in enumerate(bits) if its == number]
             part = slice(None) if len(heads) == len(bits) else heads
-            mean = self.mean[part, : rows.shape[2]]
+            mean = means[part]
             rotated = (rows[:, part].float() - mean) @ self.forward[part]
             flat = rotated.transpose(0, 1).flatten(1, 2)
             stored = feed_back(flat, self.factor[part], replace(COARSE, bits=number))
@@ -170,10 +166,9 @@ def frames_of(rotations: Rotations, device: torch.device) -> dict[Place, Frame]:
     for layer, side, rotation in rotations.each():
         factor = rotation.feedback
         assert factor is not None, "a codec with error feedback has checked this"
-        nothing = torch.zeros_like(factor[:, 0])
-        mean = nothing if rotation.mean is None else rotation.mean
-        parts = codec.forward(layer, side), codec.inverse(layer, side), factor, mean[:, None]
-        frames[layer, side] = Frame(*(each.to(device).float() for each in parts))
+        parts = codec.forward(layer, side), codec.inverse(layer, side), factor
+        matrices = (each.to(device).float() for each in parts)
+        frames[layer, side] = Frame(*matrices, move(rotation, device))
     return frames
 
 
@@ -193,7 +188,7 @@ class PlannedCodec:
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
     ) -> torch.Tensor:
         bits = self.bits.get((layer, side))
-        return rows if bits is None else self.frames[layer, side].read(rows, bits)
+        return rows if bits is None else self.frames[layer, side].read(rows, bits, first)
 
     def row_range(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> None:
         return None
@@ -404,7 +399,7 @@ class Run:
 
     def __init__(self, study: Study, options: argparse.Namespace, begun: float):
         self.study, self.options, self.begun = study, options, begun
-        names = ("split", "questions", "lengths", "rows", "few", "few_rows", "calibration")
+        names = ("split", "questions", "lengths", "rows", "few", "few_rows")
         windows = {"sink": options.sink, "recent": options.recent}
         settings: dict[str, Any] = {name: getattr(options, name) for name in names} | windows
         settings |= {"model": options.model.name, "tf32": options.tf32}
@@ -491,7 +486,6 @@ class Parts:
         self.run, self.study, self.artifacts = run, run.study, artifacts
         self.frames = frames_of(artifacts[0].rotations, run.study.model.device)
         self.elements = elements_of(run.study.geometry)
-        self.by = " by answers" if run.options.by_answers else ""
         self.heads = [
             (layer, side, head)
             for layer, side in self.elements
@@ -526,13 +520,6 @@ class Parts:
                 plan[layer, side].append(bits[layer, side, head])
             plans[f"{budget:g} bits by head{label}"] = plan
         return plans
-
-    def measure_by_head(
-        self, frames: Mapping[Place, Frame], budgets: Iterable[float], label: str = ""
-    ) -> None:
-        """Arms with the bits of part h."""
-        for name, plan in self.plans_by_head(budgets, self.by).items():
-            self.run.measure(label + name, PlannedCodec(frames, plan))
 
     def sides(self) -> None:
         self.run.head("a. One side, or both, in all layers")
@@ -587,51 +574,6 @@ class Parts:
             self.run.measure(name, PlannedCodec(self.frames, plan))
         _print_plans(plans)
 
-    @cached_property
-    def keys(self) -> KeyStatistics:
-        study, options = self.study, self.study.options
-        data = Data(tokens=options.calibration * study.length, length=study.length)
-        rows = read_corpus(data, study.tokenizer).rows
-        longest = max(options.lengths)
-        return KeyStatistics(study.model, study.geometry, study.cache, rows, longest)
-
-    def changed(self, moving: bool, fisher: bool) -> dict[Place, Frame]:
-        """The first artifact's frames, with a moving mean of keys or with Fisher weights."""
-        artifact = self.artifacts[0]
-        assert artifact.statistics is not None, "the first artifact has no statistics"
-        statistics = sums(artifact.statistics)
-        for layer, moments in statistics.items():
-            if moving:
-                moments["key"] = self.keys.keys[layer]
-            if fisher:
-                moments["query"] = self.keys.queries[layer]
-        rotations = add_factors(artifact.rotations, statistics, artifact.recipe)
-        frames = frames_of(rotations, self.study.model.device)
-        if moving:
-            for layer, mean in self.keys.means.items():
-                frame = frames[layer, "key"]
-                frames[layer, "key"] = replace(frame, mean=mean.to(frame.mean))
-        return frames
-
-    def moving_mean(self) -> None:
-        self.run.head("i. The moving mean of keys, with the bits of g and of h")
-        plans = self.plans_by_place(BY_PLACE, " by answers")
-        if plans and not self.run.is_over:
-            frames = self.changed(moving=True, fisher=False)
-            for name, plan in plans.items():
-                self.run.measure(f"moving mean, {name}", PlannedCodec(frames, plan))
-        self.measure_changed("moving mean", moving=True, fisher=False)
-
-    def fisher(self) -> None:
-        self.run.head("j. Fisher weights, with the bits of h")
-        self.measure_changed("Fisher", moving=False, fisher=True)
-        self.measure_changed("Fisher and moving mean", moving=True, fisher=True)
-
-    def measure_changed(self, label: str, moving: bool, fisher: bool) -> None:
-        # Made only where there is time for them.
-        if self.plans_by_head(CHANGED, self.by) and not self.run.is_over:
-            self.measure_by_head(self.changed(moving, fisher), CHANGED, f"{label}, ")
-
     def rivals(self) -> None:
         self.run.head("k. Caches that take no rotation of ours")
         geometry, able = self.study.geometry, []
@@ -644,15 +586,23 @@ class Parts:
         arms = build_baselines(self.artifacts[0].recipe, geometry, able)
         for arm in sorted(arms, key=lambda arm: self.study.bits(arm.codec)):
             self.run.measure(arm.name, arm.codec)
-        self.measure_by_head(self.frames, [AS_RIVALS])
 
     def others(self) -> None:
-        self.run.head("f. Other rotations, with the bits of h")
+        self.run.head("f. Other rotations, with the bits of g by answers")
+        plans = self.plans_by_place(CHANGED, " by answers")
         for label, make in self.rotations():
             # Made only where there is time for them.
-            if self.plans_by_head(CHANGED, self.by) and not self.run.is_over:
+            if plans and not self.run.is_over:
                 frames = frames_of(make(), self.study.model.device)
-                self.measure_by_head(frames, CHANGED, f"{label}, ")
+                for name, plan in plans.items():
+                    self.run.measure(f"{label}, {name}", PlannedCodec(frames, plan))
+
+    def as_they_are(self) -> None:
+        self.run.head("o. Artifacts as they are")
+        for artifact, engine in itertools.product(self.artifacts, ("transformers", "vllm")):
+            rotations = reduced_rotations(artifact, False, ENGINES[engine].uncentered)
+            codec = RotatedCodec(rotations, artifact.recipe.group_size, rounding="feedback")
+            self.run.measure(f"{artifact.folder.resolve().name} for {engine}", codec)
 
     def rotations(self) -> Iterator[tuple[str, Callable[[], Rotations]]]:
         first = self.artifacts[0]
@@ -669,7 +619,13 @@ def refit(artifact: Artifact, composition: str) -> Rotations:
     assert artifact.statistics is not None
     unspent = dict.fromkeys(("bits", "key_bits", "value_bits"))
     recipe = artifact.recipe.model_copy(update={"composition": composition, **unspent})
-    return fit(sums(artifact.statistics), recipe, artifact.geometry)
+    fitted = fit(sums(artifact.statistics), recipe, artifact.geometry)
+
+    def copy_mean(layer: int, side: str, rotation: Rotation) -> Rotation:
+        own = artifact.rotations[layer][side]
+        return replace(rotation, turned_mean=own.turned_mean, frequencies=own.frequencies)
+
+    return fitted.replace(copy_mean)
 
 
 def _name_place(layer: int, side: str) -> str:
@@ -699,7 +655,7 @@ def _print_plans(plans: Mapping[str, Bits]) -> None:
 
 PARTS: dict[str, Callable[[Parts], None]] = {
     "a": Parts.sides, "b": Parts.layers, "g": Parts.by_place, "h": Parts.by_head,
-    "k": Parts.rivals, "i": Parts.moving_mean, "j": Parts.fisher, "f": Parts.others,
+    "k": Parts.rivals, "f": Parts.others, "o": Parts.as_they_are,
 }  # fmt: skip
 
 
@@ -716,10 +672,8 @@ def make_options() -> argparse.ArgumentParser:
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]
     )
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
-    parser.add_argument("--by-answers", action="store_true", help="bits of parts k, i, j and f")
     parser.add_argument("--few", type=int, default=16, help="questions a task to share bits out by")
     parser.add_argument("--few-rows", type=int, default=4, help="texts to share bits out by")
-    parser.add_argument("--calibration", type=int, default=24, help="texts of parts i and j")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--recent", type=int, default=256)
     parser.add_argument(
