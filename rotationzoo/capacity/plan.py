@@ -19,11 +19,12 @@ from rotationzoo.capacity.shape import (
     request_bytes,
     weigh,
 )
+from rotationzoo.figures import size_words
 from rotationzoo.geometry import has_latents
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find
 from rotationzoo.storage.files import read_json
-from rotationzoo.words import counted, size_words
+from rotationzoo.words import counted
 
 _CONTEXT = 131072
 """Tokens of a request where neither the wish nor the model's positions say less."""

@@ -10,10 +10,11 @@ from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, bits_per_element
 from rotationzoo.errors import ModelUnavailable
+from rotationzoo.figures import size_words
 from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
 from rotationzoo.model.loading import load_processor, load_tokenizer
 from rotationzoo.model.source import fetch
-from rotationzoo.words import counted, size_words
+from rotationzoo.words import counted
 
 
 def show_plan(out: Output, job: Job) -> None:

@@ -16,7 +16,8 @@ from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Mode, Output, hush_libraries, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.errors import Interrupted, UsageError
-from rotationzoo.words import byte_count, counted
+from rotationzoo.figures import byte_count
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

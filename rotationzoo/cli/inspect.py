@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.words import number
+from rotationzoo.figures import number
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.words import UNKNOWN, change, counted, percent
+from rotationzoo.figures import UNKNOWN, change, percent
+from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName
 
 if TYPE_CHECKING:

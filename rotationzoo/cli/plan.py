@@ -7,7 +7,8 @@ from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import Json, ModelName, Revision, option
 from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.words import counted, size_words
+from rotationzoo.figures import size_words
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.capacity.plan import Answer, Capacity

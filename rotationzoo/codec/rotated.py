@@ -86,7 +86,7 @@ class RotatedCodec:
     def rotate(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> torch.Tensor:
         """Rows `[B, H, T, D]` of the model as they are quantized: without their means at the
         positions from `first` on, and rotated, in the rotation's type."""
-        turned = self.turned_rows(rows, layer, side, first)
+        turned = self.turned_rows(layer, side, first, rows.shape[2], rows.device)
         rows = rows if turned is None else rows.to(turned.dtype) - turned
         mean = self._mean(rows, layer, side)
         matrix = self.forward(layer, side).to(rows.device)
@@ -189,8 +189,8 @@ class RotatedCodec:
     ) -> PackedSide:
         """Pages of packed rows of the positions from `first` on as attention reads them."""
         rotation = self.rotations[layer][side]
-        mean, stop = rotation.mean, first + len(blocks) * layout.tokens
-        turned = rotation.turned_rows(first, stop)
+        mean, tokens = rotation.mean, len(blocks) * layout.tokens
+        turned = self.turned_rows(layer, side, first, tokens, blocks[0].device)
         if turned is not None:
             mean = turned if mean is None else turned + mean[:, None]
         return PackedSide(blocks, layout, self.inverse(layer, side), mean)
@@ -200,7 +200,8 @@ class RotatedCodec:
         the rotation's type: keys without their mean, values and latents with it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
-        if (turned := self.turned_rows(restored, layer, side, first)) is not None:
+        turned = self.turned_rows(layer, side, first, rows.shape[2], rows.device)
+        if turned is not None:
             restored += turned
         mean = self._mean(rows, layer, side)
         return restored if mean is None or side == "key" else restored.add_(mean)
@@ -244,14 +245,16 @@ class RotatedCodec:
         return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
 
     def turned_rows(
-        self, rows: torch.Tensor, layer: int, side: str, first: int
+        self, layer: int, side: str, first: int, tokens: int, device: torch.device
     ) -> torch.Tensor | None:
-        """The turned mean `[H, T, D]` of rows `[B, H, T, D]` of the positions from `first` on, on
-        their device; None where this side has none."""
+        """The turned mean `[H, T, D]` of the T tokens from position `first` on; None where this
+        side has none."""
         rotation = self.rotations[layer][side]
         if rotation.turned_mean is None:
             return None
-        return move(rotation, rows.device).turned_rows(first, first + rows.shape[2])
+        from rotationzoo.codec import turned  # here, because most rotations have none
+
+        return turned.turned_rows(move(rotation, device), first, first + tokens)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not

@@ -17,11 +17,11 @@ from rotationzoo.engines.base import Launch, Payload, load_engine
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.figures import change, percent
 from rotationzoo.model.absorbed import RECORD, model_words, read_record
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import disk_errors, recover, regular_file, sha256, size_of
 from rotationzoo.storage.folders import write_new
-from rotationzoo.words import change, percent
 
 
 class _Record(strict_json.Strict):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.engines import check_sides, choose_format, find_engine
+from rotationzoo.codec.engines import TURNED_MEAN, check_sides, choose_format, find_engine
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
 from rotationzoo.errors import UsageError
 from rotationzoo.rotations import LATENT
@@ -54,6 +54,8 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
             engine.clip != "head" and not clips_alike
         ),
         f"windows {chosen} instead of {own}": chosen != own,
+        "keys' turned mean": TURNED_MEAN not in engine.means
+        and any(rotation.turned_mean is not None for *_, rotation in rotations.each()),
         "nearest codes instead of error feedback": rotations.has_feedback and not engine.feedback,
         "the same bits for all layers instead of a budget": (
             rotations.has_budget and not engine.budget

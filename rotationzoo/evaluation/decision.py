@@ -23,8 +23,9 @@ from rotationzoo.artifact.scores import (
 )
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
 from rotationzoo.evaluation.verdict import LEVEL, Answered, holm, read_correct, sign_flip
+from rotationzoo.figures import percent
 from rotationzoo.linalg.paired import weighted_mean
-from rotationzoo.words import counted, percent
+from rotationzoo.words import counted
 
 SIMPLEST: dict[Action, str] = {
     "identity": "no rotation",

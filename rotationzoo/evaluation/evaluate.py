@@ -32,6 +32,7 @@ from rotationzoo.evaluation.tasks.answering import (
 from rotationzoo.evaluation.tasks.prompts import TaskPlan
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.evaluation.verdict import judge_window
+from rotationzoo.figures import duration
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import check_weights
 from rotationzoo.model.geometry import geometry_of
@@ -41,7 +42,6 @@ from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import strict_json
-from rotationzoo.words import duration
 from rotationzoo.writer import add_files
 
 _LONG = 120  # seconds of texts, after which a shorter evaluation is named

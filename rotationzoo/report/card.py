@@ -17,6 +17,7 @@ from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of
 from rotationzoo.codec import int2
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
+from rotationzoo.figures import numbers, perplexity
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
@@ -28,7 +29,7 @@ from rotationzoo.report.tables import (
     recall_tables,
 )
 from rotationzoo.rotations import LATENT
-from rotationzoo.words import counted, numbers, perplexity, sentence
+from rotationzoo.words import counted, sentence
 
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
 _LIBRARIES = ("torch", "transformers", "python")

@@ -10,11 +10,11 @@ from rotationzoo.codec.formats import FINE, SGLANG, SIMULATED
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
+from rotationzoo.figures import byte_count
 from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.report.charts import Section
 from rotationzoo.report.tables import Table
 from rotationzoo.rotations import LATENT, SIDES
-from rotationzoo.words import byte_count
 
 _CONTEXTS = 8192, 32768, 131072
 

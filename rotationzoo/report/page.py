@@ -16,6 +16,7 @@ from rotationzoo.artifact.manifest import ValidationSummary
 from rotationzoo.artifact.scores import kept_share
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
+from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report.arms import EXACT, Arms, gather_arms
 from rotationzoo.report.card import describe_serving, template_environment
@@ -37,7 +38,7 @@ from rotationzoo.report.tables import (
     list_caveats,
     list_exact_parts,
 )
-from rotationzoo.words import counted, numbers, percent
+from rotationzoo.words import counted
 
 _FOLDER = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"

@@ -18,8 +18,9 @@ from rotationzoo.artifact.measured import (
 )
 from rotationzoo.artifact.scores import Drift, PairedAnswers, Recall, Score
 from rotationzoo.codec.size import CONTEXT
+from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
 from rotationzoo.rotations import SIDES
-from rotationzoo.words import UNKNOWN, change, counted, nats, number, numbers, percent, sentence
+from rotationzoo.words import counted, sentence
 
 EXACT = "exact"
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
+from rotationzoo.figures import byte_count
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, KEY, WORKER
 from rotationzoo.vllm.settings import served_layers
 from rotationzoo.vllm.steps import count_slots
-from rotationzoo.words import byte_count
 
 
 def check_server(config: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from rotationzoo.artifact.store import CARD, REPORT
+from rotationzoo.figures import UNKNOWN, change, number, percent
 from rotationzoo.report.page import render_page
-from rotationzoo.words import UNKNOWN, change, number, percent
 from rotationzoo.zoo.hubs.protocol import HUBS
 from rotationzoo.zoo.index import Copy, Entry, Listed
 from rotationzoo.zoo.lookup import LoadedIndex

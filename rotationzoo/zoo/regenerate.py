@@ -18,11 +18,12 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.verdict import judge_answers, prompt_sizes
+from rotationzoo.figures import change, nats, percent
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
-from rotationzoo.words import change, counted, nats, percent
+from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 from rotationzoo.zoo.lookup import LoadedIndex

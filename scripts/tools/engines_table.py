@@ -10,7 +10,7 @@ was done.
 from pathlib import Path
 from typing import NamedTuple
 
-from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, Entry
+from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, TURNED_MEAN, Entry
 from rotationzoo.codec.formats import BUDGETED
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -115,7 +115,7 @@ def _picks(name: str) -> list[str]:
         f"`{name}`",
         f"`{entry.recipe}`",
         _rotations(entry),
-        ", ".join(f"{side}s" for side in entry.means) or "none",
+        _means(entry),
         CLIP_RATIOS[entry.clip],
         "the artifact's" if entry.windows else "none",
         "error feedback" if entry.feedback else "nearest",
@@ -130,6 +130,12 @@ def _rotations(entry: Entry) -> str:
         return "of latents"
     rotations = "per KV head" if entry.heads else "per layer"
     return f"{rotations}, or of latents" if "latent" in entry.takes else rotations
+
+
+def _means(entry: Entry) -> str:
+    names = [f"{side}s" for side in entry.takes if side in entry.means]
+    names += ["turned keys"] * (TURNED_MEAN in entry.means)
+    return ", ".join(names) or "none"
 
 
 def _files(name: str) -> list[str]:

@@ -13,12 +13,12 @@ from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
+from rotationzoo.figures import duration
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.simulation.simulated import Simulation
-from rotationzoo.words import duration
 
 # A model can do a task if the statements add at least this share to the questions that it answers,
 # or take at least half from the nats that the right answers lack.
