@@ -17,6 +17,7 @@ ORDER = [
     "errors",
     "progress",
     "words",
+    "figures",
     "budget",
     "storage",
     "network",
