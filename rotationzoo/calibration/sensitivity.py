@@ -7,7 +7,7 @@ all of them cost together.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,22 +42,19 @@ PROMPTS, LONGEST = 2, 2048
 """Prompts of each task, and their tokens, at most."""
 ROWS, POSITIONS = 8, 64
 """Rows of plain text that take the place of prompts, and the last predictions of each, at most."""
+Stored = tuple[int, Intercept]
+"""A layer, and attention that reads one side of its cache as it is stored."""
 
 
 @dataclass(frozen=True)
 class Text:
     """Token ids `[T]` whose predictions are compared at some positions. Tokens before the first of
-    these are read at once, and exact, as a server reads a prompt. All others read them from a cache
-    that holds the positions `stored` in few bits."""
+    these are read at once, and exact, as a prompt in one piece is. All others read them from a
+    cache that holds the positions `stored` in few bits."""
 
     ids: torch.Tensor
     positions: list[int]
     stored: slice
-
-    @property
-    def start(self) -> int:
-        """The first position that is compared."""
-        return self.positions[0]
 
 
 @torch.no_grad()
@@ -71,38 +68,32 @@ def measure_sensitivities(
 ) -> Rotations:
     """The rotations with the sensitivity of each layer and side: the mean `KL(exact || stored)` of
     the model's predictions at the compared positions of texts, in nats a token, where `group_size`
-    channels share a scale (None: all of a row).
+    channels share a scale (None: all of a row). What the arithmetic alone costs is subtracted.
 
-    What comes before the first of them is read once, and the rest once exact and once for every
-    layer and side. Layers before it are left out then: what they return is kept from the
+    Tokens before the first of these positions are read once, and the others once exact and once for
+    every layer and side. Layers before it are left out then: what they return is kept from the
     exact run. Raises `RotationZooError` for predictions that are not finite.
     """
-    places = [(layer, side) for layer, side, _ in rotations.each()]
     layers = decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
         layers = []  # a layer that reads another one's cache needs it to run
     codec = RotatedCodec(rotations, group_size, rounding="feedback")
+    places = [(layer, side) for layer, side, _ in rotations.each()]
     losses = dict.fromkeys(places, 0.0)
     done, total = 0, len(texts) * len(places)
     for text in texts:
-        ids = text.ids[None, : text.start].to(input_device(model))
-        cache = returned_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
-        with keeping_outputs(layers) as outputs:
-            exact = _predict(model, text, cache)
-        if len(outputs) != len(layers) or not all(map(torch.is_tensor, outputs)):
-            layers = []  # a later one cannot stand for them
-        for index, side in places:
+        stored = [_reading_stored(codec, geometry, text, place) for place in places]
+        # In bfloat16, any change moves all later roundings.
+        unrounded = _reading_stored(codec, geometry, text, places[0], rounds=False)
+        found = _lose(model, layers, text, [unrounded, *stored])
+        noise = next(found)
+        for (index, side), loss in zip(places, found, strict=True):
             progress("measuring what each layer loses", done, total)
-            before = layers[:index]
-            leaving_out = returning(before, outputs[index - 1]) if before else nullcontext()
-            with leaving_out, intercept(model, _reading_stored(codec, geometry, text, index, side)):
-                stored = _predict(model, text, cache)
-            loss = divergence_of(exact, stored).double().mean().item()
-            if not math.isfinite(loss):  # a maximum of 0 and NaN is 0
+            if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
                 raise RotationZooError(
                     f"what {side}s of layer {index} lose is not finite", hint="--dtype float32"
                 )
-            losses[index, side] += max(0.0, loss) / len(texts)  # it may be rounded below 0
+            losses[index, side] += max(0.0, loss - noise) / len(texts)
             done += 1
 
     def add_loss(layer: int, side: str, rotation: Rotation) -> Rotation:
@@ -128,7 +119,7 @@ def write_texts(
     prompts: list[Prompt] = []
     if tokenizer is not None:
         with suppress(RotationZooError):
-            prompts = [each for task in asked for each in write_prompts(task, tokenizer, filler)]
+            prompts = [each for its in asked for each in write_prompts(its, tokenizer, filler)]
     compared = [(prompt.ids, _answer_positions(prompt)) for prompt in prompts]
     for row in longest[: 0 if prompts else ROWS]:
         last = min(POSITIONS, max(1, len(row) // 4))
@@ -150,28 +141,50 @@ def _answer_positions(prompt: Prompt) -> list[int]:
     return [at - 1 for answer in answers for at in range(answer.start, answer.stop)]
 
 
+def _lose(
+    model: PreTrainedModel, layers: list[torch.nn.Module], text: Text, stored: Sequence[Stored]
+) -> Iterator[float]:
+    """The mean `KL(exact || stored)` at the compared positions of a text, for each attention."""
+    ids = text.ids[None, : text.positions[0]].to(input_device(model))
+    cache = returned_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
+    with keeping_outputs(layers) as outputs:
+        exact = _predict(model, text, cache)
+    if len(outputs) != len(layers) or not all(map(torch.is_tensor, outputs)):
+        layers = []  # a later one cannot stand for them
+    for layer, attention in stored:
+        before = layers[:layer]
+        leaving_out = returning(before, outputs[layer - 1]) if before else nullcontext()
+        with leaving_out, intercept(model, attention):
+            other = _predict(model, text, cache)
+        yield divergence_of(exact, other).double().mean().item()
+
+
 def _predict(model: PreTrainedModel, text: Text, cache: Any) -> torch.Tensor:
-    """The logits `[P, vocabulary]` at the compared positions of a text, with a copy of a `cache` of
-    the tokens before them."""
-    ids = text.ids[None, text.start : text.positions[-1] + 1]
-    states = run_decoder(model, ids, copy.deepcopy(cache))
-    return states.logits([at - text.start for at in text.positions])[0]
+    """The logits `[P, vocabulary]` at the compared positions, with a copy of the cache."""
+    start, last = text.positions[0], text.positions[-1]
+    states = run_decoder(model, text.ids[None, start : last + 1], copy.deepcopy(cache))
+    return states.logits([at - start for at in text.positions])[0]
 
 
 def _reading_stored(
-    codec: RotatedCodec, geometry: Geometry, text: Text, owner: int, side: str
-) -> Intercept:
-    """Attention that reads one side of one layer's cache as the codec stores it in 2 bits."""
+    codec: RotatedCodec, geometry: Geometry, text: Text, place: tuple[int, str], rounds: bool = True
+) -> Stored:
+    """Attention that reads one side of one layer's cache as the codec stores it in 2 bits, or as it
+    is rotated there and back."""
+    owner, side = place
     readers = {layer.index for layer in geometry if layer.owner == owner}
 
     def store(rows: torch.Tensor) -> torch.Tensor:
         # A cache with a sliding window has lost the first tokens.
         lost = text.positions[-1] + 1 - rows.shape[2]
         first, last = (max(0, end - lost) for end in (text.stored.start, text.stored.stop))
-        exact = codec.keep_exact(rows, owner, side)
+        exact, stored = codec.keep_exact(rows, owner, side), rows[:, :, first:last]
         if first == last:
             return exact
-        read = codec.fake_quantize(rows[:, :, first:last], owner, side, COARSE)
+        if rounds:
+            read = codec.fake_quantize(stored, owner, side, COARSE)
+        else:
+            read = codec.restore(codec.rotate(stored, owner, side), owner, side).to(rows.dtype)
         return torch.cat([exact[:, :, :first], read, exact[:, :, last:]], dim=2)
 
     def read(
@@ -184,4 +197,4 @@ def _reading_stored(
             key, value = (store(key), value) if side == "key" else (key, store(value))
         return attend(query, key, value)
 
-    return read
+    return owner, read

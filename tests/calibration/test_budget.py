@@ -101,8 +101,9 @@ def sensitivities(model, made, texts):
     return [rotation.sensitivity.item() for _, _, rotation in measured.each()]
 
 
-def test_losses_of_a_text_are_clamped_before_their_mean(model, made, monkeypatch):
-    losses = iter([1, -3, 4, 0, 3, 1, -2, 0])
+def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made, monkeypatch):
+    """What texts lose at each place, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
+    losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
     monkeypatch.setattr(sensitivity, "divergence_of", lambda *_: torch.tensor(next(losses)))
     assert sensitivities(model, made, FEW_TEXTS) == [2, 0.5, 2, 0]
 
@@ -335,7 +336,7 @@ def test_answers_to_recall_questions_are_compared(folder):
     texts = sensitivity.write_texts(rows, Recipe(), tokenizer)
     answers = 0
     for text in texts:
-        assert (text.stored, len(text.ids)) == (slice(64, text.start - 256), 1024)
+        assert (text.stored, len(text.ids)) == (slice(64, text.positions[0] - 256), 1024)
         stored = tokenizer.decode(text.ids[text.stored])
         for _, run in itertools.groupby(enumerate(text.positions), lambda pair: pair[1] - pair[0]):
             answer = text.ids[[1 + position for _, position in run]]
@@ -382,7 +383,9 @@ def losses_of_whole_rows(model):
     for owner, side, _ in rotations.each():
         readers, parts = {layer.index for layer in geometry if layer.owner == owner}, []
         for text in FEW_TEXTS:
-            cache = CacheLayout(COARSE, 4, 4, prefill_chunk=text.start, prefill_layout="window")
+            cache = CacheLayout(
+                COARSE, 4, 4, prefill_chunk=text.positions[0], prefill_layout="window"
+            )
             exact = model(input_ids=text.ids[None], use_cache=False).logits
             with Simulation(codec, cache, geometry, readers, (side,)).running(model):
                 stored = model(input_ids=text.ids[None], use_cache=False).logits
@@ -419,5 +422,5 @@ def test_layers_before_the_measured_one_do_not_run(monkeypatch):
     everything, calls[:] = len(calls), []
     monkeypatch.setattr(sensitivity, "decoder_layers", lambda model: [])
     losses(model)
-    # Of 4 layers, a row runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
+    # Of 4 layers, a text runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
     assert len(calls) - everything == len(ROWS) * 2 * (LAYERS**2 - (4 + 3 + 2 + 1))
