@@ -31,15 +31,15 @@ from rotationzoo.model.prediction import (
     run_decoder,
 )
 from rotationzoo.progress import Progress
-from rotationzoo.recall.exercises import QUOTE
+from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LATENT, Rotation, Rotations
 
-TASKS = ("needles", "key-value", QUOTE)
+ASKED = ("needles", "key-value", QUOTE)
 """The recall tasks whose answers are compared."""
-PROMPTS, LONGEST = 2, 2048
-"""Prompts of each task, and their tokens, at most."""
+QUESTIONS, LONGEST = 8, 2048
+"""Questions of each task, and tokens of a prompt, at most."""
 ROWS, POSITIONS = 8, 64
 """Rows of plain text that take the place of prompts, and the last predictions of each, at most."""
 Stored = tuple[int, Intercept]
@@ -106,16 +106,17 @@ def measure_sensitivities(
 def write_texts(
     rows: Sequence[torch.Tensor], recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Text]:
-    """Prompts of `TASKS` as long as the longest row, hidden in the rows of token ids `[T]`, whose
+    """Prompts of `ASKED` as long as the longest row, hidden in the rows of token ids `[T]`, whose
     answers are compared. Where there is no tokenizer, or rows are too short for a task, the longest
     rows are compared at their last tokens. Windows are those of the recipe, or a quarter of a
     shorter row."""
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)]
     length, filler = len(longest[0]), torch.cat(longest).tolist()
     sink, recent = _windows(recipe, length)
-    asked = [
-        PromptSettings(task, PROMPTS, length, None, sink, recent, pool="choose") for task in TASKS
-    ]
+    asked = []
+    for task in ASKED:
+        count = QUESTIONS // TASKS[task]
+        asked.append(PromptSettings(task, count, length, None, sink, recent, pool="choose"))
     prompts: list[Prompt] = []
     if tokenizer is not None:
         with suppress(RotationZooError):
