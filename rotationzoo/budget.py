@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from rotationzoo.errors import UsageError
 
 LEAST, MOST = 2.0, 4.0
-"""The bounds of each number: rows start from codes of 2 bits with a scale, and have a third bit at
-most in as many channels as the budget buys."""
+"""The bounds of each number, which is an average over rows of 2 to 8 bits and a scale."""
 _HINT = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
 
 

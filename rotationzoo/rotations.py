@@ -40,8 +40,9 @@ class Rotation:
     alike. None where the recipe does not whiten."""
 
     sensitivity: torch.Tensor | None = None
-    """Nats a predicted token that the model loses while this side of this layer alone is stored in
-    codes of 2 bits: float64 `[]`. None where the recipe has no budget of bits."""
+    """Nats a predicted token that the model loses, at answers to recall questions (or at the last
+    tokens of rows too short for them), while this side of this layer alone is stored in codes of 2
+    bits: float64 `[]`. None where the recipe has no budget of bits."""
     fine_channels: torch.Tensor | None = None
     """Bits of a row beyond 2 a channel, in a format without an offset: int64 `[]`. Up to one a
     channel they are `Format.fine_channels`; beyond, channels get as many. None: the format's."""

@@ -11,7 +11,7 @@ from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
-from rotationzoo.calibration.sensitivity import measure_sensitivities
+from rotationzoo.calibration.sensitivity import measure_sensitivities, write_texts
 from rotationzoo.calibration.turned_means import Means, add_turned_means, turn_means
 from rotationzoo.codec.budget import spend_bits
 from rotationzoo.geometry import Geometry, shifted_layers
@@ -92,8 +92,9 @@ def run_model(
             statistics, means = turn_means(statistics, geometry, turnings, recipe)
         rotations = add_turned_means(fit(statistics, recipe, geometry), means)
         if recipe.budget:
+            texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
             rotations = measure_sensitivities(
-                model, geometry, rotations, text.rows, recipe, progress
+                model, geometry, rotations, texts, recipe.group_size, progress
             )
             rotations = spend_bits(rotations, recipe.budget, recipe.group_size)
         notes += loading.notes_of(model)

@@ -5,19 +5,24 @@ Losses of single places nearly add up: on a trained model of eight layers their 
 all of them cost together.
 """
 
+import copy
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.codec.budget import COARSE
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry
+from rotationzoo.model.cache_names import returned_cache
+from rotationzoo.model.capture import Attention, Intercept, intercept
+from rotationzoo.model.latent import expand
+from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import (
     decoder_layers,
     divergence_of,
@@ -26,64 +31,69 @@ from rotationzoo.model.prediction import (
     run_decoder,
 )
 from rotationzoo.progress import Progress
+from rotationzoo.recall.exercises import QUOTE, TASKS
+from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import Rotation, Rotations
-from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.rotations import LATENT, Rotation, Rotations
 
-ROWS, LONGEST = 8, 4096
-"""Rows of text whose predictions are compared, and their tokens, at most."""
-POSITIONS = 64
-"""Predictions of a row that are compared, about."""
+ASKED = ("needles", "key-value", QUOTE)
+"""The recall tasks whose answers are compared."""
+QUESTIONS, LONGEST = 8, 2048
+"""Questions of each task, and tokens of a prompt, at most."""
+ROWS, POSITIONS = 8, 64
+"""Rows of plain text that take the place of prompts, and the last predictions of each, at most."""
+Stored = tuple[int, Intercept]
+"""A layer, and attention that reads one side of its cache as it is stored."""
 
 
+@dataclass(frozen=True)
+class Text:
+    """Token ids `[T]` whose predictions are compared at some positions. Tokens before the first of
+    these are read at once, and exact, as a prompt in one piece is. All others read them from a
+    cache that holds the positions `stored` in few bits."""
+
+    ids: torch.Tensor
+    positions: list[int]
+    stored: slice
+
+
+@torch.no_grad()
 def measure_sensitivities(
     model: PreTrainedModel,
     geometry: Geometry,
     rotations: Rotations,
-    rows: Sequence[torch.Tensor],
-    recipe: Recipe,
+    texts: Sequence[Text],
+    group_size: int | None,
     progress: Progress,
 ) -> Rotations:
     """The rotations with the sensitivity of each layer and side: the mean `KL(exact || stored)` of
-    the model's predictions, in nats a token.
+    the model's predictions at the compared positions of texts, in nats a token, where `group_size`
+    channels share a scale (None: all of a row). What the arithmetic alone costs is subtracted.
 
-    The longest rows of token ids `[T]` are read, once exact and once for every layer and side.
-    Layers before it are left out then: what they return is kept from the exact run. Windows are
-    those of the recipe, or a quarter of a shorter row. Raises `RotationZooError` for predictions
-    that are not finite.
+    Tokens before the first of these positions are read once, and the others once exact and once for
+    every layer and side. Layers before it are left out then: what they return is kept from the
+    exact run. Raises `RotationZooError` for predictions that are not finite.
     """
-    places = [(layer, side) for layer, side, _ in rotations.each()]
-    readers: dict[int, set[int]] = {}
-    for layer in geometry:
-        readers.setdefault(layer.owner, set()).add(layer.index)
     layers = decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
         layers = []  # a layer that reads another one's cache needs it to run
-    codec = RotatedCodec(rotations, recipe.group_size, rounding="feedback")
-    longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)[:ROWS]]
+    codec = RotatedCodec(rotations, group_size, rounding="feedback")
+    places = [(layer, side) for layer, side, _ in rotations.each()]
     losses = dict.fromkeys(places, 0.0)
-    done, total = 0, len(longest) * len(places)
-    for row in longest:
-        sink, recent = (min(window, len(row) // 4) for window in (recipe.sink, recipe.recent))
-        cache = CacheLayout(COARSE, sink, recent)
-        with keeping_outputs(layers, _keep_in_main_memory) as outputs:
-            exact = _predict(model, row, cache.first_quantized)
-        if len(outputs) != len(layers):
-            layers = []  # they do not run once each, so a later one cannot stand for them
-        unchanged = Simulation(codec, cache, geometry, readers[places[0][0]], sides=())
-        # In bfloat16, even an exact simulation differs from the model a little.
-        noise = _measure_loss(model, row, exact, unchanged)
-        for index, side in places:
+    done, total = 0, len(texts) * len(places)
+    for text in texts:
+        stored = [_reading_stored(codec, geometry, text, place) for place in places]
+        # In bfloat16, any change moves all later roundings.
+        unrounded = _reading_stored(codec, geometry, text, places[0], rounds=False)
+        found = _lose(model, layers, text, [unrounded, *stored])
+        noise = next(found)
+        for (index, side), loss in zip(places, found, strict=True):
             progress("measuring what each layer loses", done, total)
-            simulation = Simulation(codec, cache, geometry, readers[index], (side,))
-            with _leaving_out(layers[:index], outputs):
-                loss = _measure_loss(model, row, exact, simulation) - noise
-            if not math.isfinite(loss):  # a maximum of 0 and NaN is 0
+            if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
                 raise RotationZooError(
                     f"what {side}s of layer {index} lose is not finite", hint="--dtype float32"
                 )
-            # Quality was measured with rows clamped one by one (docs/quality.md).
-            losses[index, side] += max(0.0, loss) / len(longest)
+            losses[index, side] += max(0.0, loss - noise) / len(texts)
             done += 1
 
     def add_loss(layer: int, side: str, rotation: Rotation) -> Rotation:
@@ -93,37 +103,100 @@ def measure_sensitivities(
     return rotations.replace(add_loss)
 
 
-def _keep_in_main_memory(states: object) -> tuple[torch.Tensor, torch.device] | None:
-    """A layer's output with the device that it was on; None if it is more than a tensor."""
-    if not isinstance(states, torch.Tensor):
-        return None
-    return states.cpu(), states.device
+def write_texts(
+    rows: Sequence[torch.Tensor], recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Text]:
+    """Prompts of `ASKED` as long as the longest row, hidden in the rows of token ids `[T]`, whose
+    answers are compared. Where there is no tokenizer, or rows are too short for a task, the longest
+    rows are compared at their last tokens. Windows are those of the recipe, or a quarter of a
+    shorter row."""
+    longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)]
+    length, filler = len(longest[0]), torch.cat(longest).tolist()
+    sink, recent = _windows(recipe, length)
+    asked = []
+    for task in ASKED:
+        count = QUESTIONS // TASKS[task]
+        asked.append(PromptSettings(task, count, length, None, sink, recent, pool="choose"))
+    prompts: list[Prompt] = []
+    if tokenizer is not None:
+        with suppress(RotationZooError):
+            prompts = [each for its in asked for each in write_prompts(its, tokenizer, filler)]
+    compared = [(prompt.ids, _answer_positions(prompt)) for prompt in prompts]
+    for row in longest[: 0 if prompts else ROWS]:
+        last = min(POSITIONS, max(1, len(row) // 4))
+        compared.append((row, [*range(len(row) - last, len(row))]))
+    texts = []
+    for ids, positions in compared:
+        sink, recent = _windows(recipe, len(ids))
+        texts.append(Text(ids, positions, slice(sink, positions[0] - recent)))
+    return texts
 
 
-def _leaving_out(
-    layers: list[torch.nn.Module], outputs: list[tuple[torch.Tensor, torch.device] | None]
-) -> AbstractContextManager[None]:
-    """A context in which these first layers of the model do not run, and return what the last of
-    them has returned before. All run where that is not one tensor."""
-    kept = outputs[len(layers) - 1] if layers else None
-    if kept is None:
-        return nullcontext()
-    states, device = kept
-    return returning(layers, states.to(device))
+def _windows(recipe: Recipe, length: int) -> tuple[int, int]:
+    return min(recipe.sink, length // 4), min(recipe.recent, length // 4)
 
 
-def _measure_loss(
-    model: PreTrainedModel, row: torch.Tensor, exact: torch.Tensor, simulation: Simulation
-) -> float:
-    """`KL(exact || stored)` of a row's predictions in a simulation."""
-    with simulation.running(model):
-        stored = _predict(model, row, simulation.cache.first_quantized)
-    return float(divergence_of(exact, stored).double().mean())
+def _answer_positions(prompt: Prompt) -> list[int]:
+    """The positions that predict the tokens of answers."""
+    answers = [question.answer for question in prompt.questions]
+    return [at - 1 for answer in answers for at in range(answer.start, answer.stop)]
 
 
-@torch.no_grad()
-def _predict(model: PreTrainedModel, row: torch.Tensor, first: int) -> torch.Tensor:
-    """The logits `[P, vocabulary]` of a model at some positions of a row, evenly spread from
-    `first` on."""
-    positions = slice(first, None, max(1, (len(row) - first) // POSITIONS))
-    return run_decoder(model, row[None]).logits(positions)[0]
+def _lose(
+    model: PreTrainedModel, layers: list[torch.nn.Module], text: Text, stored: Sequence[Stored]
+) -> Iterator[float]:
+    """The mean `KL(exact || stored)` at the compared positions of a text, for each attention."""
+    ids = text.ids[None, : text.positions[0]].to(input_device(model))
+    cache = returned_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
+    with keeping_outputs(layers) as outputs:
+        exact = _predict(model, text, cache)
+    if len(outputs) != len(layers) or not all(map(torch.is_tensor, outputs)):
+        layers = []  # a later one cannot stand for them
+    for layer, attention in stored:
+        before = layers[:layer]
+        leaving_out = returning(before, outputs[layer - 1]) if before else nullcontext()
+        with leaving_out, intercept(model, attention):
+            other = _predict(model, text, cache)
+        yield divergence_of(exact, other).double().mean().item()
+
+
+def _predict(model: PreTrainedModel, text: Text, cache: Any) -> torch.Tensor:
+    """The logits `[P, vocabulary]` at the compared positions, with a copy of the cache."""
+    start, last = text.positions[0], text.positions[-1]
+    states = run_decoder(model, text.ids[None, start : last + 1], copy.deepcopy(cache))
+    return states.logits([at - start for at in text.positions])[0]
+
+
+def _reading_stored(
+    codec: RotatedCodec, geometry: Geometry, text: Text, place: tuple[int, str], rounds: bool = True
+) -> Stored:
+    """Attention that reads one side of one layer's cache as the codec stores it in 2 bits, or as it
+    is rotated there and back."""
+    owner, side = place
+    readers = {layer.index for layer in geometry if layer.owner == owner}
+
+    def store(rows: torch.Tensor) -> torch.Tensor:
+        # A cache with a sliding window has lost the first tokens.
+        lost = text.positions[-1] + 1 - rows.shape[2]
+        first, last = (max(0, end - lost) for end in (text.stored.start, text.stored.stop))
+        exact, stored = codec.keep_exact(rows, owner, side), rows[:, :, first:last]
+        if first == last:
+            return exact
+        if rounds:
+            read = codec.fake_quantize(stored, owner, side, COARSE, lost + first)
+        else:
+            rotated = codec.rotate(stored, owner, side, lost + first)
+            read = codec.restore(rotated, owner, side, lost + first).to(rows.dtype)
+        return torch.cat([exact[:, :, :first], read, exact[:, :, last:]], dim=2)
+
+    def read(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        if layer in readers and side == LATENT:
+            assert attend.latent is not None
+            key, value = expand(attend, store(attend.latent), key, value.shape[-1])
+        elif layer in readers:
+            key, value = (store(key), value) if side == "key" else (key, store(value))
+        return attend(query, key, value)
+
+    return owner, read

@@ -23,6 +23,9 @@ COARSE = replace(FINE, fine_channels=0)
 """Codes of 2 bits with a scale: what a budget starts from."""
 STEP = 16
 """Channels of 64 that get a bit together: each number of them is a kernel of its own."""
+WIDEST = 128
+"""Channels of a row that may have 8 bits each: where keys and values both have more, the decode
+kernel has no shared memory for their tiles."""
 PER_BIT = 0.25
 """What is left of a loss after one more bit a channel: the loss is quadratic in the errors, and
 these halve."""
@@ -50,9 +53,10 @@ class Place:
     @property
     def choices(self) -> np.ndarray:
         """The numbers of bits that a row may have more than 2 for each channel: one for no, some or
-        all channels, or two for all."""
+        all channels, or two or, up to `WIDEST` channels, six for all."""
         step = STEP * max(1, self.dim // 64)
-        return np.array([*range(0, self.dim + 1, step), 2 * self.dim])
+        whole = (2, 6) if self.dim <= WIDEST else (2,)
+        return np.array([*range(0, self.dim + 1, step), *(bits * self.dim for bits in whole)])
 
 
 def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> Rotations:

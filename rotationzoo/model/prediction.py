@@ -30,7 +30,7 @@ class HiddenStates:
     output: Any
     """The decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`."""
 
-    def logits(self, positions: slice) -> torch.Tensor:
+    def logits(self, positions: slice | list[int]) -> torch.Tensor:
         """The logits `[B, P, vocabulary]` at some positions. The model's own forward runs, with a
         decoder that returns what it has returned before: a head is more than one matrix in models
         that cap their logits (Gemma) or scale them (Granite, Cohere)."""
@@ -57,16 +57,18 @@ class HiddenStates:
             yield positions, self.logits(positions)
 
 
-def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
+def run_decoder(model: "PreTrainedModel", ids: torch.Tensor, cache: Any = None) -> HiddenStates:
     """Run a model over rows of token ids `[B, T]`, and return what its decoder makes of them. Of
-    the head's predictions only the last is computed, where a model can leave out the others."""
+    the head's predictions only the last is computed, where a model can leave out the others. The
+    tokens follow those in a `cache`, if there is one, to which they are added."""
+    given = {} if cache is None else cache_argument(model, cache)
     ids = ids.to(input_device(model))
     # A slice: for a number some decoders leave out earlier positions themselves (Gemma 4), and a
     # tensor would lie with the ids, which of a model on several devices is not where its head is.
     last = slice(ids.shape[1] - 1, None)
     # Inside `intercept`, a long row's masks are made block by block.
     with keeping_outputs([decoder(model)]) as outputs, intercept(model, attend_as_is):
-        model(input_ids=ids, use_cache=False, logits_to_keep=last)
+        model(input_ids=ids, use_cache=cache is not None, logits_to_keep=last, **given)
     return HiddenStates(model, ids, outputs[0])
 
 

@@ -42,7 +42,7 @@ from rotationzoo.artifact.fit import METRIC_KINDS, error_metric, fit, sum_moment
 from rotationzoo.artifact.layout import rotation_tensors, rotations_from
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.recipe_checks import settle_centering
-from rotationzoo.calibration.sensitivity import measure_sensitivities
+from rotationzoo.calibration.sensitivity import measure_sensitivities, write_texts
 from rotationzoo.codec import cuda
 from rotationzoo.codec.budget import COARSE, spend_bits
 from rotationzoo.codec.formats import FINE, SGLANG
@@ -214,12 +214,12 @@ class Study:
         path = self.work / f"{self.name}.{composition}.{by_answers}.pt"
         if not path.exists():
             rotations = self.rotations(DEFAULT, composition=composition, whiten=True)
-            rows, recipe = self.corpus.rows, Recipe(feedback=True)
+            texts = write_texts(self.corpus.rows, Recipe(feedback=True), None)
             measured = (
                 lose_answers(self, rotations)
                 if by_answers
                 else measure_sensitivities(
-                    self.model, self.geometry, rotations, rows, recipe, silent
+                    self.model, self.geometry, rotations, texts, None, silent
                 )
             )
             torch.save(rotation_tensors(measured), path.with_suffix(f".{os.getpid()}"))

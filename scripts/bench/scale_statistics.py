@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.sensitivity import LONGEST, ROWS, measure_sensitivities
+from rotationzoo.calibration.sensitivity import LONGEST, measure_sensitivities, write_texts
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import decoder
@@ -88,9 +88,9 @@ def measure_statistics(bench: Bench, repeats: int) -> dict[str, Any]:
     times = interleave(jobs, repeats)
     fits = [seconds_of(lambda: fit(totals, recipe, bench.geometry)) for _ in range(3)]
     rotations = fit(totals, recipe, bench.geometry)
-    text = random_text(bench.shape, min(ROWS, rows), min(LONGEST, length))
+    text = write_texts(random_text(bench.shape, rows, min(LONGEST, length)), recipe, None)
     sensitivities = seconds_of(
-        lambda: measure_sensitivities(bench.model, bench.geometry, rotations, text, recipe, silent)
+        lambda: measure_sensitivities(bench.model, bench.geometry, rotations, text, None, silent)
     )
     forward = bench.shape.forward_flops(rows, length)
     flops = {

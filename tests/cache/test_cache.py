@@ -115,8 +115,9 @@ def test_whitened_rows_are_read_as_the_simulation_says(format, name):
         white, factor = whitening(moment @ moment.mT), factorize(moment.mT @ moment)
         bits = None
         if format == "budget":
-            # A bit more for no, some or all channels, or two for all.
-            counts = torch.tensor([*range(0, rotation.dim + 1, 8), 2 * rotation.dim])
+            # A bit more for no, some or all channels, or two or six for all.
+            whole = 2 * rotation.dim, 6 * rotation.dim
+            counts = torch.tensor([*range(0, rotation.dim + 1, 8), *whole])
             bits = counts[torch.randint(len(counts), (), generator=generator)]
         return replace(rotation, whitening=white, feedback=factor, fine_channels=bits)
 

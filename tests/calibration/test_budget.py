@@ -2,11 +2,12 @@
 caches and checks that read them."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from support.architectures import CALIBRATED, LAYERS, build, families
+from support.architectures import CALIBRATED, LAYERS, SPARSE, build, families
 from support.jobs import SMALL, job
 from support.models import edited_weights, save_tiny
 from typer.testing import CliRunner
@@ -24,6 +25,7 @@ from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.calibration.soundness import Claim
 from rotationzoo.cli.app import app
 from rotationzoo.codec.budget import (
+    COARSE,
     PER_BIT,
     Place,
     check_room,
@@ -39,15 +41,22 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import Layer
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.prediction import divergence_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
-from rotationzoo.recipe import Recipe
+from rotationzoo.recall.exercises import POOLS
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget, with_feedback
 from rotationzoo.report.page import make_report
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.text.rows import read_corpus
 
 BITS = 3.5
 RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), Budget(BITS))
+FEW_TOKENS = Recipe(feedback=True, sink=4, recent=4)
+ROWS = [torch.arange(48) % 59, torch.arange(40) % 7]
+FEW_TEXTS = sensitivity.write_texts(ROWS, FEW_TOKENS, None)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +66,12 @@ def folder(tmp_path_factory):
     with edited_weights(folder) as weights:
         weights["model.layers.1.self_attn.o_proj.weight"] *= 0.01
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    source = find(str(folder))
+    return loading.load(source, loading.load_config(source), "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -79,29 +94,24 @@ def test_layers_that_lose_more_get_more_bits(made):
         assert first[side].fine_channels == 16 > second[side].fine_channels == 0
 
 
-def test_noise_is_subtracted_and_rows_are_clamped_before_their_mean(made, monkeypatch):
-    """What rows of each place lose, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
-    losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
-    monkeypatch.setattr(sensitivity, "decoder_layers", lambda *_: [])
-    monkeypatch.setattr(sensitivity, "_predict", lambda *_: None)
-    monkeypatch.setattr(sensitivity, "_measure_loss", lambda *_: next(losses))
+def sensitivities(model, made, texts):
     measured = sensitivity.measure_sensitivities(
-        None, made.geometry, made.rotations, [torch.zeros(8)] * 2, RECIPE, lambda *_: None
+        model, made.geometry, made.rotations, texts, None, silent
     )
-    assert [float(rotation.sensitivity) for _, _, rotation in measured.each()] == [2, 0.5, 2, 0]
-    spent = spend_bits(measured, Budget(4), RECIPE.group_size)
-    more = [int(rotation.fine_channels) for _, _, rotation in spent.each()]
-    assert (sorted(more), more[3]) == ([0, 16, 16, 32], 0)
+    return [rotation.sensitivity.item() for _, _, rotation in measured.each()]
 
 
-def test_losses_that_are_not_finite_are_refused(made, monkeypatch):
-    monkeypatch.setattr(sensitivity, "decoder_layers", lambda *_: [])
-    monkeypatch.setattr(sensitivity, "_predict", lambda *_: None)
-    monkeypatch.setattr(sensitivity, "_measure_loss", lambda *_: float("nan"))
+def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made, monkeypatch):
+    """What texts lose at each place, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
+    losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
+    monkeypatch.setattr(sensitivity, "divergence_of", lambda *_: torch.tensor(next(losses)))
+    assert sensitivities(model, made, FEW_TEXTS) == [2, 0.5, 2, 0]
+
+
+def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
+    monkeypatch.setattr(sensitivity, "divergence_of", lambda *_: torch.tensor(torch.nan))
     with pytest.raises(RotationZooError, match="keys of layer 0 lose is not finite"):
-        sensitivity.measure_sensitivities(
-            None, made.geometry, made.rotations, [torch.zeros(8)], RECIPE, lambda *_: None
-        )
+        sensitivities(model, made, FEW_TEXTS)
 
 
 def test_inspect_says_which_layers_get_more(made):
@@ -185,9 +195,7 @@ def test_another_budget_takes_the_place_of_the_files():
     assert [chosen.bits, chosen.key_bits, chosen.value_bits] == [2.25, None, None]
 
 
-def test_a_cache_stores_every_side_in_its_own_bits(folder, made):
-    source = find(str(folder))
-    model = loading.load(source, loading.load_config(source), "cpu", torch.float32)
+def test_a_cache_stores_every_side_in_its_own_bits(model, made):
     settings = RotatedCache(made, model).settings
     for layer, side, rotation in made.rotations.each():
         stored = settings.page_layout(layer, side).format
@@ -294,7 +302,7 @@ def test_no_other_choice_of_the_budget_costs_less(extra):
 
 def test_rows_get_no_more_than_they_have_room_for():
     places = [Place(1, 1, 64), Place(1, 1, 128), Place(1, 1, 256)]
-    assert choose_bits(places, 10) == [2 * 64, 2 * 128, 2 * 256]
+    assert choose_bits(places, 10) == [6 * 64, 6 * 128, 2 * 256]
 
 
 def test_bits_that_nobody_needs_more_go_to_losses_too_small_to_measure():
@@ -312,33 +320,95 @@ def test_losses_of_any_size_are_told_apart():
     assert choose_bits([Place(1e-9, 1, 64), Place(1e-12, 1, 64)], 0.5) == [64, 0]
 
 
-def test_a_layer_that_loses_nearly_all_gets_four_bits():
+@pytest.mark.parametrize(("extra", "more"), [(0.1, 2), (0.25, 6)])
+def test_a_layer_that_loses_nearly_all_gets_four_or_eight_bits(extra, more):
     places = [Place(1.6, 3, 64), *[Place(0.01, 3, 64)] * 29]
-    assert choose_bits(places, 0.25)[0] == 2 * 64
+    assert choose_bits(places, extra)[0] == more * 64
 
 
-# ---- layers before the measured one may run, or return what they returned
+# ---- what is compared
 
 
-FEW_TOKENS = Recipe(feedback=True, sink=4, recent=4)
-ROWS = [torch.arange(48) % 59, torch.arange(40) % 7]
+def test_answers_to_recall_questions_are_compared(folder):
+    """Statements stand in what is stored, in words that no evaluation asks for."""
+    tokenizer = loading.load_tokenizer(find(str(folder)))
+    rows = read_corpus(Data(tokens=8192, length=1024), tokenizer).rows
+    texts = sensitivity.write_texts(rows, Recipe(), tokenizer)
+    answers = 0
+    for text in texts:
+        assert (text.stored, len(text.ids)) == (slice(64, text.positions[0] - 256), 1024)
+        stored = tokenizer.decode(text.ids[text.stored])
+        for _, run in itertools.groupby(enumerate(text.positions), lambda pair: pair[1] - pair[0]):
+            answer = text.ids[[1 + position for _, position in run]]
+            assert tokenizer.decode(answer) in stored
+            answers += 1
+        assert not re.findall(rf"\b({'|'.join(POOLS['judge'])})_", tokenizer.decode(text.ids))
+    assert answers == 8 * len(sensitivity.ASKED)
+
+
+def test_rows_too_short_for_questions_are_compared_at_their_last_tokens(folder):
+    tokenizer = loading.load_tokenizer(find(str(folder)))
+    rows = [torch.arange(2), torch.arange(400), torch.arange(300)]
+    shortest, *longer = sensitivity.write_texts(rows, Recipe(), tokenizer)[::-1]
+    assert (shortest.positions, shortest.stored) == ([1], slice(0, 1))
+    for text, row in zip(longer, rows[2:0:-1], strict=True):
+        length = len(row)
+        assert torch.equal(text.ids, row)
+        assert text.positions == [*range(length - 64, length)]
+        assert text.stored == slice(64, length - 64 - length // 4)
+
+
+# ---- a text is read once, and only what follows it is read for every layer and side
+
+
+def fitted(model):
+    """The geometry of a model, and its rotations."""
+    geometry = geometry_of(model, ROWS[0][None])
+    statistics = collect(model, geometry, [ROWS[0][None]], FEW_TOKENS)
+    return geometry, fit(statistics, FEW_TOKENS, geometry)
 
 
 def losses(model):
     """The sensitivities of all layers and sides, in order."""
-    geometry = geometry_of(model, ROWS[0][None])
-    rotations = fit(collect(model, geometry, [ROWS[0][None]], FEW_TOKENS), FEW_TOKENS, geometry)
-    measured = sensitivity.measure_sensitivities(
-        model, geometry, rotations, ROWS, FEW_TOKENS, silent
-    )
+    measured = sensitivity.measure_sensitivities(model, *fitted(model), FEW_TEXTS, None, silent)
     return [rotation.sensitivity.item() for _, _, rotation in measured.each()]
+
+
+@torch.no_grad()
+def losses_of_whole_rows(model):
+    """The same by their definition: whole rows go through a simulated cache, where tokens before
+    the compared ones are a chunk that is read exact."""
+    geometry, rotations = fitted(model)
+    codec, found = RotatedCodec(rotations, rounding="feedback"), []
+    for owner, side, _ in rotations.each():
+        readers, parts = {layer.index for layer in geometry if layer.owner == owner}, []
+        for text in FEW_TEXTS:
+            cache = CacheLayout(
+                COARSE, 4, 4, prefill_chunk=text.positions[0], prefill_layout="window"
+            )
+            exact = model(input_ids=text.ids[None], use_cache=False).logits
+            with Simulation(codec, cache, geometry, readers, (side,)).running(model):
+                stored = model(input_ids=text.ids[None], use_cache=False).logits
+            parts.append(divergence_of(exact[0, text.positions], stored[0, text.positions]).mean())
+        found.append(torch.stack(parts).mean().item())
+    return found
+
+
+# Their caches, in transformers 5.24, do not give the predictions of whole rows: masks of MiniMax
+# count no tokens where its first layer has none, and sparse attention chooses other tokens.
+@families([name for name in CALIBRATED if name not in {"minimax", *SPARSE}])
+def test_losses_are_those_of_whole_rows(name):
+    model = build(name)
+    measured = losses(model)
+    assert max(measured) > 0
+    # Measured: at most 5e-7 nats apart.
+    assert measured == pytest.approx(losses_of_whole_rows(model), rel=1e-4, abs=1e-6)
 
 
 @families(CALIBRATED)
 def test_leaving_out_layers_changes_no_loss(name, monkeypatch):
     model = build(name)
     measured = losses(model)
-    assert max(measured) > 0
     monkeypatch.setattr(sensitivity, "decoder_layers", lambda model: [])
     # Measured: equal, for every family.
     assert losses(model) == pytest.approx(measured, rel=1e-6, abs=1e-12)
@@ -352,5 +422,5 @@ def test_layers_before_the_measured_one_do_not_run(monkeypatch):
     everything, calls[:] = len(calls), []
     monkeypatch.setattr(sensitivity, "decoder_layers", lambda model: [])
     losses(model)
-    # Of 4 layers, a row runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
+    # Of 4 layers, a text runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
     assert len(calls) - everything == len(ROWS) * 2 * (LAYERS**2 - (4 + 3 + 2 + 1))

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
+from rotationzoo.codec.budget import WIDEST
 from rotationzoo.codec.cuda_attention import (
     AttentionVariant,
     Kernels,
@@ -99,6 +100,9 @@ def test_bits_of_codes_are_a_variant():
     assert chosen.column_bytes == 2 * 128
     # Two tiles of 256 channels of both sides, for each of two warps, take 64 KiB.
     assert not supports(*[replace(wide, dim=256)] * 2, FLOAT)
+    fine, _ = layouts("fine", WIDEST)
+    eight = replace(fine, format=replace(fine.format, bits=8, fine_channels=0))
+    assert supports(eight, eight, FLOAT), "a budget may give both sides as many"
 
 
 def test_groups_of_channels_are_a_variant():

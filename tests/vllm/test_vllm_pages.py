@@ -438,8 +438,10 @@ def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
 
 
 def test_the_cells_of_a_layer_take_what_its_budget_says():
-    settings = of_layers([{"key": 0, "value": 0}, {"key": DIM, "value": 0}])
-    assert [cell_bytes(settings, DIM, layer) for layer in (0, 1)] == [2 * (4 + 2), 2 * (4 + 2) + 2]
+    bits = [{"key": 0, "value": 0}, {"key": DIM, "value": 0}, {"key": 6 * DIM, "value": 0}]
+    settings, least = of_layers(bits), 2 * (4 + 2)
+    found = [cell_bytes(settings, DIM, layer) for layer in range(3)]
+    assert found == [least, least + 2, least + 12]
     with pytest.raises(RotationZooError, match="vLLM did not say which one it asks for"):
         cell_bytes(settings, DIM)
     plain = replace(settings, layout=replace(settings.layout, format=FORMATS["vllm"]))
