@@ -54,8 +54,7 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
             engine.clip != "head" and not clips_alike
         ),
         f"windows {chosen} instead of {own}": chosen != own,
-        "keys' turned mean": TURNED_MEAN not in engine.means
-        and any(rotation.turned_mean is not None for *_, rotation in rotations.each()),
+        "keys' turned mean": recipe.turns_mean("key") and TURNED_MEAN not in engine.means,
         "nearest codes instead of error feedback": rotations.has_feedback and not engine.feedback,
         "the same bits for all layers instead of a budget": (
             rotations.has_budget and not engine.budget

@@ -14,6 +14,7 @@ from rotationzoo.calibration.turned_means import turn_means
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.codec.turned import turned_rows
+from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.linalg.moments import TURNED, sums
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
@@ -69,6 +70,8 @@ def test_an_artifact_with_turned_means_is_sound(made):
     assert "turn_key_mean" not in Recipe().published()
     without = reduced_rotations(made, False, ENGINES["sglang"].uncentered)
     kept = reduced_rotations(made, False, ENGINES["transformers"].uncentered)
+    assert "keys' turned mean" in describe_choice("vllm", [made])
+    assert describe_choice("transformers", [made]).endswith("Lost: nothing")
     for layer, rotations in made.rotations.items():
         assert rotations.value.turned_mean is None
         assert without[layer].key.turned_mean is None
