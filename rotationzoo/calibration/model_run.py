@@ -11,7 +11,7 @@ from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
-from rotationzoo.calibration.sensitivity import measure_sensitivities, write_texts
+from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
 from rotationzoo.calibration.turned_means import Means, add_turned_means, turn_means
 from rotationzoo.codec.budget import spend_bits
 from rotationzoo.geometry import Geometry, shifted_layers
@@ -77,6 +77,8 @@ def run_model(
         function = shift if job.recipe.center_keys else attend_as_is
         with torch.no_grad():
             logits = check_transparent(model, ids, function)
+        if job.recipe.budget:
+            check_cache(model, ids)
         moved = sorted({*shifted_layers(geometry), *shift.layers})
         recipe, notes = settle_centering(job.recipe, moved)
         if not (text.media or getattr(model, loading.HEADLESS, False)):

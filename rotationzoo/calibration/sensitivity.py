@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.codec.budget import COARSE
 from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.capture import Attention, Intercept, intercept
@@ -101,6 +101,19 @@ def measure_sensitivities(
         return replace(rotation, sensitivity=loss)
 
     return rotations.replace(add_loss)
+
+
+@torch.no_grad()
+def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Raise `UnsupportedModel` for a model whose own cache loses count of the tokens of ids
+    `[B, T]`, as that of MiniMax does: what follows them would be predicted wrongly."""
+    cache = returned_cache(model(input_ids=ids, use_cache=True))
+    if cache.get_seq_length() != ids.shape[1]:
+        raise UnsupportedModel(
+            f"a budget of bits is not measured for {type(model).__name__}, whose own cache loses "
+            "count of its tokens",
+            hint="leave out --bits",
+        )
 
 
 def write_texts(
