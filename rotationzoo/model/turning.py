@@ -17,6 +17,8 @@ from rotationzoo.model.rope import position_count, scaling_of
 
 _POSITIONS = 256  # that angles are read at
 _CLOSE = 1e-3  # of cosines in float32; 1e-5 was measured
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines `[B, T, D]`."""
 _CHANGING = ("dynamic", "longrope")  # their angles depend on the length of a request
 
 
@@ -63,18 +65,31 @@ def find_turnings(model: PreTrainedModel, geometry: Geometry) -> dict[int, Turni
         return {}
     dims = {layer.index: layer.key_dim for layer in geometry}
     found: dict[int, Turning] = {}
+    unrounded: dict[int, Angles] = {}
+
+    def compute(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        # Models round the angles to their own type, and a frequency needs more digits.
+        if isinstance(output, tuple):
+            wide = {name: kwargs[name].float() for name in ("x",) if name in kwargs}
+            first = [each.float() for each in args[:1]]
+            unrounded[id(output[0])] = module.forward(*first, *args[1:], **kwargs | wide)
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given, layer = kwargs.get("position_embeddings"), module.layer_idx
         # M-RoPE has a further axis.
         if layer in dims and isinstance(given, tuple) and given[0].dim() == 3:
-            cosine, sine = (each[0].double().cpu() for each in given)
+            pair = unrounded.get(id(given[0]), given)
+            cosine, sine = (each[0].double().cpu() for each in pair)
             turning = _find_turning(cosine, sine, dims[layer])
             if turning is not None:
                 found[layer] = turning
 
-    modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    hooks = []
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            hooks.append(module.register_forward_hook(compute, with_kwargs=True))
     try:
         with torch.no_grad():
             count = min(_POSITIONS, position_count(model.config) or _POSITIONS)

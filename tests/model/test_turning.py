@@ -5,9 +5,12 @@ import torch
 import transformers
 from support import architectures
 from support.architectures import families
+from support.models import save_family
 
+from rotationzoo.model import loading
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.source import find
 from rotationzoo.model.turning import find_turnings
 
 # All channels are turned, or some; sliding layers have a RoPE of their own.
@@ -42,6 +45,17 @@ def check_turning_back(model) -> None:
 @families(TURNED)
 def test_keys_are_turned_back(name):
     check_turning_back(architectures.build(name))
+
+
+@families(("llama", "gemma3", "glm4_moe"))
+def test_frequencies_are_not_rounded_to_a_models_type(name, tmp_path):
+    source, found = find(str(save_family(name, tmp_path))), []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = loading.load(source, loading.load_config(source), "cpu", dtype)
+        found.append(find_turnings(model, geometry_of(model)))
+    assert found[0].keys() == found[1].keys() != set()
+    for layer, turning in found[0].items():
+        assert torch.equal(turning.frequencies, found[1][layer].frequencies)
 
 
 def test_interleaved_pairs_are_turned_back():
