@@ -150,7 +150,7 @@ def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
     words = ["rotationzoo", command, *model_words(artifact), "--rotations", str(artifact.folder)]
     notes = [f"nothing is written: {request.engine} reads the folder itself"]
     if command == "serve":
-        notes += ["vLLM must be installed; its CPU engine was tried, and on a GPU only parts of it"]
+        notes += ["vLLM must be installed: docs/vllm.md says which versions were tried"]
     launch = Launch([shlex.join(words)], {}, notes)
     reduced = list_reductions(artifact, settle_request(artifact, request))
     return Exported(request.engine, artifact.folder, {}, launch, reduced)

@@ -6,12 +6,14 @@ import pytest
 import torch
 from support.jobs import job
 from support.models import save_family
+from typer.testing import CliRunner
 
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.turned_means import turn_means
 from rotationzoo.checks.verify import verify
+from rotationzoo.cli.app import app
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.codec.turned import turned_rows
 from rotationzoo.engines.reductions import describe_choice
@@ -70,6 +72,8 @@ def test_an_artifact_with_turned_means_is_sound(made):
     assert "turn_key_mean" not in Recipe().published()
     without = reduced_rotations(made, False, ENGINES["sglang"].uncentered)
     kept = reduced_rotations(made, False, ENGINES["transformers"].uncentered)
+    shown = CliRunner().invoke(app, ["inspect", str(made.folder)])
+    assert "Turned mean: keys lose their mean before RoPE" in shown.stdout
     assert "keys' turned mean" in describe_choice("vllm", [made])
     assert describe_choice("transformers", [made]).endswith("Lost: nothing")
     for layer, rotations in made.rotations.items():
