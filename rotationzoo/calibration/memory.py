@@ -96,7 +96,7 @@ class Footprint:
         total = 0
         for layer in cached_layers(self.geometry):
             squares = sum(dim**2 for dim in layer.dims.values()) + more * layer.value_dim**2
-            if self.recipe.turns_mean("key"):
+            if self.recipe.turns_mean("key") and "key" in layer.sides:
                 squares += layer.key_dim**2
             total += 8 * layer.kv_heads * squares
         return total

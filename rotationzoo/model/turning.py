@@ -70,9 +70,9 @@ def find_turnings(model: PreTrainedModel, geometry: Geometry) -> dict[int, Turni
     def compute(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         # Models round the angles to their own type, and a frequency needs more digits.
         if isinstance(output, tuple):
-            wide = {name: kwargs[name].float() for name in ("x",) if name in kwargs}
-            first = [each.float() for each in args[:1]]
-            unrounded[id(output[0])] = module.forward(*first, *args[1:], **kwargs | wide)
+            first = [states.float() for states in args[:1]]
+            named = {**kwargs, "x": kwargs["x"].float()} if "x" in kwargs else kwargs
+            unrounded[id(output[0])] = module.forward(*first, *args[1:], **named)
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given, layer = kwargs.get("position_embeddings"), module.layer_idx

@@ -551,9 +551,11 @@ class Parts:
 
     def by_place(self) -> None:
         self.run.head("g. 2, 3, 4 or 8 bits for each layer and side")
-        plans: dict[str, Bits] = {}
-        for label in MEASURES:
-            plans |= self.plans_by_place(BY_PLACE, label)
+        self.measure_plans(self.plans_by_place(BY_PLACE, label) for label in MEASURES)
+
+    def measure_plans(self, parts: Iterable[Mapping[str, Bits]]) -> None:
+        """Measure all plans, and print their bits."""
+        plans = dict(itertools.chain.from_iterable(part.items() for part in parts))
         for name, plan in plans.items():
             self.run.measure(name, PlannedCodec(self.frames, plan))
         _print_plans(plans)
@@ -568,12 +570,7 @@ class Parts:
         for label, measure in MEASURES.items():
             _print_worst(f"h. KL of one KV head in 2 bits{label}", told, measure)
         self.run.head("h. 2, 3, 4 or 8 bits for each layer, side and KV head")
-        plans: dict[str, Bits] = {}
-        for label in MEASURES:
-            plans |= self.plans_by_head(BY_HEAD, label)
-        for name, plan in plans.items():
-            self.run.measure(name, PlannedCodec(self.frames, plan))
-        _print_plans(plans)
+        self.measure_plans(self.plans_by_head(BY_HEAD, label) for label in MEASURES)
 
     def rivals(self) -> None:
         self.run.head("k. Caches that take no rotation of ours")
