@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     // Pages that begin forget their former tokens.
     const int at = from + threadIdx.x;
     const Count place = at < tokens ? mapping[at] : -1;
-    const bool begins = place >= 0 && place % TOKENS == 0, is_first = !at || mapping[at - 1] / TOKENS != place / TOKENS;
+    const bool begins = place >= 0 && place % TOKENS == 0;
+    const bool is_first = at < tokens && (!at || mapping[at - 1] / TOKENS != place / TOKENS);
     const int page = begins ? place / TOKENS : 0;
     beginning[threadIdx.x] = page;
     if (const Count slot = slot_of[page]) used[slot] = 0, slot_of[page] = 0;
