@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
-from rotationzoo.calibration.memory import SIZED
+from rotationzoo.calibration.memory import PASS_TOKENS, SIZED
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec.engines import DEFAULT, find_engine
 from rotationzoo.codec.settings import CacheOptions, Layout, Reading, Rounding
@@ -30,6 +30,7 @@ from rotationzoo.recipe.loading import (
     PRESETS,
     load,
     override,
+    quicken,
     with_budget,
     with_feedback,
     with_rope_scaling,
@@ -86,6 +87,8 @@ class CalibrationOptions(Text, Rows, total=False):
     key_bits: float | None
     value_bits: float | None
     """Budgets of keys and of values, instead of `bits`."""
+    quick: bool | None
+    """Leave the recipe's budget out: 2 bits in all layers, and no measuring of what each loses."""
     restart: bool | None
     """Discard an existing checkpoint and replace an existing artifact."""
     progress: Progress
@@ -212,21 +215,28 @@ def calibration_job(
     settings = _given("calibrate", options, CalibrationOptions)
     engine = find_engine(settings.pop("engine", DEFAULT))
     recipe = engine.recipe if recipe is None else recipe
-    loaded = load(recipe) if isinstance(recipe, str) else recipe
-    # The user did not choose a preset's row length, so rows may be shortened to the model's
-    # positions.
-    fit_length = "length" not in settings and isinstance(recipe, str) and recipe in PRESETS
-    chosen = override(loaded, **_take_data(settings, "images", "audio", "positions"))
+    chosen = load(recipe) if isinstance(recipe, str) else recipe
+    # The user chose neither a preset's row length nor the default budget, which may not fit.
+    fit_length = isinstance(recipe, str) and recipe in PRESETS and "length" not in settings
+    budget = Budget(**_take(settings, ("bits", "key_bits", "value_bits")))
+    fit_budget = not budget and chosen.budget == load("oscar").budget
+    is_quick = settings.pop("quick", False)
+    if is_quick and budget:
+        raise UsageError("a quick calibration has no budget of bits", "leave out --quick or --bits")
+    if is_quick or (fit_budget and not engine.budget):
+        chosen = quicken(chosen)
+    chosen = override(chosen, **_take_data(settings, "images", "audio", "positions"))
     if "feedback" in settings:
         chosen = with_feedback(chosen, settings.pop("feedback"))
-    if budget := Budget(**_take(settings, ("bits", "key_bits", "value_bits"))):
+    if budget:
         chosen = with_budget(chosen, budget)
     if "rope_scaling" in settings:
         chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
     folder = default_output(model, chosen.name) if output is None else Path(output).expanduser()
     # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
-    settings.setdefault("batch", SIZED if settings.get("device_map") else 4)
-    return Job(model, chosen, folder, fit_length=fit_length, **settings)
+    rows = max(1, min(4, PASS_TOKENS // chosen.data.length))
+    settings.setdefault("batch", SIZED if settings.get("device_map") else rows)
+    return Job(model, chosen, folder, fit_length=fit_length, fit_budget=fit_budget, **settings)
 
 
 def evaluate(

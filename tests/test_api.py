@@ -2,6 +2,7 @@
 
 import pytest
 from support.command_line import run_apart
+from support.recipes import QUICK as RECIPE
 from support.reports import short_probes
 
 import rotationzoo
@@ -9,7 +10,6 @@ from rotationzoo import Artifact, Rotations, api, calibrate, evaluate, pull
 from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import Pulled
@@ -55,7 +55,7 @@ def test_the_public_names():
 
 
 def test_calibrate_takes_settings_tells_its_progress_and_returns_the_artifact(tmp_path):
-    recipe, stages = PRESETS["oscar"].model_copy(update={"name": "mine"}), []
+    recipe, stages = RECIPE.model_copy(update={"name": "mine"}), []
     settings = dict(recipe=recipe, tokens=1024, length=256, seed=3, batch=2)
     output = str(tmp_path / "out")
     artifact = calibrate(

@@ -185,7 +185,7 @@ def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     assert "q4_0 stores 32 channels together" in shown
     expected = {
         "values of layer 0, head 1", "3 bits by layer and side", "kivi", "kvarn-k2v2",
-        "3 bits by head by answers", "out for vllm",
+        "3 bits by head by answers", "out for transformers",
     }  # fmt: skip
     assert expected <= set(arms)
     assert all(arm["kl"] > 0 for arm in arms.values())

@@ -14,6 +14,7 @@ from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
 from rotationzoo.calibration.turned_means import Means, add_turned_means, turn_means
 from rotationzoo.codec.budget import spend_bits
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
@@ -25,6 +26,7 @@ from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.turning import find_turnings
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import without_budget
 from rotationzoo.rotations import Rotations
 from rotationzoo.text.rows import Corpus
 
@@ -77,10 +79,16 @@ def run_model(
         function = shift if job.recipe.center_keys else attend_as_is
         with torch.no_grad():
             logits = check_transparent(model, ids, function)
-        if job.recipe.budget:
-            check_cache(model, ids)
         moved = sorted({*shifted_layers(geometry), *shift.layers})
         recipe, notes = settle_centering(job.recipe, moved)
+        if recipe.budget:
+            try:
+                check_cache(model, ids)
+            except UnsupportedModel as error:
+                if not job.fit_budget:
+                    raise
+                recipe, reason = without_budget(recipe), str(error)
+                notes.append(f"all layers have 2 bits: {reason}")
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += doubt_loss(guessed.item(), logits.shape[-1])

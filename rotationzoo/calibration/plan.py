@@ -20,6 +20,7 @@ from rotationzoo.calibration.recipe_checks import (
     settle_centering,
     shorten_rows,
 )
+from rotationzoo.codec.budget import has_room
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
@@ -29,6 +30,7 @@ from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import without_budget
 from rotationzoo.storage import files, folders
 from rotationzoo.text.media import media_tokens
 
@@ -46,6 +48,9 @@ class Job(RunSettings):
     fit_length: bool = False
     """Whether rows longer than the model's positions are shortened instead of refused. True if the
     length is the recipe's default and not the user's choice."""
+    fit_budget: bool = False
+    """Whether a budget of bits that the model allows no room for is left out instead of refused:
+    True if it is the recipe's default."""
 
     def __post_init__(self) -> None:
         folders.check_name(self.output)
@@ -115,12 +120,25 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
+    if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):
+        recipe = without_budget(recipe)
+        notes.append(f"all layers have 2 bits: {reason}")
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error
     job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
     return _with_sizes(known, model)
+
+
+def _reason_for_equal_bits(job: Job, geometry: Geometry) -> str | None:
+    """Why a default budget of bits is left out."""
+    budget = job.recipe.budget
+    if budget and job.device_map is not None:
+        return "a budget would fetch spread weights hundreds of times (--bits does)"
+    if not has_room(budget, job.recipe.group_size, geometry):
+        return f"scales take too much of a budget of {budget.shares[0][1]:g}"
+    return None
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

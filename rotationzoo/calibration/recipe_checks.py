@@ -62,12 +62,18 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
     return recipe.model_copy(update={"center_keys": False}), [note]
 
 
+USUAL_LENGTH = 2048
+"""Tokens of a row where there are fewer than the preset's rows would take."""
+
+
 def shorten_rows(recipe: Recipe, config: "PretrainedConfig") -> Recipe:
-    """The recipe, with rows cut to the number of positions that the model has."""
-    positions = position_count(config)
-    if positions is None or recipe.data.length <= positions:
+    """The recipe, with rows cut to the number of positions that the model has, and longer ones than
+    `USUAL_LENGTH` to all of its tokens."""
+    data = recipe.data
+    length = min(data.length, max(data.tokens, USUAL_LENGTH), position_count(config) or data.length)
+    if length == data.length:
         return recipe
-    data = recipe.data.model_copy(update={"length": positions})
+    data = data.model_copy(update={"length": length})
     return recipe.model_copy(update={"data": data})
 
 

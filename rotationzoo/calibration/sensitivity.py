@@ -112,7 +112,7 @@ def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
         raise UnsupportedModel(
             f"a budget of bits is not measured for {type(model).__name__}, whose own cache loses "
             "count of its tokens",
-            hint="leave out --bits",
+            hint="leave out --bits, or add --quick",
         )
 
 
@@ -124,7 +124,7 @@ def write_texts(
     rows are compared at their last tokens. Windows are those of the recipe, or a quarter of a
     shorter row."""
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)]
-    length, filler = len(longest[0]), torch.cat(longest).tolist()
+    length, filler = len(longest[0]), torch.cat([*rows]).tolist()
     sink, recent = _windows(recipe, length)
     asked = []
     for task in ASKED:

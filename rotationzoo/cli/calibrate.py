@@ -42,6 +42,7 @@ class Settings(options.Loading):
     ] = None
     key_bits: Annotated[float | None, option("The same for keys alone.")] = None
     value_bits: Annotated[float | None, option("The same for values alone.")] = None
+    quick: Annotated[bool, option("Leave out the recipe's budget: 2 bits everywhere.")] = False
     subset: options.Subset = None
     split: options.Split = None
     column: options.Column = None
@@ -55,10 +56,10 @@ class Settings(options.Loading):
         ),
     ] = None
     tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None
-    length: Annotated[int | None, option("Tokens per row (2048).", min=2)] = None
+    length: Annotated[int | None, option("Tokens per row (8192).", min=2)] = None
     seed: Annotated[int | None, option("Order of the documents (0).")] = None
     batch: Annotated[
-        int | None, option("Rows per forward pass (4; with a device map all that fit).", min=1)
+        int | None, option("Rows per forward pass (with a device map all that fit).", min=1)
     ] = None
     rope_scaling: options.RopeScaling = None
     restart: Annotated[bool, option("Drop a checkpoint and replace rotations.")] = False

@@ -43,10 +43,11 @@ def demo_command(
     from rotationzoo.evaluation.prepare import Evaluation
     from rotationzoo.evaluation.tasks.prompts import TaskSettings
     from rotationzoo.recipe import Data
-    from rotationzoo.recipe.loading import load
+    from rotationzoo.recipe.loading import load, override, quicken
 
     folder = follow_link(output) or Path("rotations") / MODEL
-    job = Job(MODEL, load(RECIPE), folder, restart=restart, fit_length=True)
+    recipe = override(quicken(load(RECIPE)), length=PROMPT)
+    job = Job(MODEL, recipe, folder, restart=restart)
     with show_progress(out) as progress:
         calibrate(job, progress)
         evaluation = Evaluation(

@@ -7,6 +7,7 @@ choice for each row, and scipy's integer program solves it.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,6 +117,14 @@ def check_room(budget: Budget, group_size: int | None, geometry: Geometry) -> No
             mine = [side for side in layer.sides if side in sides]
             places += [Place(0, layer.kv_heads, layer.dims[side]) for side in mine]
         _extra_bits(places, bits, group_size)
+
+
+def has_room(budget: Budget, group_size: int | None, geometry: Geometry) -> bool:
+    """Whether `check_room` finds nothing wrong."""
+    with suppress(RotationZooError):
+        check_room(budget, group_size, geometry)
+        return True
+    return False
 
 
 def _extra_bits(places: Sequence[Place], bits: float, group_size: int | None) -> float:

@@ -3,6 +3,7 @@ from a decision."""
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
@@ -11,7 +12,14 @@ from rotationzoo.artifact.scores import Decision
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.loading import PRESETS, override, with_feedback, with_rope_scaling
+from rotationzoo.recipe.loading import (
+    PRESETS,
+    override,
+    quicken,
+    with_budget,
+    with_feedback,
+    with_rope_scaling,
+)
 
 FOLDER = "FOLDER"
 """Stands for the folder of an artifact, which readers of a page have elsewhere."""
@@ -145,6 +153,11 @@ def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
     if recipe.feedback != made.feedback:
         made = with_feedback(made, recipe.feedback)
         words.append("--feedback" if recipe.feedback else "--no-feedback")
+    if recipe.budget != made.budget:
+        made = with_budget(made, recipe.budget) if recipe.budget else quicken(made)
+        given = {key: bits for key, bits in asdict(recipe.budget).items() if bits is not None}
+        bits = [f"--{key.replace('_', '-')}={bits:g}" for key, bits in given.items()]
+        words += bits or ["--quick"]
     if recipe.rope_scaling is not None:
         made = with_rope_scaling(made, recipe.rope_scaling)
         words += ["--rope-scaling", recipe.rope_scaling]

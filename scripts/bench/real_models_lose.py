@@ -598,6 +598,8 @@ class Parts:
     def as_they_are(self) -> None:
         self.run.head("o. Artifacts as they are")
         for artifact, engine in itertools.product(self.artifacts, ("transformers", "vllm")):
+            if engine == "vllm" and not artifact.recipe.turns_mean("key"):
+                continue  # which reads the very same
             rotations = reduced_rotations(artifact, False, ENGINES[engine].uncentered)
             codec = RotatedCodec(rotations, artifact.recipe.group_size, rounding="feedback")
             self.run.measure(f"{artifact.folder.resolve().name} for {engine}", codec)

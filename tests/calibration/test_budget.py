@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.architectures import CALIBRATED, LAYERS, SPARSE, build, families
 from support.jobs import SMALL, job
-from support.models import edited_weights, save_tiny
+from support.models import edited_weights, save_family, save_tiny
+from support.recipes import QUICK
 from typer.testing import CliRunner
 
 from rotationzoo import api
@@ -54,7 +55,7 @@ from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 
 BITS = 3.5
-RECIPE = with_budget(PRESETS["oscar"].model_copy(update={"data": SMALL}), Budget(BITS))
+RECIPE = with_budget(QUICK.model_copy(update={"data": SMALL}), Budget(BITS))
 FEW_TOKENS = Recipe(feedback=True, sink=4, recent=4)
 ROWS = [torch.arange(48) % 59, torch.arange(40) % 7]
 FEW_TEXTS = sensitivity.write_texts(ROWS, FEW_TOKENS, None)
@@ -155,7 +156,7 @@ def test_sides_may_have_budgets_of_their_own(made):
 
 
 def test_an_artifact_without_a_budget_says_how_to_make_one(folder, tmp_path):
-    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    recipe = QUICK.model_copy(update={"data": SMALL})
     plain = calibrate(job(folder, tmp_path, recipe))
     with pytest.raises(RotationZooError, match="do not know what each layer loses") as error:
         reduced_rotations(plain, False, (), Budget(3))
@@ -164,7 +165,7 @@ def test_an_artifact_without_a_budget_says_how_to_make_one(folder, tmp_path):
 
 def test_a_budget_too_small_is_refused_before_anything_runs(folder, tmp_path):
     stages = []
-    recipe = with_budget(PRESETS["oscar"], Budget(2.5))
+    recipe = with_budget(QUICK, Budget(2.5))
     with pytest.raises(RotationZooError, match=r"2\.5 bits is less than codes of 2 bits"):
         calibrate(job(folder, tmp_path, recipe), lambda stage, *_: stages.append(stage))
     assert stages == ["looking at the model"]
@@ -181,14 +182,55 @@ def test_a_budget_too_small_is_refused_before_anything_runs(folder, tmp_path):
 )
 def test_budgets_that_contradict_each_other_are_refused(budget, problem):
     with pytest.raises(UsageError, match=problem):
-        with_budget(PRESETS["oscar"], Budget(**budget))
+        with_budget(QUICK, Budget(**budget))
 
 
 def test_a_budget_needs_error_feedback():
     with pytest.raises(RotationZooError, match="needs a recipe with error feedback"):
         from_dict({"extends": "hadamard", "bits": 2.5}, "the file")
     with pytest.raises(UsageError, match="needs a recipe with error feedback"):
-        with_feedback(from_dict({"bits": 2.5}, "the file"), False)
+        with_budget(with_feedback(PRESETS["oscar"], False), Budget(2.5))
+
+
+def test_the_default_has_a_budget_that_options_and_engines_leave_out():
+    def planned(**options):
+        recipe = api.calibration_job("demo", **options).recipe
+        return recipe.name, recipe.bits
+
+    assert planned() == planned(recipe="oscar") == planned(engine="vllm") == ("oscar", 3.0)
+    assert planned(quick=True) == planned(engine="sglang") == ("oscar-quick", None)
+    assert planned(engine="sglang", bits=2.5) == ("oscar-2.5-bits", 2.5)
+    assert planned(feedback=False) == ("oscar-nearest", None)
+    assert planned(images="photo") == ("oscar", None)
+    assert planned(recipe="hadamard", quick=True) == ("hadamard", None)
+    with pytest.raises(UsageError, match="a quick calibration has no budget"):
+        planned(quick=True, bits=2.5)
+    with pytest.raises(UsageError, match="on text alone"):
+        planned(images="photo", bits=2.5)
+    for keys in ({"feedback": False}, {"data": {"audio": "sound"}}, {"bits": None}):
+        assert from_dict(keys, "the file").bits is None
+    assert from_dict({"key_bits": 3, "value_bits": 2.5}, "the file").bits is None
+    assert from_dict({"value_clip": 0.9}, "the file").bits == 3.0
+
+
+def test_a_default_budget_that_cannot_be_is_left_out_with_a_note(tmp_path):
+    """Heads of 8 channels take 4 bits with their scales; weights are spread; MiniMax is refused."""
+    small = Data(tokens=512, length=64)
+    narrow, minimax = save_tiny(tmp_path / "narrow", head_dim=8), tmp_path / "minimax"
+    save_family("minimax", minimax)
+    wanted = PRESETS["oscar"].model_copy(update={"data": small, "sink": 4, "recent": 8})
+    for number, (model, how, says) in enumerate(
+        [
+            (narrow, {}, "scales take too much of a budget of 3"),
+            (save_tiny(tmp_path / "wide"), {"device_map": "auto"}, "spread weights"),
+            (minimax, {}, "MiniMaxForCausalLM, whose own cache loses count"),
+        ]
+    ):
+        asked = job(model, tmp_path / str(number), wanted, **how)
+        made = calibrate(replace(asked, fit_budget=True))
+        assert made.recipe.bits is None
+        assert not made.rotations.has_budget
+        assert any(says in note for note in made.manifest.notes), made.manifest.notes
 
 
 def test_another_budget_takes_the_place_of_the_files():

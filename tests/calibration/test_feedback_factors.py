@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.jobs import SMALL, job
 from support.models import edited_weights, save_tiny
+from support.recipes import QUICK
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.fit import add_factors, factor_problems, fit
@@ -28,7 +29,7 @@ from rotationzoo.text.rows import read_corpus
 
 WINDOWS = {"sink": 4, "recent": 6}
 """Side -> the share of errors that may be left."""
-RECIPE = PRESETS["oscar"].model_copy(update={"data": SMALL, **WINDOWS})
+RECIPE = QUICK.model_copy(update={"data": SMALL, **WINDOWS})
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.jobs import RECIPE, SMALL, job
+from support.recipes import QUICK
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.layout import rotations_from
@@ -97,7 +98,7 @@ def test_a_recipe_that_centers_keeps_the_mean(base, side, tiny, tmp_path):
 
 
 def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
-    recipe = PRESETS["oscar"].model_copy(update={"composition": "given"})
+    recipe = QUICK.model_copy(update={"composition": "given"})
     with pytest.raises(RotationZooError, match="stands for imported matrices"):
         calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import architectures
 from support.models import save_tiny
+from support.recipes import QUICK
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration import memory
@@ -16,7 +17,6 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS
 
 # Of an estimate to what is allocated. Too little is what a user would find out by a crash.
 LEAST, MOST = 0.9, 1.3
@@ -30,7 +30,7 @@ def medium():
     counts = dict(num_hidden_layers=2, num_attention_heads=8, max_position_embeddings=LENGTH)
     model = architectures.build("qwen3", **sizes, **counts)
     geometry = geometry_of(model)
-    recipe = PRESETS["oscar"].model_copy(
+    recipe = QUICK.model_copy(
         update={"sink": 16, "recent": 48, "data": Data(tokens=ROWS * LENGTH, length=LENGTH)}
     )
     batches = torch.randint(0, 4096, (ROWS, LENGTH)).split(1)

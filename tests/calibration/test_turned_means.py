@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.jobs import job
 from support.models import save_family
+from support.recipes import QUICK
 from typer.testing import CliRunner
 
 from rotationzoo.artifact.pooling import reduced_rotations
@@ -22,11 +23,10 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=512)
-RECIPE = PRESETS["oscar"].model_copy(update={"data": TEXT, "turn_key_mean": True})
+RECIPE = QUICK.model_copy(update={"data": TEXT, "turn_key_mean": True})
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 from support import architectures
 from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
+from support.recipes import QUICK
 from support.reports import evaluate
 from support.vllm import pretend, server_settings
 
@@ -23,7 +24,6 @@ from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.real_cache import record_probes
 from rotationzoo.model.source import find
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import plugin
 
@@ -36,7 +36,7 @@ def tiny_of_heads(tmp_path_factory):
     """A tiny model with two KV heads, and an artifact of it with every part that engines lose."""
     folder = tmp_path_factory.mktemp("heads")
     model = save_tiny(folder / "model", num_key_value_heads=2)
-    recipe = PRESETS["oscar"].model_copy(update={"sink": 8, "recent": 16})
+    recipe = QUICK.model_copy(update={"sink": 8, "recent": 16})
     options = dict(bits=3.5, tokens=1024, length=256, device="cpu")
     artifact = calibrate(str(model), output=folder / "made", recipe=recipe, **options)
     assert artifact.rotations.per_head
@@ -112,7 +112,7 @@ def windowed(tmp_path_factory):
     """A model with a sliding window in all layers but the last, and an artifact with a budget."""
     folder = tmp_path_factory.mktemp("windows")
     model = str(save_family("gemma3", folder / "model", head_dim=64))
-    recipe = PRESETS["oscar"].model_copy(update={"sink": 2, "recent": 4})
+    recipe = QUICK.model_copy(update={"sink": 2, "recent": 4})
     options = dict(bits=3.5, tokens=64, length=32, device="cpu")
     return model, calibrate(model, output=folder / "made", recipe=recipe, **options)
 
@@ -224,7 +224,8 @@ def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
 def test_recipes_of_engines():
     recipes = {name: calibration_job("demo", engine=name).recipe.name for name in ENGINES}
     assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
-    assert set(recipes.values()) == {"oscar", "oscar-v1"}
+    assert {name for name in recipes if recipes[name] == "oscar"} == {"vllm", "transformers"}
+    assert set(recipes.values()) == {"oscar", "oscar-quick", "oscar-v1"}
     assert calibration_job("demo", engine="llama.cpp", recipe="random").recipe.name == "random"
     with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
         calibration_job("demo", engine="vlm")

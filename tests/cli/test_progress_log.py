@@ -122,6 +122,7 @@ def test_the_command_line_writes_it_to_a_log(flag, inside, monkeypatch):
         "checking the capture",
         "calibrating",
         "composing rotations",
+        "measuring what each layer loses",
     ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.codec import assert_stored, on_cpu, on_gpu
+from support.recipes import QUICK
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
@@ -16,7 +17,6 @@ from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS
 
 FORMATS = int2.FORMATS | {
     "fine": FINE,
@@ -135,7 +135,7 @@ def test_rows_outside_the_domain_are_refused(device, number, few, monkeypatch):
 
 
 def with_factors(folder):
-    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
     return calibrate(Job("demo", recipe, folder, device="cpu"))
 
 

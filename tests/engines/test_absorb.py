@@ -16,6 +16,7 @@ from support.architectures import BASE, CALIBRATED, families
 from support.models import save_tiny
 from support.published import ok
 from support.quantized import set_quantization
+from support.recipes import QUICK
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.manifest import ROTATIONS
@@ -237,7 +238,7 @@ def test_a_checkpoint_with_another_prefix(tmp_path):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> SimpleNamespace:
     folder = save_tiny(tmp_path_factory.mktemp("absorb") / "tiny")
-    statistics = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=256)})
+    statistics = QUICK.model_copy(update={"data": Data(tokens=1024, length=256)})
     measured = calibrate(Job(str(folder), statistics, folder.with_name("measured"), device="cpu"))
     return SimpleNamespace(folder=folder, artifact=rotate(folder), measured=measured)
 

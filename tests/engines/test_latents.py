@@ -10,6 +10,7 @@ from support import architectures
 from support.engine_artifacts import OSCAR, WRITTEN, made  # noqa: F401
 from support.models import save_family
 from support.oscar_files import refused
+from support.recipes import QUICK
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
@@ -25,7 +26,6 @@ from rotationzoo.linalg import compositions
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.recipe.loading import PRESETS
 
 FITTED = "c_kv_rcov_phblock_g16"
 RANK = 32
@@ -201,7 +201,7 @@ def test_non_orthogonal_pairs_are_refused(write, models):
 
 
 def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa: F811
-    latents, heads = made("deepseek_v3", OSCAR), made("qwen3", OSCAR)
+    latents, heads = made("deepseek_v3", QUICK), made("qwen3", OSCAR)
     for engine in (*WRITTEN, "vllm"):
         with pytest.raises(UsageError, match=f"{re.escape(engine)} reads rotations of keys and"):
             export(latents, Request(engine))
@@ -210,7 +210,7 @@ def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa:
 
 
 def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
-    artifact = made("deepseek_v3", PRESETS["oscar"].model_copy(update={"sink": 8, "recent": 16}))
+    artifact = made("deepseek_v3", QUICK.model_copy(update={"sink": 8, "recent": 16}))
     done = export(artifact, Request("sglang-mla", tmp_path / "out"))
     lost = "; ".join(done.reduced)
     assert "latents that keep their mean" in lost
@@ -223,7 +223,7 @@ def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
 
 def test_the_launch_line_of_the_page(made, tmp_path):  # noqa: F811
     page = PAGE.read_text(encoding="utf-8")
-    artifact = made("deepseek_v3", PRESETS["oscar"], kv_lora_rank=512)
+    artifact = made("deepseek_v3", QUICK, kv_lora_rank=512)
     done = export(artifact, Request("sglang-mla", tmp_path / "out"))
     line = launch_line(done.launch).replace(str(done.path.absolute()), "FOLDER")
     assert line.replace("tiny/deepseek_v3", "MODEL") in page

@@ -4,12 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.recipes import QUICK
 from support.reports import short_probes
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.recipe.loading import PRESETS, without_budget
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,7 +27,7 @@ def artifacts(tmp_path_factory) -> list[Path]:
     data = Data(tokens=2048, length=512)
     folders = []
     for name in ("oscar", "oscar-v1"):
-        recipe = PRESETS[name].model_copy(update={"data": data})
+        recipe = without_budget(PRESETS[name]).model_copy(update={"data": data})
         folders.append(calibrate(Job("demo", recipe, folder / name)).folder)
     return folders
 
@@ -35,7 +36,7 @@ def artifacts(tmp_path_factory) -> list[Path]:
 def of_induction(induction, tmp_path_factory) -> Path:
     """An artifact of the model `induction`, which no test may change."""
     changes = {"data": Data(tokens=1024, length=512), "sink": 16, "recent": 64}
-    recipe = PRESETS["oscar"].model_copy(update=changes)
+    recipe = QUICK.model_copy(update=changes)
     folder = tmp_path_factory.mktemp("made") / "mine"
     return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.command_line import edited_manifest, only_error
 from support.models import save_tiny
+from support.recipes import QUICK
 from support.reports import arm, exact
 
 from rotationzoo.artifact.store import Artifact
@@ -23,7 +24,6 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.report.tables import comparison_table
 
 
@@ -118,7 +118,7 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
     made = {}
     for pooling in ("head", "layer"):
         changes = {"data": TEXT, "sink": 16, "recent": 64, "pooling": pooling}
-        recipe = PRESETS["oscar"].model_copy(update=changes)
+        recipe = QUICK.model_copy(update=changes)
         made[pooling] = calibrate(Job(str(model), recipe, tmp_path / pooling, device="cpu"))
     assert made["head"].rotations.per_head
     options = dict(tasks=TaskSettings(()), device="cpu", baselines=(), pooled=True)

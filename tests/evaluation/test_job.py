@@ -13,6 +13,7 @@ from support import architectures
 from support.jobs import job
 from support.models import save_family, save_tiny, small
 from support.published import ok
+from support.recipes import QUICK
 from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
@@ -31,7 +32,6 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 
@@ -253,7 +253,7 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
     """`make check` does it with one thread, and with two."""
     model = save_tiny(tmp_path / "model", head_dim=dim, num_hidden_layers=1)
     changes = {"data": small("bundled"), "sink": 4, "recent": 16}
-    recipe = PRESETS["oscar"].model_copy(update=changes)
+    recipe = QUICK.model_copy(update=changes)
     artifact = calibrate(job(model, tmp_path, recipe))
     assert verify(artifact, str(model)).ok
     text = Data(tokens=128, length=64)

@@ -13,6 +13,7 @@ from support import architectures
 from support.architectures import families
 from support.command_line import edited_manifest
 from support.models import save_family
+from support.recipes import QUICK
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.store import Artifact
@@ -28,14 +29,13 @@ from rotationzoo.model import centering, loading
 from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
 LOOKED_AT = [*MOVED, "qwen3"]
 WINDOWS = {"sink": 8, "recent": 8}
-CENTERED = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=512), **WINDOWS})
+CENTERED = QUICK.model_copy(update={"data": Data(tokens=1024, length=512), **WINDOWS})
 
 
 @pytest.fixture(scope="module")

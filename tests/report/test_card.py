@@ -21,13 +21,13 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import bits_per_element
 from rotationzoo.geometry import Layer
-from rotationzoo.recipe.loading import PRESETS, override
+from rotationzoo.recipe.loading import PRESETS, override, quicken
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import name_in_commands, reproduce_command
 
 
 def made(model, folder, **changes) -> Artifact:
-    recipe = PRESETS["oscar"].model_copy(update=changes)
+    recipe = quicken(PRESETS["oscar"]).model_copy(update=changes)
     options = dict(tokens=1024, length=256, device="cpu")
     return calibrate(str(model), output=folder / "out", recipe=recipe, **options)
 
@@ -194,12 +194,21 @@ def test_hubs_read_the_results(tiny, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
+        "--recipe oscar --quick --tokens 1024 --length 256",
+        "--recipe oscar --bits 2.5 --tokens 1024 --length 256",
         "--recipe oscar --no-feedback --tokens 1024 --length 256 --batch 2 --seed 3",
         "--recipe oscar-v1 --tokens 1024 --length 256 --dtype bfloat16 --packing mixed",
         "--recipe random --seed 7",
         "--recipe recipe.yaml",
     ],
-    ids=["without feedback", "another preset", "data-free", "a file"],
+    ids=[
+        "without a budget",
+        "another budget",
+        "without feedback",
+        "another preset",
+        "data-free",
+        "a file",
+    ],
 )
 def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
     Path("recipe.yaml").write_text("name: own\nkey_clip: 0.8\ndata: {tokens: 1024, length: 256}\n")
@@ -225,7 +234,7 @@ def test_the_command_of_a_run_on_gpus_names_how_it_ran(tiny, tmp_path):
     words = reproduce_command(parse_manifest(manifest, "the manifest"))
     assert words == (
         f"rotationzoo calibrate a/b --revision {'0' * 40} --recipe oscar --tokens 1024 "
-        "--length 256 --batch 16 --device-map auto"
+        "--length 256 --quick --batch 16 --device-map auto"
     )
 
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.storage import files
+from support.recipes import QUICK
 
 SMALL = ["--tokens", "2048", "--length", "256"]
 TITLE = "\x1b]0;owned\x07"  # sets the title of a terminal's window
@@ -53,7 +53,7 @@ def left_behind(command) -> list[str]:
     return sorted(str(path.relative_to(command.folder)) for path in command.folder.rglob("*"))
 
 
-SMALL_RECIPE = PRESETS["oscar"].model_copy(
+SMALL_RECIPE = QUICK.model_copy(
     update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16}
 )
 

@@ -10,6 +10,7 @@ import torch
 
 from support.command_line import succeeded
 from support.hubs import huggingface, modelscope
+from support.recipes import QUICK
 
 ZOO = "someone/zoo"
 
@@ -19,9 +20,8 @@ def made(tmp_path_factory) -> Path:
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.calibration.plan import Job
     from rotationzoo.recipe import Data
-    from rotationzoo.recipe.loading import PRESETS
 
-    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
     folder = tmp_path_factory.mktemp("zoo") / "made"
     return calibrate(Job("demo", recipe, folder, device="cpu")).folder
 

@@ -12,9 +12,9 @@ from support.models import (
     small,
     tokenizer_that_starts_with,
 )
+from support.recipes import QUICK
 
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text.rows import read_corpus, start_tokens
 
 TURN = "<turn>{{ m.role }}\n{{ m.content }}\n"
@@ -103,7 +103,7 @@ def test_every_command_says_which_it_took(gemma_like, inside):
 
 
 def test_a_loss_beyond_chance_is_a_warning(tmp_path, inside):
-    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    recipe = QUICK.model_copy(update={"data": SMALL})
     says = "predicts this text worse than chance"
     noted = calibrate(job("demo", tmp_path / "demo", recipe)).manifest.notes
     assert not any(says in note for note in noted)
@@ -124,6 +124,6 @@ def test_a_model_without_its_head_has_no_loss(tmp_path):
     with edited_weights(model) as weights:
         weights["model.norm.weight"] *= 20
         del weights["lm_head.weight"]
-    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    recipe = QUICK.model_copy(update={"data": SMALL})
     artifact = calibrate(job(model, tmp_path / "out", recipe))
     assert not any("worse than chance" in note for note in artifact.manifest.notes)

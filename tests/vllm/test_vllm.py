@@ -18,6 +18,7 @@ import torch
 import transformers
 from support.codec import on_gpu
 from support.places import ROOT
+from support.recipes import QUICK
 from support.vllm import CHUNK, NEEDS_VLLM, ON_GPU, PYTHON, TOKENS, drive, environment, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -194,7 +195,7 @@ def make_family(family: str, tmp_path: Path):
     model.eval().save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder)
-    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
     artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
     return model, folder, artifact
 
@@ -364,7 +365,7 @@ def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
 def test_each_layer_takes_the_bytes_that_a_budget_gives_it(alone, prompts, tmp_path):
     """Cells of 36 to 52 bytes, of which some are no whole number of float32. The second request
     finds a prefix, where a step is cut."""
-    recipe = with_budget(PRESETS["oscar"], Budget(2.7))
+    recipe = with_budget(QUICK, Budget(2.7))
     recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
     artifact = calibrate(Job("demo", recipe, tmp_path / "budgeted", device="cpu"))
     cells = [
