@@ -287,8 +287,6 @@ def _usage_error(error: Any) -> UsageError:
     command = path.rpartition(" ")[2]
     if "extra argument" in message and command in _TAKE_AN_ARTIFACT:
         message += f": {command} takes the rotations alone"
-    if "Missing option '--rotations'" in message:  # which other commands take as a word
-        return UsageError(message, hint=f"give their folder: {path} MODEL --rotations FOLDER")
     return UsageError(message, hint=f"see: {path} --help")
 
 

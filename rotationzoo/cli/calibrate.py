@@ -106,7 +106,7 @@ def calibrate_command(
         return
     # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
     before = _last_change(job.output)
-    artifact = _calibrate(out, job)
+    artifact = run_job(out, job)
     is_new = _last_change(job.output) != before
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
@@ -118,7 +118,7 @@ def _last_change(folder: Path) -> int | None:
     return folder.stat().st_ctime_ns if folder.exists() else None
 
 
-def _calibrate(out: Output, job: "Job") -> "Artifact":
+def run_job(out: Output, job: "Job") -> "Artifact":
     """Run the job. Raises `Interrupted`, which says how to continue."""
     from rotationzoo.calibration.calibrate import calibrate
 

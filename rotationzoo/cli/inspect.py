@@ -1,7 +1,6 @@
 """`rotationzoo inspect`: show what each layer's statistics look like."""
 
 from dataclasses import asdict
-from itertools import product
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import suggest_step
@@ -63,11 +62,9 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
         expected = "of the errors of nearest codes are expected to be left"
         say(f"Error feedback: {' and '.join(ranges)} {expected}")
     if artifact.rotations.has_budget:
-        more = []
-        for layer, side in product(layers, sides):
-            if (bits := getattr(layer, sides[side]).bits) > 2:
-                more.append(f"layer {layer.layer} {side}s {bits:g}")
-        say(f"Bits a channel: {', '.join([*more, 'all others 2'])}")
+        for side, place in sides.items():
+            bits = " ".join(f"{getattr(layer, place).bits:g}" for layer in layers)
+            say(f"Bits a channel of {side}s, layer by layer: {bits}")
 
 
 def _cells(side: "SideSpectrum") -> list[str]:

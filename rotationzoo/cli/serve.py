@@ -2,19 +2,30 @@
 
 import os
 import shlex
+from contextlib import suppress
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import SHELL, Output, show_lines
+from rotationzoo.errors import HubError, UsageError
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.model.source import Source
+
+ENGINE = "vllm"
 
 
 def serve_command(
     model: options.ModelName,
-    rotations: Annotated[Path, option("The folder of rotations.")],
     out: Output,
+    rotations: Annotated[
+        Path | None,
+        option("The folder of rotations (found in rotations/, pulled, or calibrated)."),
+    ] = None,
     vllm_options: Annotated[
         list[str] | None, argument("Options of vllm serve.", metavar="OPTIONS")
     ] = None,
@@ -33,10 +44,20 @@ def serve_command(
     """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
     to vLLM.
 
+    rotationzoo serve Qwen/Qwen3-8B
+
     rotationzoo serve Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --max-model-len 131072
     """
     handed_on = vllm_options or []
+    if rotations is None and handed_on and (Path(handed_on[0]) / "manifest.json").exists():
+        raise UsageError(
+            f"{handed_on[0]} has rotations, which follow an option",
+            hint="give them as: rotationzoo serve MODEL --rotations FOLDER",
+        )
+    from rotationzoo.api import calibration_job
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.cli.calibrate import run_job
+    from rotationzoo.generation.generate import newest_artifact
     from rotationzoo.geometry import full_attention_layers
     from rotationzoo.model.compatibility import check_weights
     from rotationzoo.model.loading import load_config
@@ -46,6 +67,21 @@ def serve_command(
     from rotationzoo.vllm.plugin import claim
     from rotationzoo.vllm.settings import Options, make_settings
 
+    source = find(model, revision)
+    full = full_attention_layers(load_config(source))
+    # A hub id stays what it is, because vLLM finds its files in the same cache.
+    place = model if source.revision else str(source.folder)
+    words = server_command(place, has_windows=full is not None)
+    if rotations is None:
+        artifact = _find_rotations(out, model, source)
+        if artifact is None and dry_run:
+            artifact, _ = newest_artifact(Path("rotations"), source)  # for its error
+        if artifact is None:
+            read_command(words, handed_on)  # a wrong option is said before a minute's work
+            job = calibration_job(model, engine=ENGINE, revision=source.revision)
+            out.note(f"Rotations: none here and none published; calibrating to {job.output}")
+            artifact = run_job(out, job)
+        rotations = artifact.folder
     asked = Options(
         artifact=str(rotations.expanduser().absolute()),
         format=format,
@@ -54,13 +90,8 @@ def serve_command(
         sink=sink,
         recent=recent,
     )
-    source = find(model, revision)
-    full = full_attention_layers(load_config(source))
     settings = make_settings(asked, source.name, source.folder, full is not None)
     artifact = Artifact.open(Path(asked.artifact))
-    # A hub id stays what it is, because vLLM finds its files in the same cache.
-    place = model if source.revision else str(source.folder)
-    words = server_command(place, has_windows=full is not None)
     words += ["--revision", revision] if revision else []
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += ["--additional-config", dumps(named)]
@@ -81,3 +112,26 @@ def serve_command(
     out.result({"command": words}, line, lambda: show_lines(line))
     if not dry_run:
         os.execvpe(words[0], words, SHELL)
+
+
+def _find_rotations(out: Output, model: str, source: "Source") -> "Artifact | None":
+    """The newest artifact that this user made or pulled for a model, or else a published one; None
+    where there is none, or no network to a hub."""
+    from rotationzoo.generation.generate import find_artifact
+    from rotationzoo.zoo.lookup import find_index
+    from rotationzoo.zoo.pull import pull
+
+    artifact, count = find_artifact(Path("rotations"), source)
+    if artifact is not None:
+        others = f", the newest of {count}" if count > 1 else ""
+        out.note(f"Rotations: {artifact.folder}{others}")
+        return artifact
+    if source.revision is None:  # no model of a hub
+        return None
+    with suppress(HubError):
+        entries = find_index(None, None).content.entries
+        if any(each.model == model and each.format == "rotationzoo" for each in entries):
+            artifact = pull(model)
+            out.note(f"Rotations: pulled to {artifact.folder}")
+            return artifact
+    return None

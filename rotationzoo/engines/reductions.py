@@ -80,7 +80,7 @@ def describe_choice(
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     format = choose_format(name, has_budget)
     if format != engine.format and not engine.sliding:
-        format += f" (beside layers with a sliding window {engine.format}, without the budget)"
+        format += f", or {engine.format} beside layers with a sliding window"
     picked = f"{rotations}, {codes}, format {format}"
     words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)

@@ -166,8 +166,21 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
 
 def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
     """The newest of the artifacts in `folder` that this user made or pulled for this model, and how
-    many there are: an archive or a repository may hold a folder of others. Raises `UsageError`,
-    with the next command, where there is none."""
+    many there are. Raises `UsageError`, with the next command, where there is none."""
+    artifact, count = find_artifact(folder, source)
+    if artifact is not None:
+        return artifact, count
+    words = shlex.quote(source.name)
+    hint = f"make one with: rotationzoo calibrate {words}"
+    if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
+        hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
+    raise UsageError(f"there are no rotations of {source.name} in the folder {folder}", hint=hint)
+
+
+def find_artifact(folder: Path, source: Source) -> tuple[Artifact | None, int]:
+    """The newest of the artifacts in `folder` that this user made or pulled for this model, and how
+    many there are: an archive or a repository may hold a folder of others. Raises `UsageError`
+    where all that fit the model are others'."""
     fitting, expected = [], hash_config(source.folder)
     for manifest in sorted(folder.glob("*/manifest.json")):
         with suppress(RotationZooError):
@@ -179,17 +192,13 @@ def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
         # The rotations, and not the manifest, which `evaluate --save` writes again.
         newest = max(trusted, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
         return newest, len(trusted)
-    words = shlex.quote(source.name)
     if fitting:
         place = fitting[0].folder
         raise UsageError(
             f"{place} is nothing that you calibrated or pulled on this machine",
             hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
         )
-    hint = f"make one with: rotationzoo calibrate {words}"
-    if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
-        hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
-    raise UsageError(f"there are no rotations of {source.name} in the folder {folder}", hint=hint)
+    return None, 0
 
 
 def open_artifact(given: str | Path) -> Artifact:

@@ -119,7 +119,7 @@ def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
 def test_inspect_says_which_layers_get_more(made):
     shown = CliRunner().invoke(app, ["inspect", str(made.folder)])
     assert shown.exit_code == 0
-    words = "Bits a channel: layer 0 keys 3, layer 0 values 3, all others 2"
+    words = "Bits a channel of keys, layer by layer: 3 2"
     assert words in " ".join(shown.output.split())
 
 

@@ -31,7 +31,7 @@ def test_the_journey_calibrate_inspect_verify(inside, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     table = inside("inspect", folder).stdout
     assert "K dim" in table
-    assert len(table.strip().splitlines()) == 2 + 4 + 4, "notes on names, means, factors, bits"
+    assert len(table.strip().splitlines()) == 2 + 4 + 5, "notes on names, means, factors, bits"
     assert max(map(len, table.splitlines())) <= 120
     monkeypatch.setenv("COLUMNS", "80")
     assert "…" not in inside("inspect", folder).stdout

@@ -92,7 +92,7 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
         assert pages[0] == pages[1]
     job = evaluation_job(model, artifact, engine="vllm", prefill_chunk=64)
     assert (job.format, job.prefill_layout) == ("fine", "window")
-    elsewhere = "format fine (beside layers with a sliding window vllm, without the budget)"
+    elsewhere = "format fine, or vllm beside layers with a sliding window"
     assert job.notes[0].endswith(f"{elsewhere}. Lost: nothing")
     assert (job.pooled, job.uncentered, job.rounding) == (False, ("turned",), None)
 

@@ -1,18 +1,23 @@
 """`serve`: the line that starts vLLM, and what is refused before it."""
 
 import json
+import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from support.command_line import SMALL, succeeded
 from support.models import edited_weights, save_tiny
+from support.published import ok, publish_folder
 from support.vllm import pretend, server_settings
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.source import DEMO
-from rotationzoo.vllm import WORKER, command, plugin
+from rotationzoo.vllm import KEY, WORKER, command, plugin
+from rotationzoo.zoo import lookup
 
 
 @pytest.fixture
@@ -32,6 +37,41 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     assert "codes written by feedback rounding, the first 4 and the last 256" in done.stderr
     # (1 + 5) pages of 64 tokens a request, 5 of a chunk and one more: 4 layers, 2 sides, 2 heads.
     assert f"{390 * 64 * 4 * 2 * 2 * 64 * 2 / 1e6:.3g} MB for 64 requests" in done.stderr
+
+
+@pytest.fixture
+def started(monkeypatch, vllm):
+    """The commands that were started in the place of this process."""
+    commands = []
+    monkeypatch.setattr(os, "execvpe", lambda program, words, environment: commands.append(words))
+    return commands
+
+
+def test_a_model_alone_is_served_with_what_is_here_or_made_now(inside, started, tmp_path):
+    model = save_tiny(tmp_path / "model")
+    assert "make one with: rotationzoo calibrate" in inside("serve", model, "--dry-run").stderr
+    done = succeeded(inside("serve", model, "--port", "8123"))
+    assert "Rotations: none here and none published; calibrating to rotations/" in done.stderr
+    (folder,) = Path("rotations").iterdir()
+    assert Artifact.open(folder).recipe.bits == 3.0
+    again = succeeded(inside("serve", model))
+    assert f"Rotations: {folder}\n" in again.stderr
+    assert "calibrating" not in again.stderr
+    (first, second), config = started, {KEY: {"artifact": str(folder.absolute())}}
+    assert first[-2:] == ["--port", "8123"]
+    assert json.loads(second[-1]) == config
+
+
+def test_a_model_alone_is_served_with_what_is_published(zoo, tiny, started):
+    publish_folder(zoo.hf, "someone/tiny", tiny)
+    made = ok(zoo.run("calibrate", "someone/tiny", *SMALL, "--json"))["artifact"]
+    ok(zoo.run("push", made, lookup.ZOO, "--json"))
+    shutil.rmtree("rotations")
+    done = succeeded(zoo.run("serve", "someone/tiny"))
+    assert "Rotations: pulled to " in done.stderr
+    (words,) = started
+    artifact = Path(json.loads(words[-1])[KEY]["artifact"])
+    assert Artifact.open(artifact).recipe.bits == 3.0
 
 
 def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypatch):
