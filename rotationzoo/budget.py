@@ -43,5 +43,9 @@ class Budget:
         return [(sides, bits) for sides, bits in shares if bits is not None]
 
 
+class EvenBudget(Budget):
+    """A budget of which the keys of all layers get the same bits, and so do the values."""
+
+
 EQUAL = Budget()
 """The same bits in all rows."""

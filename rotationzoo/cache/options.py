@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.budget import Budget
+from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.reduction import budget_beside_windows
@@ -76,9 +76,8 @@ def served_budget(
     budget = None if bits is None else Budget(bits)
     if find_engine(options.get("engine", DEFAULT)).sliding:
         return budget
-    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    has_windows = full_attention_layers(config) is not None
-    return budget_beside_windows(budget, has_budget, has_windows)
+    own = next((each.recipe.budget for each in artifacts if each.recipe.budget), EQUAL)
+    return budget_beside_windows(budget, own, full_attention_layers(config) is not None)
 
 
 def served_rotations(artifact: Artifact, engine: str, budget: Budget | None = None) -> Rotations:

@@ -98,11 +98,8 @@ def serve_command(
     notes = claim(read_command(words, handed_on))
     if has_weights(source):
         check_weights([artifact], source, anyway)
-    if artifact.rotations.has_budget and not settings.codec.rotations.has_budget:
-        out.note(
-            "The budget of bits is left out: beside layers with a sliding window, all others have "
-            "blocks of the same bytes"
-        )
+    if full is not None and settings.codec.rotations.has_budget:
+        out.note("Beside layers with a sliding window, all others get the same bits of the budget")
     if artifact.recipe.turns_mean("key"):
         out.note("The turned mean of keys is left out: only RotatedCache reads it so far")
     for note in notes:

@@ -9,11 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from rotationzoo.budget import Budget
+from rotationzoo.budget import Budget, EvenBudget
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS, FINE, Format
 from rotationzoo.errors import RotationZooError
@@ -74,12 +75,26 @@ def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> 
         spots = [(layer, side) for layer, side, _ in rotations.each() if side in sides]
         places = [_place(rotations[layer][side]) for layer, side in spots]
         extra = _extra_bits(places, bits, group_size)
-        chosen |= zip(spots, choose_bits(places, extra), strict=True)
+        kinds: Sequence[Any] = range(len(places))
+        if isinstance(budget, EvenBudget):
+            kinds = [(side, place.dim) for (_, side), place in zip(spots, places, strict=True)]
+        chosen |= zip(spots, _choose_by_kind(kinds, places, extra), strict=True)
 
     def give_bits(layer: int, side: str, rotation: Rotation) -> Rotation:
         return replace(rotation, fine_channels=torch.tensor(chosen[layer, side]))
 
     return rotations.replace(give_bits)
+
+
+def _choose_by_kind(kinds: Sequence[Any], places: Sequence[Place], extra: float) -> list[int]:
+    """What `choose_bits` gives to each place, where places of a kind get the same."""
+    merged = []
+    for kind in dict.fromkeys(kinds):
+        mine = [place for place, its in zip(places, kinds, strict=True) if its == kind]
+        loss, heads = sum(place.loss for place in mine), sum(place.heads for place in mine)
+        merged.append(Place(loss, heads, mine[0].dim))
+    bits = dict(zip(dict.fromkeys(kinds), choose_bits(merged, extra), strict=True))
+    return [bits[kind] for kind in kinds]
 
 
 def format_of_equal_bits(rotations: Rotations, format: Format) -> Format:

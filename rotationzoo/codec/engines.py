@@ -47,8 +47,8 @@ class Entry:
     budget: bool = False
     """Whether it stores the rows of each layer with the bits that a budget gives them."""
     sliding: bool = True
-    """Whether it stores layers with a sliding window in 2 bits. Where not, a budget of bits is left
-    out beside them."""
+    """Whether it stores layers with a sliding window in 2 bits. Where not, all others get the same
+    bits of a budget."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks of a prompt stay exact, as in `codec.layout`."""
     needs_base: bool = False

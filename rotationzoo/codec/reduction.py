@@ -1,9 +1,9 @@
 """Rotations as a cache takes them: which means they keep, and whether a budget of bits."""
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from rotationzoo.budget import EQUAL, Budget
+from rotationzoo.budget import Budget, EvenBudget
 from rotationzoo.codec.engines import TURNED_MEAN
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import UsageError
@@ -26,8 +26,7 @@ def reduce_rotations(
 
     def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
         mean = None if side in uncentered else rotation.mean
-        fine = None if budget == EQUAL else rotation.fine_channels
-        rotation = replace(rotation, mean=mean, fine_channels=fine)
+        rotation = replace(rotation, mean=mean)
         if mean is None or TURNED_MEAN in uncentered:
             rotation = replace(rotation, turned_mean=None, frequencies=None)
         return rotation
@@ -52,17 +51,10 @@ def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
         )
 
 
-def budget_beside_windows(
-    budget: Budget | None, has_budget: bool, has_windows: bool
-) -> Budget | None:
-    """The budget in an engine that keeps layers with a sliding window exact: none beside such
-    layers, because it pads the pages of all layers to the largest. Raises `UsageError` where
-    another one is asked for there."""
-    if not has_budget or not has_windows:
+def budget_beside_windows(budget: Budget | None, own: Budget, has_windows: bool) -> Budget | None:
+    """The budget, or rotations' `own`, in an engine that keeps layers with a sliding window exact.
+    Beside such layers all others get the same bits, because the engine pads the pages of all layers
+    to the largest."""
+    if not own or not has_windows:
         return budget
-    if budget is not None:
-        raise UsageError(
-            "beside layers with a sliding window, all others have the same bits",
-            hint="leave out --bits",
-        )
-    return EQUAL
+    return EvenBudget(**asdict(budget or own))

@@ -78,10 +78,7 @@ def describe_choice(
             rotations = "a rotation of each layer's latent"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    format = choose_format(name, has_budget)
-    if format != engine.format and not engine.sliding:
-        format += f", or {engine.format} beside layers with a sliding window"
-    picked = f"{rotations}, {codes}, format {format}"
+    picked = f"{rotations}, {codes}, format {choose_format(name, has_budget)}"
     words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)
     return f"{words}. Chosen instead: {instead}" if instead else words
@@ -102,7 +99,7 @@ def choose_measures(
         "notes": [describe_choice(name, artifacts, settings)],
     }
     if not engine.sliding:
-        chosen["beside_windows"] = settings.get("format", engine.format)
+        chosen["leaves_windows"] = True
     if not engine.feedback:
         chosen["rounding"] = "nearest"
     if not engine.windows:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.budget import EQUAL, Budget
+from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
 from rotationzoo.codec.budget import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED
@@ -70,9 +70,9 @@ class Evaluation(RunSettings):
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
     engine: str | None = None
     """The engine that these settings were picked for."""
-    beside_windows: str | None = None
-    """The format of layers with full attention beside layers with a sliding window, which stay
-    exact, where a budget of bits is left out. None stores all layers alike."""
+    leaves_windows: bool = False
+    """Whether layers with a sliding window stay exact, and all others get the same bits of a
+    budget."""
     notes: list[str] = field(default_factory=list)
     """What the report says of these settings."""
     batch: int = 1
@@ -193,13 +193,11 @@ def _leave_windows(
     """The job of an engine that keeps layers with a sliding window exact. A real cache stores every
     layer, and layers that were named are those to store."""
     full = full_attention_layers(config)
-    if not job.beside_windows or full is None:
+    if not job.leaves_windows or full is None:
         return job
-    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    budget = budget_beside_windows(job.budget, has_budget, has_windows=True)
-    if budget == EQUAL:
-        notes = [*job.notes, "Beside layers with a sliding window, the budget of bits is left out"]
-        job = replace(job, budget=budget, format=job.beside_windows, notes=notes)
+    if job.format == BUDGETED:
+        own = next((each.recipe.budget for each in artifacts if each.recipe.budget), EQUAL)
+        job = replace(job, budget=budget_beside_windows(job.budget, own, has_windows=True))
     if job.layers or job.real_cache or job.drift:
         return job
     if not full:
@@ -216,9 +214,12 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
     check_budget(job.budget, has_budget, name)
-    if job.budget:
-        said = f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"
-        job = replace(job, notes=[*job.notes, said])
+    said = []
+    if isinstance(job.budget, EvenBudget):
+        said = ["Beside layers with a sliding window, all others get the same bits of the budget"]
+    elif job.budget:
+        said = [f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"]
+    job = replace(job, notes=[*job.notes, *said])
     return replace(job, format=name)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from rotationzoo.artifact.manifest import ROTATIONS, hash_config
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.budget import EQUAL
-from rotationzoo.cache.options import build_settings, served_budget
+from rotationzoo.cache.options import build_settings
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.settings import as_engine
 from rotationzoo.engines.reductions import describe_choice
@@ -76,8 +75,7 @@ def generate(
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
-    budget = served_budget(job.cache, artifacts, config)
-    has_budget = budget != EQUAL and any(each.rotations.has_budget for each in artifacts)
+    has_budget = any(each.rotations.has_budget for each in artifacts)
     options = as_engine(job.cache, has_budget)
     recipe = artifact.recipe if artifact else Recipe()
     sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)

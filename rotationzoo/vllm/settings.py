@@ -104,7 +104,7 @@ def make_settings(options: Options, name: str, folder: Path, has_windows: bool) 
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
     budget = None if options.bits is None else Budget(options.bits)
-    budget = budget_beside_windows(budget, artifact.rotations.has_budget, has_windows)
+    budget = budget_beside_windows(budget, recipe.budget, has_windows)
     uncentered = find_engine("vllm").uncentered
     rotations = reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}

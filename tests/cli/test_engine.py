@@ -92,7 +92,7 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
         assert pages[0] == pages[1]
     job = evaluation_job(model, artifact, engine="vllm", prefill_chunk=64)
     assert (job.format, job.prefill_layout) == ("fine", "window")
-    elsewhere = "format fine, or vllm beside layers with a sliding window"
+    elsewhere = "format fine"
     assert job.notes[0].endswith(f"{elsewhere}. Lost: nothing")
     assert (job.pooled, job.uncentered, job.rounding) == (False, ("turned",), None)
 
@@ -118,13 +118,13 @@ def windowed(tmp_path_factory):
 
 
 def test_layers_that_the_engine_keeps_exact_are_exact(windowed):
-    """Layers with a sliding window on vLLM, and no budget of bits beside them."""
+    """Layers with a sliding window on vLLM; all others get the same bits."""
     job = evaluation_job(*windowed, engine="vllm", **SHORT)
     report = evaluate(job)
     full = [n for n, kind in enumerate(architectures.MOSTLY_SLIDING) if "full" in kind]
-    assert (job.format, report["format"], report["layers"]) == ("fine", "vllm", full)
+    assert (job.format, report["format"], report["layers"]) == ("fine", "fine", full)
     assert any("sliding window stay exact" in note for note in report["notes"])
-    assert any("budget of bits is left out" in note for note in report["notes"])
+    assert any("all others get the same bits" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("chosen", [{}, {"format": "fine"}, {"format": "sglang"}])
@@ -160,7 +160,7 @@ def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowe
         assert stored == served.codec.page_layout(3, side, 64, served.layout.format)
     assert build_settings(artifact, _loaded(model), {}).codec.rotations.has_budget
     written = generate(model, "a b", rotations=artifact, engine="vllm", max_new_tokens=1)
-    assert written["format"] == "vllm"
+    assert written["format"] == "fine"
 
 
 @pytest.mark.parametrize("options", [{"format": "sglang"}, {"engine": "mlx"}])
@@ -183,16 +183,18 @@ def test_without_a_budget_no_other_one_can_be_asked_for(tiny_of_heads):
         generate(model, "a b", rotations=None, bits=3.25)
 
 
-def test_beside_windows_no_other_budget_can_be_asked_for(windowed):
+@pytest.mark.parametrize("bits", [2.25, 3.5, 3.75])
+def test_beside_windows_all_other_layers_have_the_same_bits(windowed, bits):
     model, artifact = windowed
-    asked = {"engine": "vllm", "bits": 3.25}
-    for refused in (
-        lambda: evaluate(evaluation_job(model, artifact, **asked, **SHORT)),
-        lambda: server_settings(model, artifact.folder, bits=3.25),
-        lambda: build_settings(artifact, _loaded(model), asked),
-    ):
-        with pytest.raises(UsageError, match="all others have the same bits"):
-            refused()
+    served = server_settings(model, artifact.folder, bits=bits).codec.rotations
+    read = build_settings(artifact, _loaded(model), {"engine": "vllm", "bits": bits})
+    stored = 0.0
+    for layer, side, rotation in served.each():
+        assert rotation.fine_channels == served[0][side].fine_channels
+        assert rotation.fine_channels == read.codec.rotations[layer][side].fine_channels
+        stored += (2 + (int(rotation.fine_channels) + 16) / 64) / len(SIDES) / len(served)
+    # Rows of 64 channels get more bits in steps of 16 of them.
+    assert bits - 0.25 / 2 <= stored <= bits
 
 
 def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):

@@ -107,20 +107,21 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_a_budget_is_left_out_beside_layers_with_a_window(inside, tmp_path, vllm, windows):
+def test_beside_layers_with_a_window_all_others_get_the_same_bits(inside, tmp_path, vllm, windows):
     changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=1)
     model = save_tiny(tmp_path / "model", **(changes if windows else {}))
     succeeded(inside("calibrate", model, *SMALL, "--bits", "3.5", "-o", "made"))
     less = [] if windows else ["--bits", "3"]
     done = inside("serve", model, "--rotations", "made", *less, "--dry-run")
-    assert ("The budget of bits is left out" in done.stderr) == windows
+    assert ("all others get the same bits" in done.stderr) == windows
     options = json.loads(shlex.split(done.stdout)[-1])["rotationzoo"]
     settings = server_settings(model, **options)
-    assert settings.codec.rotations.has_budget != windows
-    assert settings.layout.format == SIMULATED["vllm" if windows else "fine"]
-    if not windows:
-        bits = [int(each.fine_channels) for _, _, each in settings.codec.rotations.each()]
-        assert sum(bits) == 0, "rows of 16 channels with a scale take 3 bits an element"
+    assert settings.layout.format == SIMULATED["fine"]
+    bits = {int(each.fine_channels) for _, _, each in settings.codec.rotations.each()}
+    if windows:
+        assert settings.codec.rotations[0].key.fine_channels == 0
+    else:
+        assert bits == {0}, "rows of 16 channels with a scale take 3 bits an element"
 
 
 def test_rotations_of_other_weights_are_served_only_if_asked_for(inside, made, tmp_path, vllm):

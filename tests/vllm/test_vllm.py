@@ -174,7 +174,7 @@ FAMILIES = {
 }
 
 
-def make_family(family: str, tmp_path: Path):
+def make_family(family: str, tmp_path: Path, bits: float | None = None):
     """A random model with heads of 32, whose weights are large enough for attention to matter, and
     its artifact."""
     name, changes = FAMILIES[family]
@@ -195,14 +195,17 @@ def make_family(family: str, tmp_path: Path):
     model.eval().save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder)
-    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
+    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512), "bits": bits})
     artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
     return model, folder, artifact
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_families(family, prompts, tmp_path):
-    model, folder, artifact = make_family(family, tmp_path)
+@pytest.mark.parametrize(
+    ("family", "bits"), [*((name, None) for name in FAMILIES), ("windows and soft caps", 3.25)]
+)
+def test_other_families(family, bits, prompts, tmp_path):
+    """A budget gives all layers without a window the same bits."""
+    model, folder, artifact = make_family(family, tmp_path, bits)
     options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
     served = serve(tmp_path, artifact, [[prompts[2]]], **options)
     (answer,) = served["rounds"][0]
