@@ -91,7 +91,8 @@ def _choose_by_kind(kinds: Sequence[Any], places: Sequence[Place], extra: float)
     merged = []
     for kind in dict.fromkeys(kinds):
         mine = [place for place, its in zip(places, kinds, strict=True) if its == kind]
-        loss, heads = sum(place.loss for place in mine), sum(place.heads for place in mine)
+        loss = sum(place.loss for place in mine)
+        heads = sum(place.heads for place in mine)
         merged.append(Place(loss, heads, mine[0].dim))
     bits = dict(zip(dict.fromkeys(kinds), choose_bits(merged, extra), strict=True))
     return [bits[kind] for kind in kinds]
