@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
-from rotationzoo.calibration.memory import PASS_TOKENS, SIZED
+from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec.engines import DEFAULT, find_engine
 from rotationzoo.codec.settings import CacheOptions, Layout, Reading, Rounding
@@ -234,8 +234,7 @@ def calibration_job(
         chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
     folder = default_output(model, chosen.name) if output is None else Path(output).expanduser()
     # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
-    rows = max(1, min(4, PASS_TOKENS // chosen.data.length))
-    settings.setdefault("batch", SIZED if settings.get("device_map") else rows)
+    settings.setdefault("batch", SIZED if settings.get("device_map") else chosen.data.usual_batch)
     return Job(model, chosen, folder, fit_length=fit_length, fit_budget=fit_budget, **settings)
 
 

@@ -180,8 +180,6 @@ class Footprint:
         return self.config.get_text_config(decoder=True)
 
 
-PASS_TOKENS = 8192
-"""Tokens of a forward pass, in up to four rows, where the user names no batch."""
 SIZED = 0
 """The batch of a job that leaves the number of rows to `choose_batch`."""
 

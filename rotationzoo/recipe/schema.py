@@ -146,6 +146,11 @@ class Data(Section):
         return lengths
 
     @property
+    def usual_batch(self) -> int:
+        """Rows of a forward pass where the user names no number: up to four, of 8,192 tokens."""
+        return max(1, min(4, 8192 // self.length))
+
+    @property
     def label(self) -> str:
         """The publishable name of the source."""
         return name_of(self.source)

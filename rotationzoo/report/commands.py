@@ -26,7 +26,6 @@ FOLDER = "FOLDER"
 RECIPE_FILE = "recipe.yaml"
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "tokens", "length", "seed")
 _RUN_KEYS = ("batch", "device_map", "max_memory")
-_BATCH = "4"  # rows of a forward pass by default
 
 
 def name_in_commands(model: Model) -> str:
@@ -123,8 +122,9 @@ def reproduce_command(manifest: Manifest) -> str | None:
     words = ["calibrate", _name(manifest.model)]
     if manifest.model.revision:
         words += ["--revision", manifest.model.revision]
-    words += _recipe_words(Recipe.model_validate(manifest.recipe))
-    words += _run_words(manifest.identity, manifest.run.device)
+    recipe = Recipe.model_validate(manifest.recipe)
+    words += _recipe_words(recipe)
+    words += _run_words(manifest.identity, manifest.run.device, recipe.data.usual_batch)
     return shlex.join(["rotationzoo", *words])
 
 
@@ -164,7 +164,7 @@ def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
     return words if made.hash == recipe.hash else None
 
 
-def _run_words(identity: dict[str, Any], device: str | None) -> list[str]:
+def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> list[str]:
     """How the model ran, where that is not what every machine would choose. Recipes that need no
     statistics ran no model."""
     if "batch" not in identity:
@@ -172,7 +172,7 @@ def _run_words(identity: dict[str, Any], device: str | None) -> list[str]:
     words = []
     for key in _RUN_KEYS:
         value = identity.get(key)
-        if value is not None and (key != "batch" or str(value) != _BATCH):
+        if value is not None and (key != "batch" or str(value) != str(batch)):
             words += [f"--{key.replace('_', '-')}", str(value)]
     on_cpu = str(device).endswith(" CPU")  # else the name of a GPU
     if on_cpu:

@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
 
 
 def test_the_plan_says_how_many_rows(inside):
-    words = ["calibrate", "demo", "--dry-run", "--json", "--device", "cpu"]
+    words = ["calibrate", "demo", "--dry-run", "--json", "--device", "cpu", "--length", "2048"]
     assert json.loads(inside(*words).stdout)["batch"] == 4
     assert json.loads(inside(*words, "--device-map", "auto").stdout)["batch"] == 16
     assert json.loads(inside(*words, "--device-map", "auto", "--batch", "5").stdout)["batch"] == 5
