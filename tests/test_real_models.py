@@ -183,6 +183,8 @@ def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     shown = capsys.readouterr().out
     assert "| hadamard, 3 bits by layer and side by answers | 3.000 |" in shown
     assert "q4_0 stores 32 channels together" in shown
+    attention = float(re.findall(r"l\. KL of attention.*\n\n.*\n\| out \| (.*) \|", shown)[-1])
+    assert 0 < attention < 1
     expected = {
         "values of layer 0, head 1", "3 bits by layer and side", "kivi", "kvarn-k2v2",
         "3 bits by head by answers", "out for transformers",

@@ -4,7 +4,7 @@
 
 MODEL is a folder of `real_models`; ROTATIONS are artifacts with the factors of error feedback. The
 first one is measured in every part, and its statistics make a Hadamard and a random arm. Others are
-read in parts f and o alone. Parts, in the order in which they run:
+read in parts f, o and l alone. Parts, in the order in which they run:
 
     a  keys, values and both, in 2, 3 and 4 bits in all layers
     b  each layer's keys, and each layer's values, in 2 bits, all else exact: KL alone
@@ -15,6 +15,7 @@ read in parts f and o alone. Parts, in the order in which they run:
     k  caches that take no rotation of ours
     f  other rotations, with the bits of g by answers
     o  artifacts as they are, in caches that simulate what `RotatedCache` and vLLM store of them
+    l  attention at the end of contexts of all lengths, with keys alone in 2 bits
 
 Codes are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the format
 `fine` without finer channels. Bits from g on count these scales. Everything is compared with the
@@ -57,6 +58,7 @@ from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model import loading
+from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
 from rotationzoo.model.source import fetch, find
@@ -88,6 +90,8 @@ OTHERS = (
 WORST = 20
 """Heads whose loss is printed."""
 TEXT_LENGTH = 2048
+LAST = 32
+"""Queries of part l."""
 MEASURES = {"": "kl", " by answers": "kl_of_answers"}
 """How arms of h are called -> by what their bits are shared out."""
 
@@ -604,6 +608,39 @@ class Parts:
             codec = RotatedCodec(rotations, artifact.recipe.group_size, rounding="feedback")
             self.run.measure(f"{artifact.folder.resolve().name} for {engine}", codec)
 
+    def contexts(self) -> None:
+        """KL of attention, in nats a query and head, of the last `LAST` queries."""
+        study, lengths = self.study, self.study.options.lengths
+        codecs = []
+        for artifact in self.artifacts:
+            rotations = reduced_rotations(artifact, False, ENGINES["vllm"].uncentered)
+            rotations = rotations.replace(lambda _, side, each: replace(each, fine_channels=None))
+            codecs.append(RotatedCodec(rotations, None, rounding="feedback"))
+        found: dict[tuple[int, int], list[float]] = {}
+
+        def read(layer: int, query: Any, key: Any, value: Any, attend: Attention) -> Any:
+            if layer % 2 == 0:
+                for number, codec in enumerate(codecs):
+                    exact = codec.keep_exact(key, layer, "key")
+                    stored = codec.fake_quantize(key, layer, "key", COARSE)
+                    for length in lengths:
+                        part = [each[0, :, :length].float() for each in (query, exact, stored)]
+                        loss = _attention_divergence(*part, study.cache)
+                        found.setdefault((number, length), []).append(loss)
+            return attend(query, key, value)
+
+        rows = SPLITS[study.options.split].rows(study.tokenizer, max(lengths))[:2]
+        with torch.no_grad(), intercept(study.model, read):
+            for row in rows:
+                run_decoder(study.model, torch.tensor(row, device=study.model.device)[None])
+        print(f"\nl. KL of attention at the end of contexts\n\n| artifact | {lengths} |")
+        for number, artifact in enumerate(self.artifacts):
+            cells = []
+            for length in lengths:
+                losses = found[number, length]
+                cells.append(f"{sum(losses) / len(losses):.4f}")
+            print(f"| {artifact.folder.resolve().name} | {' | '.join(cells)} |", flush=True)
+
     def rotations(self) -> Iterator[tuple[str, Callable[[], Rotations]]]:
         first = self.artifacts[0]
         if first.statistics is not None:
@@ -611,6 +648,27 @@ class Parts:
                 yield composition, partial(refit, first, composition)
         for artifact in self.artifacts[1:]:
             yield artifact.folder.resolve().name, partial(getattr, artifact, "rotations")
+
+
+def _attention_divergence(
+    query: torch.Tensor, key: torch.Tensor, stored: torch.Tensor, cache: CacheLayout
+) -> float:
+    """The mean KL of the last queries' attention `[H, LAST, T]` to keys `[H_kv, T, D]` that are
+    read as `stored` outside the exact windows."""
+    length, dim = key.shape[1:]
+    last = slice(length - LAST, length)
+    exact_ones = [slice(0, cache.sink), slice(length - cache.recent, length)]
+    stored = stored.clone()
+    for part in exact_ones:
+        stored[:, part] = key[:, part]
+    places = torch.arange(length, device=key.device)
+    later = places[None] > places[last, None]
+    logs = []
+    for keys in (key, stored):
+        each = keys.repeat_interleave(len(query) // len(keys), 0)
+        scores = query[:, last] @ each.mT / dim**0.5
+        logs.append(scores.masked_fill(later, -1e9).log_softmax(-1))
+    return float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
 
 
 def refit(artifact: Artifact, composition: str) -> Rotations:
@@ -655,7 +713,7 @@ def _print_plans(plans: Mapping[str, Bits]) -> None:
 
 PARTS: dict[str, Callable[[Parts], None]] = {
     "a": Parts.sides, "b": Parts.layers, "g": Parts.by_place, "h": Parts.by_head,
-    "k": Parts.rivals, "f": Parts.others, "o": Parts.as_they_are,
+    "k": Parts.rivals, "f": Parts.others, "o": Parts.as_they_are, "l": Parts.contexts,
 }  # fmt: skip
 
 
