@@ -18,6 +18,7 @@ from rotationzoo.codec.reduction import budget_beside_windows, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
 from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text
+from rotationzoo.evaluation.decision import FLOOR
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import Geometry, full_attention_layers, has_latents
 from rotationzoo.model import loading
@@ -42,6 +43,8 @@ class Evaluation(RunSettings):
     artifacts: list[Path]
     data: Data
     tasks: TaskSettings = field(default_factory=TaskSettings)
+    keep: float = 100 * FLOOR
+    """Percent of the exact model's answers that artifacts must keep."""
     windows: list[tuple[int, int]] = field(default_factory=list)
     format: str | None = None
     """A name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of bits."""
@@ -83,6 +86,11 @@ class Evaluation(RunSettings):
     fit_length: bool = False
     """Whether rows are fitted to the windows and the model's positions, and not refused: where the
     length is a default and not the user's choice."""
+
+    @property
+    def floor(self) -> float:
+        """The share of the exact model's answers that artifacts must keep."""
+        return self.keep / 100
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,10 @@ def prepare(job: Evaluation, progress: Progress) -> Prepared:
 
 
 def _check_settings(job: Evaluation) -> None:
+    if not 0 < job.keep < 100:
+        raise UsageError(
+            "--keep is percent of the answers, above 0 and below 100", hint="write it as: --keep 95"
+        )
     if job.format not in (None, *int2.SIMULATED):
         formats = ", ".join(int2.SIMULATED)
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
