@@ -112,8 +112,10 @@ def evaluate_command(
 
 def check_kept(report: "Measured") -> None:
     """Raise `RotationZooError` unless every decision is to serve."""
+    from rotationzoo.artifact.scores import plain_name
+
     decisions = [each for window in report.windows for each in window.verdict.decisions]
-    if failed := [each.arm for each in decisions if each.action != "serve"]:
+    if failed := [plain_name(each.arm) for each in decisions if each.action != "serve"]:
         floor = decisions[0].floor or 0.0
         raise RotationZooError(
             f"at least {100 * floor:g}% of the answers were to be kept, which is not shown of "
