@@ -223,6 +223,8 @@ class Drift(Figures):
 
 # ---- decisions
 
+FLOOR = 0.9
+"""The share of the answers that must be kept, unless another is asked for."""
 _OLDER = "Undecided: an older version measured this. Evaluate it again."
 
 

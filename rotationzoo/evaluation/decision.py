@@ -15,6 +15,7 @@ import torch
 from scipy.special import betaincinv, ndtri, stdtrit
 
 from rotationzoo.artifact.scores import (
+    FLOOR,
     Action,
     DataFree,
     Decision,
@@ -30,8 +31,6 @@ from rotationzoo.figures import percent
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.words import counted
 
-FLOOR = 0.9
-"""The share of the answers that must be kept, unless another is asked for."""
 FEWEST_ANSWERS = 100
 """The answers of the exact model without which no artifact is called fit to serve."""
 SIMPLEST: dict[DataFree, str] = {

@@ -8,6 +8,7 @@ from typing import Literal
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
+from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.codec import int2
@@ -18,7 +19,6 @@ from rotationzoo.codec.reduction import budget_beside_windows, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
 from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text
-from rotationzoo.evaluation.decision import FLOOR
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import Geometry, full_attention_layers, has_latents
 from rotationzoo.model import loading

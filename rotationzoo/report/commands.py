@@ -8,7 +8,7 @@ from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
 from rotationzoo.artifact.measured import Conditions
-from rotationzoo.artifact.scores import Decision
+from rotationzoo.artifact.scores import FLOOR, Decision
 from rotationzoo.budget import MOST
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.errors import UsageError
@@ -68,6 +68,8 @@ def decided_words(
     where it calls for nothing. `model` are the words that name it, `served` the option for a chosen
     engine, and `asked` the options with which the same is asked."""
     evaluate = ["evaluate", *model, artifact, *served, *asked]
+    if decision.floor not in (None, FLOOR):
+        evaluate += ["--keep", f"{100 * decision.floor:g}"]
     if decision.action == "ask":
         more = decision.more_questions
         new = ["--questions", str(more), "--seed", "1"] if more else []

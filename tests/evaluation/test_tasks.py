@@ -146,9 +146,10 @@ def test_the_caches_are_a_stage_of_their_own(report, told):
 
 
 def test_the_next_command(capsys):
-    def following(model: list[str], artifacts: list[Path], action="serve", more=None) -> str:
-        decided = [Decision(arm="mine", action=action, more_questions=more, level=0.05, words=[])]
-        suggest_next(Output(), decided, model, artifacts, saved=False, seed=3)
+    def following(model: list[str], artifacts: list[Path], action="serve", **about) -> str:
+        engine = about.pop("engine", None)
+        decided = [Decision(arm="mine", action=action, level=0.05, words=[], **about)]
+        suggest_next(Output(), decided, model, artifacts, saved=False, seed=3, engine=engine)
         last = capsys.readouterr().err.splitlines()[-1]
         return last.removeprefix("Next: rotationzoo ")
 
@@ -160,9 +161,16 @@ def test_the_next_command(capsys):
     assert other.endswith("--prompt TEXT")
     assert following(["a/b"], []) == "calibrate a/b"
     assert following(["a/b"], artifacts, "refuse") == "calibrate a/b --bits 3.5"
+    assert following(["a/b"], artifacts, "refuse", bits=2.53) == "calibrate a/b --bits 3"
+    place = "evaluate a/b 'rotations/my demo'"
+    for about in ({"bits": 4.0}, {"engine": "sglang"}, {"floor": 0.95, "bits": 4.0}):
+        engine = " --for sglang" if "engine" in about else ""
+        keep = " --keep 95" if "floor" in about else ""
+        command = following(["a/b"], artifacts, "refuse", **about)
+        assert command == f"{place}{engine}{keep} --rivals fp8"
     remember_words(["evaluate", "a/b", "x", "--questions", "8", "--seed=3", "--save"])
     more = "evaluate a/b x --save --questions 96 --seed 4"
-    assert following(["a/b"], artifacts, "ask", 96) == more
+    assert following(["a/b"], artifacts, "ask", more_questions=96) == more
 
 
 def test_the_command_line(inside, induction, tiny):
