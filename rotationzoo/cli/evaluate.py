@@ -35,9 +35,7 @@ class Measures(options.Loading):
     tasks: options.Tasks = "all"
     lengths: options.Lengths = None
     questions: Annotated[str, option("Per task and length; auto: until it is decided.")] = "auto"
-    keep: Annotated[
-        float | None, option("Percent of the answers to keep (90); exit 1 if less or undecided.")
-    ] = None
+    keep: Annotated[float | None, option("Percent to keep (90); else exit 1.")] = None
     windows: Annotated[str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")] = (
         None
     )
@@ -74,8 +72,7 @@ def evaluate_command(
     save: Annotated[bool, option("Add evaluation.json to the rotations.")] = False,
     details: Annotated[bool, option("Also print all tables, and how they were measured.")] = False,
 ) -> None:
-    """Measure what rotations keep of a model whose cache is stored in 2 bits, and say whether they
-    may be served.
+    """Measure what rotations keep of a model in 2 bits, and whether to serve them.
 
     rotationzoo evaluate demo rotations/demo-oscar
 

@@ -43,8 +43,6 @@ class Evaluation(RunSettings):
     artifacts: list[Path]
     data: Data
     tasks: TaskSettings = field(default_factory=TaskSettings)
-    keep: float = 100 * FLOOR
-    """Percent of the exact model's answers that artifacts must keep."""
     windows: list[tuple[int, int]] = field(default_factory=list)
     format: str | None = None
     """A name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of bits."""
@@ -86,6 +84,8 @@ class Evaluation(RunSettings):
     fit_length: bool = False
     """Whether rows are fitted to the windows and the model's positions, and not refused: where the
     length is a default and not the user's choice."""
+    keep: float = 100 * FLOOR
+    """Percent of the exact model's answers that artifacts must keep."""
 
     @property
     def floor(self) -> float:

@@ -70,10 +70,8 @@ def decided_words(
     evaluate = ["evaluate", *model, artifact, *served, *asked]
     if decision.floor not in (None, FLOOR):
         evaluate += ["--keep", f"{100 * decision.floor:g}"]
-    if decision.action == "ask":
-        more = decision.more_questions
-        new = ["--questions", str(more), "--seed", "1"] if more else []
-        return [*evaluate, *new, "--save"]
+    if decision.action == "ask" and decision.more_questions:
+        return [*evaluate, "--questions", str(decision.more_questions), "--seed", "1", "--save"]
     if decision.action == "refuse":
         takes_budget = not served or find_engine(served[-1]).budget
         bits = round(2 * (decision.bits or _USUAL_BITS)) / 2 + 0.5
