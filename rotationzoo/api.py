@@ -108,6 +108,8 @@ class EvaluationOptions(Text, Rows, total=False):
     """Tokens per prompt of the tasks. Defaults to `length`."""
     questions: int | Literal["auto"] | None
     """Questions per task and length; `auto`, the default, asks until the decision is made."""
+    keep: float | None
+    """Percent of the exact model's answers that artifacts must keep to be served, 90 by default."""
     windows: list[tuple[int, int]] | None
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""

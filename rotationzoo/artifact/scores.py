@@ -5,9 +5,9 @@ an evaluation have in common.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from rotationzoo.storage.strict_json import Count, Strict
 
@@ -19,9 +19,11 @@ answers about as many, and finds the right answers clearly likelier or less like
 clear."""
 Outlook = Literal["better", "worse", "same", "open"]
 """Whether an arm is shown better or worse than another, or as good within a margin, or neither."""
-Action = Literal["use", "ask", "identity", "hadamard", "nothing"]
-"""To use an artifact, to ask more questions, to use a baseline instead, or that nothing was shown
-because the exact model can do no task."""
+DataFree = Literal["identity", "hadamard"]
+"""The rotations that need no data and are compared in every decision."""
+Action = Literal["serve", "refuse", "ask", "nothing"]
+"""To serve an artifact, not to serve it, to ask more questions, or that nothing was shown because
+the exact model can do no task."""
 
 
 class Figures(Strict):
@@ -221,6 +223,10 @@ class Drift(Figures):
 
 # ---- decisions
 
+FLOOR = 0.9
+"""The share of the answers that must be kept, unless another is asked for."""
+_OLDER = "Undecided: an older version measured this. Evaluate it again."
+
 
 def plain_name(arm: str) -> str:
     """The name of the artifact whose arm this is."""
@@ -231,8 +237,8 @@ class Rival(Figures):
     """A rotation in the same bytes that needs no data, compared with an artifact's arm. Positive
     differences favor the artifact."""
 
-    name: Action
-    """Of the arm, which is also what to do where it is as good."""
+    name: DataFree
+    """Of the arm."""
     difference: float
     """Of the shares of all questions that are answered."""
     interval: list[float]
@@ -249,16 +255,33 @@ class Decision(Figures):
     """The share of the questions which the exact model answers right that the arm answers right,
     too; None where the exact model answers none."""
     interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    better_than: list[Action] = Field(default_factory=list)
+    floor: float | None = None
+    """The share that was to be kept; None in what older versions decided."""
     action: Action
     more_questions: Count | None = None
-    """New questions of each task and length that would settle an open comparison in 80 of 100
-    evaluations."""
+    """New questions of each task and length that would settle it in 80 of 100 evaluations."""
     level: float
     """The chance of a false finding at this look: 5 % over the number of looks."""
+    bits: float | None = None
+    """Bits an element of the arm."""
     rivals: list[Rival] = Field(default_factory=list)
     words: list[str]
-    """Three sentences: what the arm keeps, how it compares, and what to do."""
+    """What to do and why, the shares of each task, and the other arms."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, content: Any) -> Any:
+        # Older versions compared with simpler rotations and had no floor. "To use" an artifact was
+        # no promise of what it keeps, so that is open; it was no use where a simpler one did.
+        older = {"use": "ask", "hadamard": "refuse", "identity": "refuse"}
+        action = content.get("action") if isinstance(content, dict) else None
+        if not isinstance(action, str) or action not in older:
+            return content
+        words = content.get("words")
+        if isinstance(words, list) and words:
+            lead = _OLDER if action == "use" else words[-1]
+            words = [lead, *words[:-1]]
+        return {**content, "action": older[action], "words": words}
 
     def __str__(self) -> str:
         return "\n".join(self.words)

@@ -10,7 +10,7 @@ from rotationzoo.cli.next_steps import named, retyped, shell_line, suggest_text,
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Measures(options.Loading):
     tasks: options.Tasks = "all"
     lengths: options.Lengths = None
     questions: Annotated[str, option("Per task and length; auto: until it is decided.")] = "auto"
+    keep: Annotated[float | None, option("Percent to keep (90); else exit 1.")] = None
     windows: Annotated[str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")] = (
         None
     )
@@ -71,8 +72,7 @@ def evaluate_command(
     save: Annotated[bool, option("Add evaluation.json to the rotations.")] = False,
     details: Annotated[bool, option("Also print all tables, and how they were measured.")] = False,
 ) -> None:
-    """Measure what rotations keep of a model whose cache is stored in 2 bits, whether they are
-    better than none, and what to do.
+    """Measure what rotations keep of a model in 2 bits, and whether to serve them.
 
     rotationzoo evaluate demo rotations/demo-oscar
 
@@ -82,6 +82,8 @@ def evaluate_command(
     if save and not artifacts:
         hint = "name a folder of rotations after the model, or print the report with --json"
         raise UsageError("--save adds the report to artifacts, and none is given", hint)
+    if measures.keep is not None and not artifacts:
+        raise UsageError("--keep decides on rotations, and none are given", "name their folders")
     _check_order(model, artifacts)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
@@ -101,6 +103,22 @@ def evaluate_command(
     show_evaluation(out, report, details)
     decisions, model_words = report.window.verdict.decisions, named(model, measures.revision)
     suggest_next(out, decisions, model_words, artifacts, save, measures.seed or 0, measures.engine)
+    if measures.keep is not None:
+        check_kept(report)
+
+
+def check_kept(report: "Measured") -> None:
+    """Raise `RotationZooError` unless every decision is to serve."""
+    from rotationzoo.artifact.scores import plain_name
+
+    decisions = [each for window in report.windows for each in window.verdict.decisions]
+    if failed := [plain_name(each.arm) for each in decisions if each.action != "serve"]:
+        floor = decisions[0].floor or 0.0
+        raise RotationZooError(
+            f"at least {100 * floor:g}% of the answers were to be kept, which is not shown of "
+            f"{', '.join(dict.fromkeys(failed))}",
+            hint="see the decision above",
+        )
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
@@ -177,7 +195,7 @@ def suggest_next(
     if not artifacts:
         out.suggest("calibrate", *model, *served)
         return
-    more = decisions[0].more_questions
+    more = decisions[0].more_questions if decisions[0].action == "ask" else None
     if more is not None:
         out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
     elif words := decided_words(decisions[0], model, str(artifacts[0]), served):

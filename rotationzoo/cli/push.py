@@ -129,10 +129,10 @@ def check_use(artifact: "Artifact") -> None:
     """Raise `RotationZooError` for an artifact whose own evaluation shows that it is of no use."""
     evaluation = artifact.manifest.metrics.evaluation
     for decision in evaluation.verdict.decisions if evaluation else ():
-        if decision.action not in ("use", "ask"):
+        if decision.action in ("refuse", "nothing"):
             raise RotationZooError(
                 f"{artifact.folder} is not worth publishing by its own evaluation: "
-                f"{decision.words[0 if decision.action == 'nothing' else -1].rstrip('.')}",
+                f"{decision.words[0].rstrip('.')}",
                 hint=f"to publish it all the same: {shell_line(*typed_words(), '--anyway')}",
             )
 

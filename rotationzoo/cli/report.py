@@ -75,6 +75,8 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     if arms and arms.decision:
         model, asked = [artifact.manifest.model.id], asked_options(arms.evaluation)
         words = decided_words(arms.decision, model, place, served, asked)
+        if words is None and arms.decision.action == "ask":  # nothing that decides was asked
+            words = ["evaluate", *model, place, *served, "--save"]
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 

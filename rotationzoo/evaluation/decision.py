@@ -1,5 +1,5 @@
-"""The decision on an artifact: what its arm keeps of the model's answers, whether it is clearly
-better than the rotations that need no data, and what to do.
+"""The decision on an artifact: whether its arm surely keeps as large a share of the model's answers
+as is asked for, and so whether it may be served.
 
 Questions may be asked in several rounds, with a look at all answers after each. The level is split
 evenly over the planned looks (Bonferroni), so that all of them together keep it, whenever a look
@@ -7,13 +7,17 @@ ends the questions.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from scipy.special import betaincinv, ndtri, stdtrit
 
 from rotationzoo.artifact.scores import (
+    FLOOR,
     Action,
+    DataFree,
     Decision,
     ExactTaskRecall,
     Outlook,
@@ -27,23 +31,91 @@ from rotationzoo.figures import percent
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.words import counted
 
-SIMPLEST: dict[Action, str] = {
+FEWEST_ANSWERS = 100
+"""The answers of the exact model without which no artifact is called fit to serve."""
+SIMPLEST: dict[DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "an uncalibrated rotation",
 }
 """The rotations that need no data and no calibration, the simplest first, in plain words."""
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
-_LITTLE = 0.9  # of the answers; if surely fewer are kept, the advice says so
-_WEAK = 0.3  # of the questions; if the exact model answers fewer, the advice says so
-_FEWEST = 8  # prompts: fewer show nothing by the sign-flip test
+_WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
 _PACE = 16  # questions, to a multiple of which more are asked
+_NAMES: dict[str, str] = {**dict(SIMPLEST.items()), "random": "a random rotation"}
+_VARIANTS = {
+    "": "the same rounded one by one",
+    "+feedback": "the same with error feedback",
+    "+pooled": "the same with one rotation per layer",
+}
 _PHRASES: dict[Outlook, str] = {
     "better": "clearly better than",
     "worse": "clearly worse than",
     "same": "within 3 points of",
-    "open": "not clearly better than",
 }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What must be shown of an artifact."""
+
+    floor: float = FLOOR
+    """The share of the exact model's right answers that must be kept, between 0 and 1."""
+    looks: int = 1
+    """After how many rounds a decision may be made, this one included."""
+
+    @property
+    def level(self) -> float:
+        """The chance of a false finding at each look."""
+        return LEVEL / self.looks
+
+
+_USUAL = Rule()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What an arm keeps of the exact model's right answers."""
+
+    share: float
+    answers: int
+    """Of the exact model, which are right."""
+    independent: float
+    """As many independent answers have the standard error that was seen over prompts."""
+    prompts: int
+    """Those with a right answer of the exact model."""
+    tasks: int
+    differs: bool
+    """Whether the prompts differ in what is kept, so that their spread is an estimate."""
+
+    def interval(self, level: float) -> list[float]:
+        """The interval of the share: Clopper and Pearson's for as many independent answers as have
+        the standard error over prompts (Korn and Graubard 1998), which holds near 100 %, too."""
+        number = self.independent
+        if self.differs:
+            freedom = max(1, self.prompts - self.tasks)
+            number *= (ndtri(1 - level / 2) / stdtrit(freedom, 1 - level / 2)) ** 2
+        count = self.share * number
+        low = betaincinv(count, number - count + 1, level / 2) if count > 0 else 0.0
+        high = betaincinv(count + 1, number - count, 1 - level / 2) if self.share < 1 else 1.0
+        return [float(low), float(high)]
+
+    def act(self, rule: Rule) -> Action:
+        """What the interval says about the floor."""
+        low, high = self.interval(rule.level)
+        if low >= rule.floor and self.answers >= FEWEST_ANSWERS:
+            return "serve"
+        return "refuse" if high < rule.floor else "ask"
+
+    def settles(self, times: float, floor: float) -> bool:
+        """Whether so many times as many new questions settle it, in one look, with the power."""
+        independent = self.independent * times
+        prompts, answers = round(self.prompts * times), int(self.answers * times)
+        reach = ndtri(_POWER) * math.sqrt(self.share * (1 - self.share) / independent)
+        sign = 1 if self.share < floor else -1
+        share = min(1.0, max(0.0, self.share + sign * reach))
+        new = _Kept(share, answers, independent, prompts, self.tasks, self.differs)
+        return answers >= FEWEST_ANSWERS and new.act(Rule(floor)) != "ask"
 
 
 def decide(
@@ -51,68 +123,73 @@ def decide(
     arms: Mapping[str, Answered],
     exact: Mapping[str, ExactTaskRecall],
     questions: int,
-    looks: int = 1,
+    rule: Rule = _USUAL,
+    bits: Mapping[str, float] | None = None,
 ) -> Decision:
     """The decision on one of the `arms`, by the answers of all to the same questions, and of the
-    `exact` model to every task. `questions`: how many each task and length asks. `looks`: after how
-    many rounds a decision may be made, this one included."""
+    `exact` model to every task. Arms other than this one and those of `SIMPLEST` may have been
+    asked only the first questions.
+
+    - `questions`: how many each task and length asks.
+    - `rule`: what must be shown.
+    - `bits`: the bits an element of each arm.
+    """
     asked = {task: exact[task] for task in arms[arm]}
     sizes = [size for recall in asked.values() for size in recall.prompts]
     tasks = [len(recall.prompts) for recall in asked.values()]
-    level = LEVEL / looks
+    level, floor = rule.level, rule.floor
     right, mine = read_correct(asked), read_correct(arms[arm])
     if not right.any():
-        return _undecided(arm, level, was_asked=bool(exact))
-    shares = {name: kept_share(asked, given) or 0.0 for name, given in arms.items()}
+        return _undecided(arm, rule, was_asked=bool(exact))
     given, whole = _add_up(right & mine, sizes), _add_up(right, sizes)
-    kept, interval = shares[arm], _kept_interval(shares[arm], given, whole, tasks, level)
+    kept = _measure_kept(given, whole, tasks)
     others = {name: read_correct(arms[name]) for name in SIMPLEST if name in arms}
     gains = {name: _add_up(mine.int() - other.int(), sizes) for name, other in others.items()}
     values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
-    rivals, more = [], 0
+    rivals = []
     for (name, gain), value in zip(gains.items(), values, strict=True):
         assert value is not None, "the test always gives one"
-        rival, prompts = _compare(name, gain, sizes, tasks, value, level)
-        rivals.append(rival)
-        if rival.outlook == "open":
-            more = max(more, _PACE * math.ceil(questions * prompts / len(sizes) / _PACE))
-    action = _choose(rivals)
-    advice = _advise(action, more, kept, interval[1])
-    if (able := right.double().mean().item()) < _WEAK:
-        advice += " The model itself answers few: other --tasks may show more."
-    wanted = min(more, MOST_QUESTIONS) or None
-    better = [rival.name for rival in rivals if rival.outlook == "better"]
+        rivals.append(_compare(name, gain, sizes, tasks, value, rule.level))
+    action, more = kept.act(rule), None
+    if action == "ask":
+        more = _count_more(kept, questions, floor)
+    shares = {name: kept_share(asked, answered) for name, answered in arms.items()}
+    interval, bits = kept.interval(level), bits or {}
+    words = [
+        _say_outcome(plain_name(arm), action, kept, interval, floor, more),
+        _say_tasks(asked, arms[arm]),
+        _say_others(arm, shares, bits, rivals),
+    ]
     return Decision(
         arm=arm,
-        kept=kept,
+        kept=kept.share,
         interval=interval,
-        better_than=better,
+        floor=floor,
         action=action,
-        more_questions=wanted if action == "ask" else None,
+        more_questions=more,
         level=level,
+        bits=bits.get(arm),
         rivals=rivals,
-        words=[
-            f"Without a 2-bit cache, the model answers {percent(able)} of "
-            f"{counted(len(right), 'question')}; {plain_name(arm)} keeps {percent(kept)} of these "
-            f"answers (95% sure: {' to '.join(map(percent, interval))}).",
-            _compare_words(arm, rivals, shares),
-            advice,
-        ],
+        words=[line for line in words if line],
     )
 
 
-def _undecided(arm: str, level: float, was_asked: bool) -> Decision:
+def _undecided(arm: str, rule: Rule, was_asked: bool) -> Decision:
     """The decision where no answer of the exact model can be kept."""
-    reason, advice = "No question was asked", "Ask some: leave out --tasks none."
+    reason, advice = "no question was asked", "Ask some: leave out --tasks none."
+    action: Action = "ask"
     if was_asked:
-        reason = "The model itself can do none of the tasks"
+        reason, action = "the model itself can do none of the tasks", "nothing"
         advice = "Ask what it can do: other --tasks, or shorter --lengths."
-    words = [
-        f"{reason}, so nothing shows what {plain_name(arm)} keeps.",
-        f"It is not clearly better than {' or '.join(SIMPLEST.values())}.",
-        advice,
-    ]
-    return Decision(arm=arm, action="nothing" if was_asked else "ask", level=level, words=words)
+    words = [f"Undecided: {reason}, so nothing shows what {plain_name(arm)} keeps.", advice]
+    return Decision(arm=arm, floor=rule.floor, action=action, level=rule.level, words=words)
+
+
+def _count_more(kept: _Kept, questions: int, floor: float) -> int:
+    """New questions of each task and length that settle it, in steps of `_PACE`."""
+    steps = range(_PACE, MOST_QUESTIONS + 1, _PACE)
+    place = bisect_left(steps, True, key=lambda count: kept.settles(count / questions, floor))
+    return steps[min(place, len(steps) - 1)]
 
 
 def _add_up(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -133,37 +210,27 @@ def _average(
     return mean, error
 
 
-def _kept_interval(
-    share: float, kept: torch.Tensor, right: torch.Tensor, tasks: Sequence[int], level: float
-) -> list[float]:
-    """The interval of the share of right answers that is kept, from both counts of each prompt.
-
-    It is Clopper and Pearson's for as many independent answers as have the standard error over
-    prompts (Korn and Graubard 1998), which holds near 100 %, too. Where no prompt differs from
-    another, each counts as one answer.
-    """
-    _, error = _average(kept / right, right, tasks)
-    prompts = int((right > 0).sum())
-    number = float(prompts)
+def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]) -> _Kept:
+    """What is kept, from the numbers of kept and of right answers in each prompt, `[prompts]`.
+    Where no prompt differs from another, each counts as one answer."""
+    share, error = _average(given / right, right, tasks)
+    prompts, answers = int((right > 0).sum()), int(right.sum())
+    independent = float(prompts)
     if error:
-        scale = ndtri(1 - level / 2) / stdtrit(max(1, prompts - len(tasks)), 1 - level / 2)
-        number = min(right.sum().item(), share * (1 - share) / error**2) * scale**2
-    count = share * number
-    low = betaincinv(count, number - count + 1, level / 2) if share > 0 else 0.0
-    high = betaincinv(count + 1, number - count, 1 - level / 2) if share < 1 else 1.0
-    return [float(low), float(high)]
+        independent = min(answers, share * (1 - share) / error**2)
+    return _Kept(share, answers, independent, prompts, len(tasks), bool(error))
 
 
 def _compare(
-    name: Action,
+    name: DataFree,
     gain: torch.Tensor,
     sizes: Sequence[int],
     tasks: Sequence[int],
     value: float,
     level: float,
-) -> tuple[Rival, float]:
+) -> Rival:
     """A rival, compared by the arm's gain in each prompt and the corrected p `value` of the
-    sign-flip test; and how many new prompts would settle it with a power of 80 %.
+    sign-flip test.
 
     The interval of the difference is Student's t over prompts, with half a prompt more in favor of
     each (Agresti and Min 2005): without them, prompts of which none differs would have no error.
@@ -185,56 +252,80 @@ def _compare(
         outlook = "better" if difference > 0 else "worse"
     elif max(map(abs, interval)) <= MARGIN:
         outlook = "same"
-    # Either that there is a difference can be shown, or that it is within the margin.
-    quantiles = ndtri(1 - LEVEL * alpha) + ndtri(_POWER)
-    ratio = quantiles / max(abs(difference), MARGIN - abs(difference))
-    _, spread = _average(gain / weights, weights, tasks)
-    variance = 0.25 if spread is None else spread**2 * len(sizes)
-    prompts = float(ratio**2 * variance + ratio * math.sqrt(0.5))  # with both halves
-    rival = Rival(
+    return Rival(
         name=name, difference=difference, interval=interval, p_value=value, outlook=outlook
     )
-    return rival, max(_FEWEST, prompts)
 
 
-def _choose(rivals: Sequence[Rival]) -> Action:
-    """The better of the rivals that are better, or the simplest that is as good; else the arm, once
-    it is shown better than all."""
-    if worse := [rival for rival in rivals if rival.outlook == "worse"]:
-        return min(worse, key=lambda rival: rival.difference).name
-    if same := [rival for rival in rivals if rival.outlook == "same"]:
-        return same[0].name
-    shown = bool(rivals) and all(rival.outlook == "better" for rival in rivals)
-    return "use" if shown else "ask"
+def _say_outcome(
+    name: str,
+    action: Action,
+    kept: _Kept,
+    interval: Sequence[float],
+    floor: float,
+    more: int | None,
+) -> str:
+    # One more digit, where a rounded end would seem to lie on the floor.
+    digits = int(any(percent(end) == percent(floor) for end in interval))
+    low, high = (percent(end, digits) for end in interval)
+    keeps = (
+        f"{name} keeps {percent(kept.share)} of {counted(kept.answers, 'answer')} that the model "
+        f"gives (95% sure: {low} to {high}); at least {100 * floor:g}% were to be kept"
+    )
+    if action == "serve":
+        return f"Serve it: {keeps}."
+    if action == "refuse":
+        return f"Do not serve it: {keeps}. More bits keep more."
+    if interval[0] >= floor:
+        keeps += f", of {FEWEST_ANSWERS} answers or more"
+    return f"Undecided: {keeps}; {more:,} new questions of each task would settle it."
 
 
-def _compare_words(arm: str, rivals: Sequence[Rival], kept: Mapping[str, float]) -> str:
-    """How an arm compares, and the shares that its rivals keep, which have nearest codes."""
-    name, has_feedback = plain_name(arm), arm.endswith("+feedback")
-    if not rivals:
-        return f"Not compared with {' or '.join(SIMPLEST.values())}."
-    shares = [f"{SIMPLEST[rival.name]} keeps {percent(kept[rival.name])}" for rival in rivals]
-    parts = []
+def _say_tasks(exact: Mapping[str, ExactTaskRecall], arm: Answered) -> str:
+    """The share that is kept of each task, the worst first, and the tasks that show little."""
+    shares, weak = list[tuple[float, str]](), list[str]()
+    for task, recall in exact.items():
+        right, mine = read_correct({task: recall}), read_correct({task: arm[task]})
+        answers, asked = int(right.sum()), len(right)
+        if answers:
+            share = int((right & mine).sum()) / answers
+            shares.append((share, f"{task} {percent(share)} of {answers}"))
+        if answers < _WEAK * asked:
+            weak.append(f"{answers} of {asked} {task} questions")
+    words = f"By task: {', '.join(text for _, text in sorted(shares))}."
+    if weak:
+        words += f" The model itself answers {' and '.join(weak)}: they show little."
+    return words
+
+
+def _say_others(
+    arm: str,
+    shares: Mapping[str, float | None],
+    bits: Mapping[str, float],
+    rivals: Sequence[Rival],
+) -> str:
+    """The shares that all other arms keep, the best first, and which rivals differ clearly."""
+    known = [(share, name) for name, share in shares.items() if share is not None and name != arm]
+    parts: list[str] = []
+    for share, name in sorted(known, key=lambda each: -each[0]):
+        verb, unit = ("", "") if parts else (" keeps", " bits")
+        size = f" ({bits[name]:.1f}{unit})" if name in bits else ""
+        parts.append(f"{_say_arm(name, arm)}{verb} {percent(share)}{size}")
+    if not parts:
+        return ""
+    found = []
     for outlook, phrase in _PHRASES.items():
         names = [SIMPLEST[rival.name] for rival in rivals if rival.outlook == outlook]
-        if len(names) > 1:
-            names = ["either" if outlook == "open" else "both"]
-        parts += [f"{phrase} {each}" for each in names]
-    size = "At the same size, rounded one by one" if has_feedback else "At the same size"
-    return f"{size}, {' and '.join(shares)}: {name} is {' and '.join(parts)}."
+        if names:
+            found.append(f"{phrase} {' and '.join(names)}")
+    own = f" ({plain_name(arm)}: {bits[arm]:.1f} bits)" if arm in bits else ""
+    ending = f"; {plain_name(arm)} is {', and '.join(found)}" if found else ""
+    return f"In their own bytes{own}: {', '.join(parts)}{ending}."
 
 
-def _advise(action: Action, more: int, kept: float, at_most: float) -> str:
-    if action == "hadamard":
-        return "Use a Hadamard rotation and save the trouble: it needs no calibration."
-    if action == "identity":
-        return "Use no rotation and save the trouble: it answers as many."
-    if action == "ask" and not more:
-        return "Compare it with them."
-    if action == "ask":
-        return f"To settle it, ask {more:,} new questions of each task."
-    if at_most < _LITTLE:
-        return f"Use it where 8 bits are too many: {percent(1 - kept)} of the answers are lost."
-    if kept < _LITTLE:
-        return f"Use it. It may lose more than {percent(1 - _LITTLE)} of the answers."
-    return "Use it."
+def _say_arm(name: str, decided: str) -> str:
+    """Another arm's name beside the decided one."""
+    plain = plain_name(name)
+    if plain == plain_name(decided):
+        return _VARIANTS[name.removeprefix(plain)]
+    return _NAMES.get(name, name)

@@ -19,7 +19,7 @@ from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
-from rotationzoo.evaluation.decision import SIMPLEST, decide
+from rotationzoo.evaluation.decision import SIMPLEST, Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.real_cache import measure_drift, record_probes
@@ -56,6 +56,7 @@ class Results:
     judged: Sequence[str]
     measured: Measurements
     answers: TaskAnswers
+    floor: float
 
 
 def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_nothing) -> Measured:
@@ -108,7 +109,7 @@ def _measure(
 
     def is_settled(answers: TaskAnswers) -> bool:
         # The first pair of windows, whose figures are shown, ends the questions.
-        decisions = decide_all(answers, trial.caches[0], judged)
+        decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         return all(decision.action != "ask" for decision in decisions)
 
     with loading.forward_errors(job.model, job.batch, job.data.length):
@@ -118,7 +119,7 @@ def _measure(
             drift = measure_drift(model, batches, trial, job.drift, progress)
     asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
     answers = answer_tasks(asking, ready.plan, trial, is_settled, deciding)
-    return Results(trial, judged, measured, answers), drift
+    return Results(trial, judged, measured, answers, job.floor), drift
 
 
 def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[str]:
@@ -207,7 +208,7 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
     windows = []
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
-        decisions = decide_all(results.answers, cache, results.judged)
+        decisions = decide_all(results.answers, trial, cache, results.judged, results.floor)
         windows.append(_judge(cache.sink, cache.recent, arms, exact, decisions))
     notes = conditions.pop("notes") + results.answers.notes
     return Measured(
@@ -235,14 +236,18 @@ def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm, length: int) -
     )
 
 
-def decide_all(answers: TaskAnswers, cache: CacheLayout, judged: Sequence[str]) -> list[Decision]:
-    """The decision on each of the `judged` arms with one cache."""
+def decide_all(
+    answers: TaskAnswers, trial: Trial, cache: CacheLayout, judged: Sequence[str], floor: float
+) -> list[Decision]:
+    """The decision on each of the `judged` arms with one cache, of whose answers the share `floor`
+    must be kept."""
     exact, _ = score_exact(answers)
-    names = [arm for of_cache, arm in answers.arms if of_cache == cache]
-    shown = [name for name in names if name in (*judged, *SIMPLEST)]
-    arms = {name: score_arm(answers, cache, name)[0] for name in shown}
-    looks = len(answers.plan.settings.looks)
-    return [decide(name, arms, exact, answers.questions, looks) for name in judged]
+    bits, arms = {}, {}
+    for arm in trial.arms:
+        bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
+        arms[arm.name], _ = score_arm(answers, cache, arm.name)
+    rule = Rule(floor, len(answers.plan.settings.looks))
+    return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
 
 
 def _judge(

@@ -8,6 +8,7 @@ from typing import Literal
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
+from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
@@ -83,6 +84,13 @@ class Evaluation(RunSettings):
     fit_length: bool = False
     """Whether rows are fitted to the windows and the model's positions, and not refused: where the
     length is a default and not the user's choice."""
+    keep: float = 100 * FLOOR
+    """Percent of the exact model's answers that artifacts must keep."""
+
+    @property
+    def floor(self) -> float:
+        """The share of the exact model's answers that artifacts must keep."""
+        return self.keep / 100
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,10 @@ def prepare(job: Evaluation, progress: Progress) -> Prepared:
 
 
 def _check_settings(job: Evaluation) -> None:
+    if not 0 < job.keep < 100:
+        raise UsageError(
+            "--keep is percent of the answers, above 0 and below 100", hint="write it as: --keep 95"
+        )
     if job.format not in (None, *int2.SIMULATED):
         formats = ", ".join(int2.SIMULATED)
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")

@@ -8,7 +8,9 @@ from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
 from rotationzoo.artifact.measured import Conditions
-from rotationzoo.artifact.scores import Decision
+from rotationzoo.artifact.scores import FLOOR, Decision
+from rotationzoo.budget import MOST
+from rotationzoo.codec.engines import find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import Recipe
@@ -26,6 +28,7 @@ FOLDER = "FOLDER"
 RECIPE_FILE = "recipe.yaml"
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "tokens", "length", "seed")
 _RUN_KEYS = ("batch", "device_map", "max_memory")
+_USUAL_BITS = 3.0  # an element, where an evaluation does not say it
 
 
 def name_in_commands(model: Model) -> str:
@@ -63,13 +66,17 @@ def decided_words(
     """The words after `rotationzoo` for what a decision calls for before an artifact is used; None
     where it calls for nothing. `model` are the words that name it, `served` the option for a chosen
     engine, and `asked` the options with which the same is asked."""
-    if decision.action == "hadamard":
-        return ["calibrate", *model, "--recipe", "hadamard", *served]
-    if decision.action == "identity":
-        return ["generate", *model, "--rotations", "none", *served]
-    if decision.more_questions is not None:
-        more = ["--questions", str(decision.more_questions), "--seed", "1"]
-        return ["evaluate", *model, artifact, *served, *asked, *more, "--save"]
+    evaluate = ["evaluate", *model, artifact, *served, *asked]
+    if decision.floor not in (None, FLOOR):
+        evaluate += ["--keep", f"{100 * decision.floor:g}"]
+    if decision.action == "ask" and decision.more_questions:
+        return [*evaluate, "--questions", str(decision.more_questions), "--seed", "1", "--save"]
+    if decision.action == "refuse":
+        takes_budget = not served or find_engine(served[-1]).budget
+        bits = round(2 * (decision.bits or _USUAL_BITS)) / 2 + 0.5
+        if takes_budget and bits <= MOST:
+            return ["calibrate", *model, *served, "--bits", f"{bits:g}"]
+        return [*evaluate, "--rivals", "fp8"]
     return None
 
 
@@ -98,7 +105,7 @@ def use_commands(
         commands = [words or measure, generate]
     elif words:
         commands = [words]
-    elif decision.action == "use":
+    elif decision.action == "serve":
         start = ["export", FOLDER, "--for", named]
         if named == "vllm":  # for which nothing is exported
             start = ["serve", *name, "--rotations", FOLDER]

@@ -44,7 +44,6 @@ _FOLDER = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
 _VERDICT = "Verdict"
-_UNDECIDED = "ask", "nothing"
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,7 @@ def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -
     decision = arms.decision
     reasons, lead = list(measured.window.verdict.words), ""
     if decision is not None and decision.words:
-        *reasons, lead = decision.words
-        lead = f"Undecided. {lead}" if decision.action in _UNDECIDED else lead
+        lead, *reasons = decision.words
     if arms.chosen is not None:
         reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
     reasons += list_exact_parts(measured, layers)

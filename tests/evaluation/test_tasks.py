@@ -1,21 +1,23 @@
 """Recall tasks inside an evaluation: who is asked, and what is reported of the answers."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.reports import evaluate
+from support.reports import evaluate, make_evaluation
 
 from rotationzoo.artifact.manifest import parse_manifest
+from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cli.evaluate import suggest_next
+from rotationzoo.cli.evaluate import check_kept, suggest_next
 from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -144,9 +146,10 @@ def test_the_caches_are_a_stage_of_their_own(report, told):
 
 
 def test_the_next_command(capsys):
-    def following(model: list[str], artifacts: list[Path], action="use", more=None) -> str:
-        decided = [Decision(arm="mine", action=action, more_questions=more, level=0.05, words=[])]
-        suggest_next(Output(), decided, model, artifacts, saved=False, seed=3)
+    def following(model: list[str], artifacts: list[Path], action="serve", **about) -> str:
+        engine = about.pop("engine", None)
+        decided = [Decision(arm="mine", action=action, level=0.05, words=[], **about)]
+        suggest_next(Output(), decided, model, artifacts, saved=False, seed=3, engine=engine)
         last = capsys.readouterr().err.splitlines()[-1]
         return last.removeprefix("Next: rotationzoo ")
 
@@ -157,11 +160,17 @@ def test_the_next_command(capsys):
     assert other.startswith("generate a/b --revision c --rotations")
     assert other.endswith("--prompt TEXT")
     assert following(["a/b"], []) == "calibrate a/b"
-    assert following(["a/b"], artifacts, "hadamard") == "calibrate a/b --recipe hadamard"
-    assert following(["a/b"], artifacts, "identity") == "generate a/b --rotations none"
+    assert following(["a/b"], artifacts, "refuse") == "calibrate a/b --bits 3.5"
+    assert following(["a/b"], artifacts, "refuse", bits=2.53) == "calibrate a/b --bits 3"
+    place = "evaluate a/b 'rotations/my demo'"
+    for about in ({"bits": 4.0}, {"engine": "sglang"}, {"floor": 0.95, "bits": 4.0}):
+        engine = " --for sglang" if "engine" in about else ""
+        keep = " --keep 95" if "floor" in about else ""
+        command = following(["a/b"], artifacts, "refuse", **about)
+        assert command == f"{place}{engine}{keep} --rivals fp8"
     remember_words(["evaluate", "a/b", "x", "--questions", "8", "--seed=3", "--save"])
     more = "evaluate a/b x --save --questions 96 --seed 4"
-    assert following(["a/b"], artifacts, "ask", 96) == more
+    assert following(["a/b"], artifacts, "ask", more_questions=96) == more
 
 
 def test_the_command_line(inside, induction, tiny):
@@ -194,6 +203,30 @@ def test_the_values_of_options():
         TaskSettings(lengths=(1,)).check()
     with pytest.raises(UsageError, match="--questions"):
         TaskSettings(questions=0).check()
+
+
+@pytest.mark.parametrize("keep", [0, 100, -5, math.nan])
+def test_a_share_to_keep_lies_between_none_and_all(job, keep):
+    with pytest.raises(UsageError, match="--keep is percent"):
+        evaluate(replace(job, keep=keep))
+
+
+def test_a_share_that_is_to_be_kept_needs_rotations(inside, tiny):
+    shown = inside("evaluate", tiny, "--keep", 95)
+    assert shown.returncode == 2
+    assert "--keep decides on rotations" in shown.stderr
+
+
+@pytest.mark.parametrize("action", ["serve", "ask", "refuse", "nothing"])
+def test_what_is_not_to_be_served_fails_where_a_share_is_to_be_kept(action):
+    content = make_evaluation()
+    content["windows"][0]["verdict"]["decisions"][0] |= {"action": action, "floor": 0.95}
+    report = Measured.model_validate(content)
+    if action == "serve":
+        check_kept(report)
+        return
+    with pytest.raises(RotationZooError, match=r"at least 95% of .* made"):
+        check_kept(report)
 
 
 # ---- what a model can do

@@ -100,10 +100,10 @@ def make_evaluation(made: Made = ONE) -> dict:
         "arm": made.arm,
         "kept": 0.6875,
         "interval": [0.6, 0.8],
-        "better_than": ["identity", "hadamard"],
-        "action": "use",
+        "floor": 0.5,
+        "action": "serve",
         "level": 0.05,
-        "words": [f"{made.arm} keeps 69%.", "It answers more than the others.", "Use it."],
+        "words": [f"Serve it: {made.arm} keeps 69%.", "By task: needles 69% of 80."],
     }
     verdict = {
         "texts": 2,
