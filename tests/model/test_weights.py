@@ -13,6 +13,7 @@ import pytest
 from support.jobs import SMALL, job, rotation_bytes
 from support.models import save_tiny
 from support.quantized import quantize_to_fp8
+from support.recipes import QUICK
 
 from rotationzoo import progress as progress_module
 from rotationzoo.calibration.calibrate import calibrate
@@ -21,7 +22,6 @@ from rotationzoo.model import source as model_source
 from rotationzoo.model.placement import PREFIX, offload_folder
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Bytes
-from rotationzoo.recipe.loading import PRESETS
 
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -165,7 +165,7 @@ def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, m
     assert not spread.output.exists()
     monkeypatch.setattr(loading, "load", load)
     assert inside("calibrate", str(model), *words).returncode == 0, "the same command goes on"
-    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    recipe = QUICK.model_copy(update={"data": SMALL})  # spread weights have no default budget
     whole = calibrate(job(model, tmp_path / "whole", recipe, batch=4))
     made = spread.output / "rotations.safetensors"
     assert made.read_bytes() == rotation_bytes(whole)
