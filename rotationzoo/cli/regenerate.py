@@ -35,7 +35,7 @@ def regenerate_command(
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
     questions: Annotated[int, option("Questions per task and length.", min=1)] = 64,
-    batch: Annotated[int, option("Rows per forward pass.", min=1)] = 4,
+    batch: Annotated[int | None, option("Rows per forward pass.", min=1)] = None,
     to: Annotated[options.HubOrBoth | None, option("Publish to this hub.")] = None,
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
