@@ -77,7 +77,6 @@ def serve_command(
         if artifact is None and dry_run:
             artifact, _ = newest_artifact(Path("rotations"), source)  # for its error
         if artifact is None:
-            read_command(words, handed_on)  # a wrong option is said before a minute's work
             job = calibration_job(model, engine=ENGINE, revision=source.revision)
             out.note(f"Rotations: none here and none published; calibrating to {job.output}")
             artifact = run_job(out, job)

@@ -103,8 +103,7 @@ def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
 
 def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
     model = words[words.index("--model" if "--model" in words else "serve") + 1]
-    at = words.index("--additional-config") + 1 if "--additional-config" in words else None
-    named = words[at] if at else "{}"
+    named = words[words.index("--additional-config") + 1]
     return SimpleNamespace(
         additional_config=json.loads(named),
         lora_config=None,
