@@ -1,7 +1,6 @@
 """The options of a cache, as Python callers and `generate` give them, and the settings that they
 make."""
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.budget import EQUAL, Budget
+from rotationzoo.budget import Budget
 from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.reduction import budget_beside_windows
@@ -49,7 +48,7 @@ def build_settings(
     if isinstance(rotations, Artifact):
         recipe = rotations.recipe
         check_fits(rotations, model)
-        budget = served_budget(options, [rotations], model.config)
+        budget = served_budget(options, rotations, model.config)
         rotations = served_rotations(rotations, engine, budget)
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
@@ -68,16 +67,16 @@ def build_settings(
 
 
 def served_budget(
-    options: CacheOptions, artifacts: Collection[Artifact], config: PretrainedConfig
+    options: CacheOptions, artifact: Artifact, config: PretrainedConfig
 ) -> Budget | None:
-    """The budget of artifacts in a cache with these options, as `budget_beside_windows` has it
+    """The budget of an artifact in a cache with these options, as `budget_beside_windows` has it
     where the engine keeps layers with a sliding window exact."""
     bits = options.get("bits")
     budget = None if bits is None else Budget(bits)
     if find_engine(options.get("engine", DEFAULT)).sliding:
         return budget
-    own = next((each.recipe.budget for each in artifacts if each.recipe.budget), EQUAL)
-    return budget_beside_windows(budget, own, full_attention_layers(config) is not None)
+    has_windows = full_attention_layers(config) is not None
+    return budget_beside_windows(budget, artifact.recipe.budget, has_windows)
 
 
 def served_rotations(artifact: Artifact, engine: str, budget: Budget | None = None) -> Rotations:

@@ -18,7 +18,7 @@ def reduce_rotations(
 ) -> Rotations:
     """Rotations as an engine takes them: without the means of the sides `uncentered`, and with
     another budget where one is given. Raises as `codec.budget.spend_bits` does."""
-    if budget:
+    if budget and (rotations.has_budget or not isinstance(budget, EvenBudget)):
         # A server spends no bits where rotations keep their own budget.
         from rotationzoo.codec.budget import spend_bits
 
