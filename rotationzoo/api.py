@@ -20,6 +20,7 @@ from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.continuation import Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
@@ -110,6 +111,9 @@ class EvaluationOptions(Text, Rows, total=False):
     """Questions per task and length; `auto`, the default, asks until the decision is made."""
     keep: float | None
     """Percent of the exact model's answers that artifacts must keep to be served, 90 by default."""
+    fewest_bits: bool | None
+    """Find the fewest bits with which the one artifact, which has a budget, keeps as much, and
+    evaluate these alone. With `save`, they become an artifact beside it, with the report."""
     windows: list[tuple[int, int]] | None
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""
@@ -293,6 +297,11 @@ def evaluation_job(
         asked["lengths"] = tuple(asked["lengths"])
     if rivals := settings.pop("rivals", ()):
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
+    if settings.pop("fewest_bits", False):
+        if len(folders) != 1:
+            raise UsageError("the fewest bits are found of one artifact", "give its folder alone")
+        settings["rungs"] = tuple(find_rungs(Artifact.open(folders[0])))
+        settings.setdefault("baselines", ())
     save_to = folders if save else []
     settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": True}
     return Evaluation(model, folders, **settings)

@@ -1,17 +1,24 @@
 """`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.budget import Budget
 from rotationzoo.cli import options
-from rotationzoo.cli.next_steps import named, shell_line, show_artifact, suggest_step, typed_words
-from rotationzoo.cli.options import argument, option
+from rotationzoo.cli.next_steps import (
+    named,
+    served,
+    shell_line,
+    show_artifact,
+    suggest_step,
+    typed_words,
+)
+from rotationzoo.cli.options import Loading, argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import Interrupted
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -76,6 +83,10 @@ def calibrate_command(
         str | None, option(f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
     ] = None,
     output: options.OutputFolder = None,
+    keep: Annotated[
+        float | None, option("Find the fewest bits that keep this percent of answers; else exit 1.")
+    ] = None,
+    lengths: options.Lengths = None,
     dry_run: Annotated[bool, option("Say what would be done; read no weights.")] = False,
 ) -> None:
     """Compute the rotations of a causal language model.
@@ -84,8 +95,12 @@ def calibrate_command(
 
     rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
 
+    rotationzoo calibrate Qwen/Qwen3-8B --for vllm --keep 95
+
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
+    if lengths and keep is None:
+        raise UsageError("--lengths are of the questions for --keep", "add: --keep 90")
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe.loading import load
 
@@ -108,10 +123,55 @@ def calibrate_command(
     before = _last_change(job.output)
     artifact = run_job(out, job)
     is_new = _last_change(job.output) != before
+    if keep is not None:
+        _find_bits(out, model, artifact, keep, options.parse_lengths(lengths), settings)
+        return
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact, with_time=is_new)
     suggest_step(out, artifact, named(model, settings.revision), engine)
+
+
+def _find_bits(
+    out: Output,
+    model: str,
+    artifact: "Artifact",
+    keep: float,
+    lengths: list[int] | None,
+    settings: Settings,
+) -> None:
+    """Ask for the fewest bits that keep so many percent, unless the user chose the bits, and show
+    them with the command that serves them. Raises `RotationZooError` where none are shown to."""
+    from rotationzoo.api import evaluation_job
+    from rotationzoo.artifact.scores import plain_name
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.evaluation.evaluate import evaluate
+
+    how: dict[str, Any] = {each.name: getattr(settings, each.name) for each in fields(Loading)}
+    how |= {"engine": settings.engine, "rope_scaling": settings.rope_scaling}
+    how |= {"keep": keep, "lengths": lengths, "baselines": ()}
+    is_open = settings.bits is None and settings.key_bits is None
+    job = evaluation_job(model, artifact, True, fewest_bits=is_open, **how)
+    with show_progress(out) as progress:
+        report = evaluate(job, progress, out.tell)
+    out.notes(report.notes)
+    decision, words = report.window.verdict.decisions[0], named(model, settings.revision)
+    engine = settings.engine or "vllm"
+    if job.rungs and decision.action == "serve":
+        artifact = Artifact.open(artifact.folder.with_name(plain_name(decision.arm)))
+    show_artifact(out, artifact, False, decision)
+    folder = str(artifact.folder)
+    if decision.action == "serve":
+        start = ["export", folder, "--for", engine]
+        out.suggest(*(["serve", *words, "--rotations", folder] if engine == "vllm" else start))
+        return
+    hint = f"serve it with fp8: vllm serve {model} --kv-cache-dtype fp8"
+    if decision.action != "refuse":
+        further = ["evaluate", *words, folder, *served(settings.engine), "--keep", f"{keep:g}"]
+        more = ["--questions", str(decision.more_questions or 1000), "--seed", "1"]
+        most = ["--bits", f"{job.rungs[-1].bits:g}"] if job.rungs else []
+        hint = f"ask more: {shell_line(*further, *most, *more)}"
+    raise RotationZooError(f"nothing shows that {keep:g}% of the answers are kept", hint=hint)
 
 
 def _last_change(folder: Path) -> int | None:

@@ -4,13 +4,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
+    from rotationzoo.artifact.scores import Decision
     from rotationzoo.artifact.store import Artifact
 
 _words: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
@@ -54,11 +55,17 @@ def served(engine: str | None) -> list[str]:
     return ["--for", engine] if engine and ENGINES[engine].format else []
 
 
-def show_artifact(out: Output, artifact: "Artifact", with_time: bool = True) -> None:
-    """Print a summary of an artifact, `with_time` if the calibration has just run."""
+def show_artifact(
+    out: Output,
+    artifact: "Artifact",
+    with_time: bool = True,
+    decision: "Decision | None" = None,
+) -> None:
+    """Print a summary of an artifact, `with_time` if the calibration has just run, and the
+    `decision` on it if one was made."""
     manifest = artifact.manifest
     tokens = manifest.calibration.tokens if manifest.calibration else 0
-    data = {
+    data: dict[str, Any] = {
         "artifact": str(artifact.folder),
         "identity": artifact.identity,
         "model": manifest.model.id,
@@ -74,8 +81,11 @@ def show_artifact(out: Output, artifact: "Artifact", with_time: bool = True) -> 
     made = f"{manifest.model.id}: rotations of {counted(len(artifact.rotations), 'layer')}"
     if with_time and manifest.imported is None:
         made += f", from {counted(tokens, 'token')} in {manifest.run.seconds:.1f} s"
-    folder = str(artifact.folder)
-    out.result(data, folder, lambda: say(made, f"Folder: {folder}"))
+    folder, words = str(artifact.folder), list[str]()
+    if decision is not None:
+        data |= {"decision": decision.model_dump()}
+        words = decision.words
+    out.result(data, folder, lambda: say(made, f"Folder: {folder}", *words))
 
 
 def suggest_step(

@@ -3,6 +3,7 @@ one rotation per layer if that is asked; and baselines that need no calibration.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from rotationzoo.artifact.fit import fit
@@ -57,20 +58,24 @@ def build_arms(
     baselines: Collection[str] = BASELINES,
     pooled: bool = False,
     uncentered: Collection[str] = (),
-    budget: Budget | None = None,
+    budgets: Sequence[Budget | None] = (None,),
 ) -> list[Arm]:
-    """One arm per artifact, in the given order; then one with error feedback for each that has its
-    factors; with `pooled`, one with one rotation per layer for each that has more; then one per
-    baseline, in the order of `BASELINES` and `RIVALS`. All names differ.
+    """One arm per artifact and budget, in the given order; then one with error feedback for each
+    that has its factors; with `pooled`, one with one rotation per layer for each that has more;
+    then one per baseline, in the order of `BASELINES` and `RIVALS`. All names differ.
 
     - `uncentered`: the sides that artifacts' arms store with their mean.
-    - `budget`: another budget of bits than the artifacts' own.
+    - `budgets`: other budgets of bits than the artifacts' own, which None stands for.
     """
     plain: list[Arm] = []
     with_feedback: list[Arm] = []
     one_per_layer: list[Arm] = []
+    names: list[str] = []
     for artifact in artifacts:
-        name = _unique_name(artifact, [arm.name for arm in plain])
+        names.append(_unique_name(artifact, names))
+    for (artifact, name), budget in product(zip(artifacts, names, strict=True), budgets):
+        if budget and len(budgets) > 1 and budget.bits != artifact.recipe.budget.bits:
+            name += f"-{budget.bits:g}-bits"
         codec = RotatedCodec(
             reduced_rotations(artifact, False, uncentered, budget), artifact.recipe.group_size
         )

@@ -3,7 +3,7 @@ costs in perplexity, attention KL and output error, and the report that `evaluat
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Window
 from rotationzoo.artifact.pooling import has_statistics
-from rotationzoo.artifact.scores import Decision, Drift
+from rotationzoo.artifact.scores import Decision, Drift, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, codec_bits
@@ -23,13 +23,15 @@ from rotationzoo.evaluation.decision import SIMPLEST, Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.real_cache import measure_drift, record_probes
+from rotationzoo.evaluation.rungs import choose_rung, describe_rungs, open_rungs, write_rung
 from rotationzoo.evaluation.tasks.answering import (
     Asking,
     TaskAnswers,
     answer_tasks,
+    ask_also,
     describe_rounds,
 )
-from rotationzoo.evaluation.tasks.prompts import TaskPlan
+from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.figures import duration
@@ -75,8 +77,12 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         progress("loading the model", 0, 0)
         device, dtype = job.torch_device, job.torch_dtype
         model = loading.load(source, ready.config, device, dtype, placement)
-        trial = _build_trial(ready, model)
-        results, drift = _measure(ready, model, trial, progress, Pace(tell))
+        trial, pace = _build_trial(ready, model), Pace(tell)
+        asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
+        answers = None
+        if job.rungs:
+            ready, trial, answers = _climb(ready, trial, asking)
+        results, drift = _measure(ready, trial, asking, answers)
         notes = _notes(ready, model, results)
         probes = _record_probes(ready, model, notes, progress)
     report = _describe(ready, results, drift, notes)
@@ -91,7 +97,8 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
         geometry = geometry_of(model)
         check_model(job, artifacts, geometry)
     pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
-    arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, job.budget)
+    budgets = job.rungs or [job.budget]
+    arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, budgets)
     # The chosen layers, which own a cache, and all that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
     layers, queries = sorted(layer.index for layer in read), job.queries
@@ -101,25 +108,71 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
 
 
 def _measure(
-    ready: Prepared, model: PreTrainedModel, trial: Trial, progress: Progress, pace: Pace
+    ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers | None
 ) -> tuple[Results, Drift | None]:
+    """Read the texts, and ask the questions unless there are `answers`."""
     job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
+    model, progress, pace = asking.model, asking.progress, asking.pace
     deciding = (*judged, *SIMPLEST)
-    tell_length = partial(_tell_length, pace, job, ready.plan, deciding)
+    questions = ready.plan.series if answers is None else []
+    tell_length = partial(_tell_length, pace, job, questions, deciding)
 
-    def is_settled(answers: TaskAnswers) -> bool:
+    def open_arms(answers: TaskAnswers) -> Collection[str]:
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
-        return all(decision.action != "ask" for decision in decisions)
+        return deciding if any(decision.action == "ask" for decision in decisions) else ()
 
     with loading.forward_errors(job.model, job.batch, job.data.length):
         batches, drift = ready.text.batches(job.batch), None
         measured = run_models(model, batches, trial, progress, pace, tell_length)
         if job.drift:
             drift = measure_drift(model, batches, trial, job.drift, progress)
-    asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
-    answers = answer_tasks(asking, ready.plan, trial, is_settled, deciding)
+    if answers is None:
+        answers = answer_tasks(asking, ready.plan, trial, open_arms)
     return Results(trial, judged, measured, answers, job.floor), drift
+
+
+def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Trial, TaskAnswers]:
+    """Ask for all budgets of the artifact until the fewest bits that may be served are known. What
+    is left has the arms of these alone, and the artifact that was written with them; where even the
+    most bits may not be served, those of the most, and nothing is saved."""
+    job, (artifact,) = ready.job, ready.artifacts
+    judged = judged_arms(trial.arms, job.rounding, job.pooled)
+    ladder = replace(trial, arms=[arm for arm in trial.arms if arm.name in judged])
+
+    def decide_rungs(answers: TaskAnswers) -> list[Decision]:
+        decisions: list[Decision] = []
+        for name in judged:
+            seen = answers.as_asked(name)
+            decisions += decide_all(seen, ladder, trial.caches[0], [name], job.floor)
+        return decisions
+
+    with loading.forward_errors(job.model, 1, job.data.length):
+        # One row shows the pace.
+        tell = partial(_tell_length, asking.pace, job, ready.plan.series, judged)
+        rows = ready.text.batches(1)[:1]
+        run_models(asking.model, rows, ladder, asking.progress, asking.pace, tell)
+    answers = answer_tasks(
+        asking, ready.plan, ladder, lambda answers: open_rungs(decide_rungs(answers))
+    )
+    decisions = decide_rungs(answers)
+    ready.plan.notes.append(describe_rungs(decisions))
+    chosen = choose_rung(decisions)
+    name = plain_name(chosen.arm)
+    if chosen.action == "serve":
+        artifact = write_rung(artifact, job.rungs[decisions.index(chosen)], name)
+        job = replace(job, save_to=[artifact.folder])
+    else:
+        job = replace(job, save_to=[])
+    arms = [_of_artifact(arm, artifact) for arm in trial.arms if plain_name(arm.name) == name]
+    trial = replace(trial, arms=arms)
+    further = [arm for arm in arms if arm.name != chosen.arm]
+    answers = ask_also(asking, replace(trial, arms=further), answers.as_asked(chosen.arm))
+    return replace(ready, job=job, artifacts=[artifact]), trial, answers
+
+
+def _of_artifact(arm: Arm, artifact: Artifact) -> Arm:
+    return replace(arm, about=arm.about.model_copy(update={"artifact": artifact.identity}))
 
 
 def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[str]:
@@ -184,13 +237,13 @@ def _describe(ready: Prepared, results: Results, drift: Drift | None, notes: lis
 
 
 def _tell_length(
-    pace: Pace, job: Evaluation, plan: TaskPlan, deciding: Collection[str], left: int
+    pace: Pace, job: Evaluation, series: list[Series], deciding: Collection[str], left: int
 ) -> None:
     """Tell how long the texts take, of which so many tokens are `left`, and the questions."""
     words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
     words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
-    if plan.series and not job.real_cache:  # which has a pace of its own
-        words.append(describe_rounds(pace, plan.series, job.tasks.looks, deciding))
+    if series and not job.real_cache:  # which has a pace of its own
+        words.append(describe_rounds(pace, series, job.tasks.looks, deciding))
         words.append("Ctrl-C after a round keeps what was asked")
     if pace.estimate(left) > _LONG:
         words.append("--tokens 4096 --tasks needles,key-value takes less")

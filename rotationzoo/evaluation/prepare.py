@@ -47,6 +47,10 @@ class Evaluation(RunSettings):
     format: str | None = None
     """A name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of bits."""
     budget: Budget | None = None
+    rungs: tuple[Budget, ...] = ()
+    """Budgets of the one artifact, the fewest bits first, of which the fewest are chosen that keep
+    as many answers as `keep` says. The report is on these, and added to the artifact that they
+    make."""
     anyway: bool = False
     layers: set[int] | None = None
     sides: tuple[str, ...] = ("key", "value")
@@ -210,6 +214,8 @@ def _leave_windows(
     if job.format == BUDGETED:
         own = next((each.recipe.budget for each in artifacts if each.recipe.budget), EQUAL)
         job = replace(job, budget=budget_beside_windows(job.budget, own, has_windows=True))
+        rungs = [budget_beside_windows(rung, own, has_windows=True) for rung in job.rungs]
+        job = replace(job, rungs=tuple(filter(None, rungs)))
     if job.layers or job.real_cache or job.drift:
         return job
     if not full:

@@ -21,6 +21,10 @@ class Answers:
     log_probability: torch.Tensor
     """Float64 `[questions]`: the log probability of the whole right answer, in nats."""
 
+    def first(self, questions: int) -> "Answers":
+        """The answers to the first questions alone."""
+        return Answers(self.correct[:questions], self.log_probability[:questions])
+
 
 @torch.no_grad()
 def read_answers(

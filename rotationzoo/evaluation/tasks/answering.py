@@ -1,6 +1,6 @@
 """Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, product
@@ -43,6 +43,11 @@ class ExactAnswers:
         blind = self.blind.log_probability.mean()
         return bool(added >= LEAST_ADDED or lacking >= (1 - LEAST_TAKEN) * blind)
 
+    def first(self, questions: int) -> "ExactAnswers":
+        """The answers to the first questions alone, in whole prompts."""
+        series = replace(self.series, prompts=self.series.part(0, questions).prompts)
+        return replace(self, series=series, answers=self.answers.first(series.questions))
+
 
 @dataclass(frozen=True)
 class TaskAnswers:
@@ -54,12 +59,24 @@ class TaskAnswers:
     exact: list[ExactAnswers]
     arms: dict[tuple[CacheLayout, str], list[Answers]]
     """Keyed by cache and name of the arm: the answers to each series that the exact model can
-    do. Arms that decide nothing answer only the questions of the first round."""
+    do. An arm that is not asked further has answered only the first questions."""
+    counts: Mapping[str, int]
+    """Questions that each arm was asked of each task and length, by its name."""
 
     @property
     def asked(self) -> list[ExactAnswers]:
         """The exact answers to the series that every arm was asked."""
         return [exact for exact in self.exact if exact.can_do]
+
+    def as_asked(self, arm: str) -> "TaskAnswers":
+        """The answers to the questions that this arm was asked."""
+        count = self.counts[arm]
+        exact = [each.first(count) for each in self.exact]
+        sizes = [each.series.questions for each in exact if each.can_do]
+        arms = {}
+        for key, answers in self.arms.items():
+            arms[key] = [each.first(size) for each, size in zip(answers, sizes, strict=True)]
+        return replace(self, questions=count, exact=exact, arms=arms)
 
     @property
     def notes(self) -> list[str]:
@@ -131,13 +148,12 @@ def answer_tasks(
     asking: Asking,
     plan: TaskPlan,
     trial: Trial,
-    is_settled: Callable[[TaskAnswers], bool] = lambda answers: True,
-    deciding: Collection[str] = (),
+    open_arms: Callable[[TaskAnswers], Collection[str]] = lambda answers: (),
 ) -> TaskAnswers:
-    """Ask the exact model, and every arm with every cache what the exact model can do, until the
-    answers are settled or all questions are asked. Blind prompts of the first round tell what the
-    model can do. Later rounds ask the arms named in `deciding` alone, and an interrupt (Ctrl-C)
-    ends them with a note. Raises `RotationZooError` for prompts that do not fit the memory."""
+    """Ask the exact model, and every arm with every cache what the exact model can do, until no arm
+    is open or all questions are asked. Blind prompts of the first round tell what the model can do.
+    Later rounds ask the `open_arms` alone, and an interrupt (Ctrl-C) ends them with a note. Raises
+    `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.looks
     series = [each.part(0, first) for each in plan.series]
     requests = []
@@ -146,11 +162,13 @@ def answer_tasks(
     replies = asking.ask("answering with the exact cache", requests)
     exact = [ExactAnswers(*each) for each in zip(series, replies[::2], replies[1::2], strict=True)]
     able = [each.series for each in exact if each.can_do]
-    answers = TaskAnswers(plan, first, exact, _ask_arms(asking, trial, able))
-    trial = replace(trial, arms=[arm for arm in trial.arms if arm.name in deciding])
+    counts = {arm.name: first for arm in trial.arms}
+    answers = TaskAnswers(plan, first, exact, _ask_arms(asking, trial, able), counts)
     for questions in later:
-        if not answers.asked or is_settled(answers):
+        names = open_arms(answers) if answers.asked else ()
+        if not names:
             break
+        trial = replace(trial, arms=[arm for arm in trial.arms if arm.name in names])
         try:
             answers = _ask_more(asking, trial, answers, questions)
         except KeyboardInterrupt:
@@ -182,7 +200,17 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
             joined = join_answers([each.answers, reply])
             each = replace(each, series=replace(each.series, prompts=prompts), answers=joined)
         exact.append(each)
-    return TaskAnswers(answers.plan, questions, exact, arms)
+    counts = {**answers.counts, **dict.fromkeys(deciding, questions)}
+    return TaskAnswers(answers.plan, questions, exact, arms, counts)
+
+
+def ask_also(asking: Asking, trial: Trial, answers: TaskAnswers) -> TaskAnswers:
+    """The answers with those of further arms to the questions of the first round."""
+    first = answers.plan.settings.looks[0]
+    series = [each.first(first).series for each in answers.asked]
+    given = _ask_arms(asking, trial, series)
+    counts = {**answers.counts, **{arm.name: first for arm in trial.arms}}
+    return replace(answers, arms={**answers.arms, **given}, counts=counts)
 
 
 def _ask_arms(

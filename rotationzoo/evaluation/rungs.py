@@ -1,0 +1,83 @@
+"""The fewest bits that keep what is asked for: budgets of one artifact, asked the same questions.
+
+Bits are chosen from the top down (a fixed sequence of tests): a budget counts only where all larger
+ones may be served, too, so that one that keeps too little is chosen no more often than one decision
+is wrong, however many budgets are tried.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import takewhile
+
+from rotationzoo.artifact.scores import Decision, plain_name
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
+from rotationzoo.calibration.soundness import write_sound_artifact
+from rotationzoo.codec.budget import has_room, spend_bits
+from rotationzoo.figures import percent
+from rotationzoo.recipe.loading import with_budget
+
+RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
+"""Bits an element that are tried."""
+_OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
+
+
+def find_rungs(artifact: Artifact) -> list[Budget]:
+    """The budgets to choose from, the fewest bits first; none where all layers have the same
+    bits."""
+    own = artifact.recipe.budget
+    if not artifact.rotations.has_budget or own.bits is None:
+        return []
+    budgets = [Budget(bits) for bits in sorted({*RUNGS, own.bits})]
+    size, geometry = artifact.recipe.group_size, artifact.geometry
+    return [budget for budget in budgets if has_room(budget, size, geometry)]
+
+
+def open_rungs(decisions: Sequence[Decision]) -> list[str]:
+    """The arms that may still be chosen and are undecided, by decisions in the order of bits."""
+    names: list[str] = []
+    for decision in decisions:
+        if decision.action == "refuse":
+            names = []
+        elif decision.action == "ask":
+            names.append(decision.arm)
+    return names
+
+
+def choose_rung(decisions: Sequence[Decision]) -> Decision:
+    """The decision on the fewest bits that may be served as all larger ones may; that on the most
+    bits where these may not."""
+    served = list(takewhile(lambda each: each.action == "serve", reversed(decisions)))
+    return served[-1] if served else decisions[-1]
+
+
+def describe_rungs(decisions: Sequence[Decision]) -> str:
+    """What each of the budgets kept, in a sentence."""
+    parts = []
+    for each in decisions:
+        if each.kept is not None and each.interval is not None:
+            low, high = map(percent, each.interval)
+            kept = f"{percent(each.kept)} ({low} to {high})"
+            parts.append(f"{plain_name(each.arm)} keeps {kept}, {_OUTCOMES[each.action]}")
+    return "; ".join(parts)
+
+
+def write_rung(artifact: Artifact, budget: Budget, name: str) -> Artifact:
+    """The artifact that a calibration with this budget makes, in a folder of this name beside the
+    given one, whose sensitivities share the bits out. Raises `RotationZooError` where it cannot be
+    written."""
+    # An engine that gives all layers the same bits does so by itself.
+    budget = Budget(**asdict(budget))
+    if budget == artifact.recipe.budget:
+        return artifact
+    recipe = with_budget(artifact.recipe, budget)
+    rotations = spend_bits(artifact.rotations, budget, recipe.group_size)
+    content = {
+        **{key: value for key, value in artifact.content.items() if key not in ("schema", "files")},
+        "recipe": recipe.published(),
+        "recipe_sha256": recipe.hash,
+        "identity": {**artifact.content["identity"], "recipe": recipe.hash},
+        "metrics": {"orthogonality_error": rotations.orthogonality_error},
+    }
+    folder = artifact.folder.with_name(name)
+    return write_sound_artifact(folder, rotations, artifact.statistics, content, "calibrate again")
