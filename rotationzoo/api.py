@@ -40,6 +40,8 @@ from rotationzoo.storage.folders import default_output
 from rotationzoo.words import nearest
 
 _ON_DISK = str | Path | Artifact
+QUESTION_LENGTH = 2048
+"""Tokens of a row of an evaluation's text, and of its prompts."""
 
 
 class Text(TypedDict, total=False):
@@ -286,7 +288,7 @@ def evaluation_job(
         settings = choose_measures(settings.pop("engine"), opened, settings) | settings
     settings["fit_length"] = "length" not in settings
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
-    text = {"tokens": 16384, "length": 2048, **_take_data(settings)}
+    text = {"tokens": 16384, "length": QUESTION_LENGTH, **_take_data(settings)}
     settings["data"] = override(load("oscar"), **text).data
     if "bits" in settings:
         settings["budget"] = Budget(settings.pop("bits"))

@@ -99,7 +99,8 @@ def calibrate_command(
 
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
-    if lengths and keep is None:
+    asked = options.parse_lengths(lengths)
+    if asked and keep is None:
         raise UsageError("--lengths are of the questions for --keep", "add: --keep 90")
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe.loading import load
@@ -107,8 +108,11 @@ def calibrate_command(
     if recipe is not None:
         load(recipe)  # raises, and so does the next, before torch is imported
     Budget(settings.bits, settings.key_bits, settings.value_bits)
-    from rotationzoo.api import calibration_job
+    from rotationzoo.api import QUESTION_LENGTH, calibration_job
     from rotationzoo.cli.calibrate_view import show_plan
+    from rotationzoo.evaluation.prepare import check_keep
+    from rotationzoo.evaluation.rungs import RUNGS
+    from rotationzoo.evaluation.tasks.prompts import TaskSettings
 
     job = calibration_job(model, options.follow_link(output), recipe, **vars(settings))
     engine = settings.engine
@@ -116,15 +120,20 @@ def calibrate_command(
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
+    question_tokens = 0
+    if keep is not None:
+        check_keep(keep)
+        tasks, caches = TaskSettings(lengths=tuple(asked or ())), 1 + len(RUNGS)
+        question_tokens = caches * tasks.most_tokens(QUESTION_LENGTH)
     if dry_run:
-        show_plan(out, job)
+        show_plan(out, job, question_tokens)
         return
     # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
     before = _last_change(job.output)
     artifact = run_job(out, job)
     is_new = _last_change(job.output) != before
     if keep is not None:
-        _find_bits(out, model, artifact, keep, options.parse_lengths(lengths), settings)
+        _find_bits(out, model, artifact, keep, asked, settings)
         return
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")

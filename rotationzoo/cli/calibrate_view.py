@@ -17,12 +17,13 @@ from rotationzoo.model.source import fetch
 from rotationzoo.words import counted
 
 
-def show_plan(out: Output, job: Job) -> None:
-    """Plan the job from the model's config, and print the plan."""
+def show_plan(out: Output, job: Job, question_tokens: int = 0) -> None:
+    """Plan the job from the model's config, and print the plan. `question_tokens`: of the questions
+    that may follow, through all caches."""
     known = plan(job)
     if known.refusal is None and known.job.recipe.needs_statistics:
         known = replace(known, notes=(*known.notes, *_missing_tokenizer(known)))
-    data = _plan_json(known)
+    data = _plan_json(known) | {"question_tokens": question_tokens}
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
     if known.refusal is None:
@@ -112,4 +113,7 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     if data["layers"]:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
         say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
+    if data["question_tokens"]:
+        more = counted(data["question_tokens"], "token")
+        say(f"Then it asks questions in rounds: at most {more} through the model")
     say(f"Would write: {job.output}")

@@ -41,6 +41,7 @@ SIMPLEST: dict[DataFree, str] = {
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
+_NOTHING = 1e-9  # a standard error of no more is rounding
 _PACE = 16  # questions, to a multiple of which more are asked
 _NAMES: dict[str, str] = {**dict(SIMPLEST.items()), "random": "a random rotation"}
 _VARIANTS = {
@@ -215,10 +216,10 @@ def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
     Where no prompt differs from another, each counts as one answer."""
     share, error = _average(given / right, right, tasks)
     prompts, answers = int((right > 0).sum()), int(right.sum())
-    independent = float(prompts)
-    if error:
+    independent, differs = float(prompts), bool(error and error > _NOTHING)
+    if error and differs:
         independent = min(answers, share * (1 - share) / error**2)
-    return _Kept(share, answers, independent, prompts, len(tasks), bool(error))
+    return _Kept(share, answers, independent, prompts, len(tasks), differs)
 
 
 def _compare(

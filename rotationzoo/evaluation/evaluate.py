@@ -120,7 +120,8 @@ def _measure(
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
-        return deciding if any(decision.action == "ask" for decision in decisions) else ()
+        is_open = any(decision.action == "ask" for decision in decisions)
+        return deciding if is_open else ()
 
     with loading.forward_errors(job.model, job.batch, job.data.length):
         batches, drift = ready.text.batches(job.batch), None

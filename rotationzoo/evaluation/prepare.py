@@ -162,11 +162,16 @@ def prepare(job: Evaluation, progress: Progress) -> Prepared:
     )
 
 
-def _check_settings(job: Evaluation) -> None:
-    if not 0 < job.keep < 100:
+def check_keep(percent: float) -> None:
+    """Raise `UsageError` for no share of answers that can be kept."""
+    if not 0 < percent < 100:
         raise UsageError(
             "--keep is percent of the answers, above 0 and below 100", hint="write it as: --keep 95"
         )
+
+
+def _check_settings(job: Evaluation) -> None:
+    check_keep(job.keep)
     if job.format not in (None, *int2.SIMULATED):
         formats = ", ".join(int2.SIMULATED)
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")

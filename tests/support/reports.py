@@ -2,6 +2,7 @@
 without a model."""
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ import pytest
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import Exact, MeasuredArm
-from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
+from rotationzoo.artifact.scores import Decision, ExactLengthScore, ExactTaskRecall, TaskRecall
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation import real_cache
+from rotationzoo.evaluation.decision import Rule, decide
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.tasks.prompts import LOOKS
 from rotationzoo.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
@@ -262,3 +265,35 @@ def summary(answered: dict[str, int], artifact: str, exact: dict[str, int]) -> d
         "verdict": {"texts": 2, "words": ["nothing is clear"]},
         "exact": {"perplexity": 8.0, **scores(exact)},
     }
+
+
+SIZE = 8  # questions of a prompt
+AUTO = Rule(looks=len(LOOKS))
+
+
+def decide_on(
+    arms: dict[str, str], rule: Rule = AUTO, right: str = "", bits: dict[str, float] | None = None
+) -> Decision:
+    """The decision on the first arm, where each arm has a digit for each question of one task."""
+    (first, mine), *_ = arms.items()
+    correct = right or "1" * len(mine)
+    prompts = [SIZE] * (len(correct) // SIZE)
+    lengths = [ExactLengthScore.model_construct(length=0, questions=len(correct), can_do=True)]
+    asked = {"prompts": prompts, "by_length": lengths}
+    exact = {"copy": ExactTaskRecall.model_construct(correct=correct, **asked)}
+    answers = {}
+    for name, digits in arms.items():
+        length = lengths[0].model_copy(update={"questions": len(digits)})
+        answers[name] = {"copy": recall(digits, []).model_copy(update={"by_length": [length]})}
+    return decide(first, answers, exact, len(correct), rule, bits)
+
+
+def draw_answers(draw: random.Random, prompts: int, *shares: float) -> list[str]:
+    """The answers of arms that answer such shares: prompts are harder or easier for all of them."""
+    arms: list[list[str]] = [[] for _ in shares]
+    for _ in range(prompts):
+        ease = draw.uniform(-1, 1)
+        for share, digits in zip(shares, arms, strict=True):
+            chance = share + ease * min(0.15, share, 1 - share)
+            digits += ["01"[draw.random() < chance] for _ in range(SIZE)]
+    return ["".join(digits) for digits in arms]

@@ -43,6 +43,11 @@ class TaskSettings:
         """Questions per task and length after which the answers are looked at."""
         return LOOKS if self.questions == "auto" else (self.questions,)
 
+    def most_tokens(self, length: int) -> int:
+        """The tokens of all prompts, of this length unless `lengths` are given."""
+        prompts = sum(-(-self.looks[-1] // TASKS[name]) for name in self.names)
+        return prompts * sum(self.lengths or (length,))
+
     def check(self) -> None:
         """Raise `UsageError` for a task that does not exist, or a number that is out of range."""
         if unknown := [name for name in self.names if name not in TASKS]:

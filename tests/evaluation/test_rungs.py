@@ -1,0 +1,124 @@
+"""The fewest bits that keep what is asked for: which rung is chosen, and the artifact of it."""
+
+import random
+from pathlib import Path
+
+import pytest
+from support.jobs import rotation_bytes
+from support.reports import AUTO, SIZE, decide_on, draw_answers
+
+from rotationzoo.api import calibrate, evaluate
+from rotationzoo.artifact.scores import Action, Decision
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.errors import UsageError
+from rotationzoo.evaluation import decision as decisions
+from rotationzoo.evaluation.rungs import choose_rung, find_rungs, open_rungs
+from rotationzoo.evaluation.tasks.prompts import LOOKS
+
+SMALL = {"tokens": 1024, "length": 512, "device": "cpu"}
+"""Text of the model `induction`, which is quick to read."""
+
+
+def decided(actions: list[Action]) -> list[Decision]:
+    """Decisions on as many rungs, whose arms are their numbers."""
+    return [
+        Decision(arm=str(number), action=action, level=0.05, words=[])
+        for number, action in enumerate(actions)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("actions", "chosen", "asked"),
+    [
+        (["refuse", "serve", "serve"], "1", []),
+        (["ask", "serve", "serve"], "1", ["0"]),
+        (["ask", "refuse", "ask", "serve"], "3", ["2"]),
+        (["serve", "ask", "serve"], "2", ["1"]),  # one that a larger one does not confirm
+        (["serve", "serve", "refuse"], "2", []),
+        (["ask", "ask"], "1", ["0", "1"]),
+    ],
+)
+def test_bits_count_where_all_larger_ones_may_be_served(actions, chosen, asked):
+    made = decided(actions)
+    assert choose_rung(made).arm == chosen
+    assert open_rungs(made) == asked
+
+
+def climb(seed: int, shares: tuple[float, ...]) -> Decision:
+    """The decision on the rung that is chosen of arms that keep such shares of four tasks, where
+    90 % are to be kept."""
+    arms = draw_answers(random.Random(seed), 4 * LOOKS[-1] // SIZE, *shares)
+    made: dict[str, Decision] = {}
+    asked = list(map(str, range(len(shares))))
+    for questions in LOOKS:
+        for name in asked:
+            digits = arms[int(name)][: 4 * questions]
+            made[name] = decide_on({name: digits}, AUTO)
+        asked = open_rungs([made[name] for name in sorted(made)])
+        if not asked:
+            break
+    return choose_rung([made[name] for name in sorted(made)])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("shares", "fewest"),
+    [
+        # The first rung that keeps 90 %, or none. Of 100 seeds, none chose fewer bits; these chose:
+        ((0.6, 0.85, 0.89, 0.93, 0.97), 3),  # the fourth 36, the fifth 64
+        ((0.88, 0.885, 0.89, 0.89, 0.895), None),  # none 100: 99 are undecided
+        ((0.7, 0.8, 0.85, 0.88, 0.89), None),  # none 100: 98 are undecided
+        ((0.95, 0.97, 0.98, 0.99, 0.99), 0),  # the first 89, the second 11
+    ],
+)
+def test_what_is_chosen_keeps_as_much_in_19_of_20_seeds(shares, fewest):
+    seeds = 60
+    made = [climb(seed, shares) for seed in range(seeds)]
+    wrong = [
+        each
+        for each in made
+        if each.action == "serve" and (fewest is None or int(each.arm) < fewest)
+    ]
+    assert len(wrong) <= 0.05 * seeds
+
+
+@pytest.fixture(scope="module")
+def budgeted(induction, tmp_path_factory) -> Artifact:
+    folder = tmp_path_factory.mktemp("rungs") / "mine"
+    return calibrate(str(induction), output=folder, bits=3.5, **SMALL)
+
+
+def test_the_rungs_are_those_that_rows_have_room_for(budgeted, artifacts):
+    assert [budget.bits for budget in find_rungs(budgeted)] == [2.25, 2.5, 3.0, 3.5, 4.0]
+    assert find_rungs(Artifact.open(artifacts[0])) == []
+
+
+def ask(model: Path, artifact: Artifact, keep: float):
+    asked = {"tasks": ["quote"], "lengths": [512], "questions": 16, "queries": 0}
+    return evaluate(str(model), artifact, save=True, fewest_bits=True, keep=keep, **asked, **SMALL)
+
+
+def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted, monkeypatch):
+    monkeypatch.setattr(decisions, "FEWEST_ANSWERS", 8)
+    report = ask(induction, budgeted, keep=5)
+    assert list(report["arms"]) == ["mine-2.25-bits", "mine-2.25-bits+feedback"]
+    (note,) = (note for note in report["notes"] if "enough" in note)
+    assert note.count("enough") == 5
+    assert "mine keeps" in note
+    written = Artifact.open(budgeted.folder.with_name("mine-2.25-bits"))
+    assert written.measured.window.verdict.decisions[0].action == "serve"
+    again = calibrate(str(induction), output=budgeted.folder.with_name("again"), bits=2.25, **SMALL)
+    assert rotation_bytes(written) == rotation_bytes(again)
+    assert written.recipe == again.recipe
+
+
+def test_bits_that_keep_too_little_are_not_written(induction, budgeted):
+    report = ask(induction, budgeted, keep=99.9)
+    assert list(report["arms"]) == ["mine-4-bits", "mine-4-bits+feedback"]
+    assert report["verdict"]["decisions"][0]["action"] != "serve"
+    assert not budgeted.folder.with_name("mine-4-bits").exists()
+
+
+def test_several_artifacts_have_no_fewest_bits(induction, budgeted):
+    with pytest.raises(UsageError, match="of one artifact"):
+        evaluate(str(induction), [budgeted, budgeted], fewest_bits=True)
