@@ -129,9 +129,13 @@ def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
     `UsageError`."""
     content = {**recipe.model_dump(), **asdict(budget)}
     changed = _from_options(content, "as: --bits 2.5, with a recipe such as oscar")
+    name = recipe.name.removesuffix(_name_budget(recipe.budget)) + _name_budget(budget)
+    return changed.model_copy(update={"name": name})
+
+
+def _name_budget(budget: Budget) -> str:
     given = filter(None, asdict(budget).values())
-    suffix = "-".join(f"{number:g}" for number in given)
-    return changed.model_copy(update={"name": f"{recipe.name}-{suffix}-bits"})
+    return "".join(f"-{number:g}" for number in given) + "-bits"
 
 
 def without_budget(recipe: Recipe) -> Recipe:
