@@ -47,7 +47,7 @@ html_copy_source = False
 html_domain_indices = False
 
 CONTENTS = {
-    "Start": ["quickstart", "words", "idea", "troubleshooting"],
+    "Start": ["quickstart", "words", "which-bits", "idea", "troubleshooting"],
     "Use": ["cache", "plan", "report", "vllm", "engines", "zoo", "scale", "tasks", "python"],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
     "Evidence": ["quality", "ablation", "measurements", "security"],
