@@ -219,6 +219,7 @@ def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
     independent, differs = float(prompts), bool(error and error > _NOTHING)
     if error and differs:
         independent = min(answers, share * (1 - share) / error**2)
+    share = min(1.0, share)  # of which rounding may make more
     return _Kept(share, answers, independent, prompts, len(tasks), differs)
 
 
