@@ -61,9 +61,7 @@ def test_states_of_unknown_size_are_admitted(name, tmp_path):
 def test_latents_count_with_the_keys_beside_them(name, tmp_path):
     latent = shape(name, tmp_path)
     assert len(latent.layers) == len(EXPECTED[name].layers)
-    assert {(each.layer.elements, each.rounded, each.rows) for each in latent.layers} == {
-        (28, 20, 1)
-    }
+    assert {(each.layer.elements, each.layer.rope_dim) for each in latent.layers} == {(28, 8)}
     assert latent.parameters > latent.expert_parameters > 0
     capacity = measure_capacity(Wish(str(tmp_path), None, 1, parse_card("24GiB")))
     told = [line for line in remarks(capacity) if "keys of a sparse index" in line]
