@@ -182,6 +182,9 @@ def remarks(capacity: Capacity) -> list[str]:
     if wish.card.kind in OTHERS:
         lines.append(f"our kernels do not run on {wish.card.kind}, which gets no cache of ours")
     paged = [each.layer for each in capacity.shape.layers if wish.storage.has_pages(each)]
+    shapes = {(each.layer.kv_heads, each.layer.key_dim) for each in capacity.shape.layers}
+    if paged and len(shapes) > 1:
+        lines.append("serve takes no model whose layers have heads of several shapes")
     if any(layer.kv_heads % wish.card.count for layer in paged):
         lines.append(f"serve does not split the KV heads over {wish.card.count} GPUs")
     if wish.context is None and capacity.context == capacity.positions:

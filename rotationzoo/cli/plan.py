@@ -30,7 +30,7 @@ def plan_command(
         Literal["fine", "vllm", "sglang", "mlx"],
         option("How our cache stores rows: by a budget of bits (fine), or as an engine does."),
     ] = "fine",
-    bits: Annotated[float | None, option("The budget (the recipe's).", min=2, max=4)] = None,
+    bits: Annotated[float | None, option("Bits of it (the recipe's 3).", min=2, max=4)] = None,
     sink: Annotated[int, option("First tokens kept exact.", min=0)] = 64,
     recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
@@ -103,14 +103,16 @@ def show_plan(out: Output, capacity: "Capacity", format: str, job: "Job", detail
 def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> None:
     """How long each of one, some and many requests can be, and what a server takes beside pages."""
     from rotationzoo.capacity.cards import OWN
+    from rotationzoo.capacity.plan import WEIGHTS_WORDS
 
     card, wished, caches = capacity.wish.card, data["requests"], data["kv_bytes_per_request"]
     rows = []
     for requests in sorted({1, 64, wished if wished not in (1, 64) else 8}):
         most = [capacity.longest(cache, weights, card, requests) for cache in caches]
         rows.append([counted(requests, "request"), *map(_cell, most)])
-    title = f"Tokens of each on {card.name}, beside {size_words(data['weights_bytes'][weights])}"
-    table(f"{title} of weights", ["", *map(capacity.cache_words, caches)], rows)
+    size = size_words(data["weights_bytes"][weights])
+    title = f"Tokens of each on {card.name}, beside {WEIGHTS_WORDS[weights]} ({size})"
+    table(title, ["", *map(capacity.cache_words, caches)], rows)
     taken = {"exact copies and prompts": data["server_bytes"], "vLLM itself": card.count * OWN}
     parts = [f"{size_words(size)} for {what}" for what, size in taken.items() if size]
     say(f"Counted, too: {', '.join(parts)}")

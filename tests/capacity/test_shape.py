@@ -12,7 +12,8 @@ from support.popular import CONFIGS, PARAMETERS, shape_of
 
 from rotationzoo.capacity.cards import parse_card
 from rotationzoo.capacity.plan import Wish, measure_capacity, remarks
-from rotationzoo.capacity.shape import Shape, read_shape, weigh
+from rotationzoo.capacity.shape import Shape, Storage, read_shape, weigh
+from rotationzoo.codec.formats import VLLM
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.model.source import DEMO, Source
 
@@ -40,6 +41,8 @@ def test_layers_that_share_a_cache_count_once(name, tmp_path):
     layers = shape(name, tmp_path).layers
     shapes = [(each.layer.kv_heads, each.layer.key_dim, each.window) for each in layers]
     assert shapes == [(2, 16, WINDOW), (2, 32, None)]
+    wish = Wish(str(tmp_path), None, 1, parse_card("24GiB"), Storage(VLLM))
+    assert "serve takes no model whose layers" in " ".join(remarks(measure_capacity(wish)))
 
 
 @families(["qwen3_5"])

@@ -95,7 +95,7 @@ def test_the_answer_takes_ten_lines(inside, qwen3_8b):
     answer, title, *rows, taken, _, _ = result.stdout.splitlines()
     assert len((result.stdout + result.stderr).splitlines()) == 10
     assert answer.startswith("Yes: H100 holds 12 requests of 131,072 tokens with weights as")
-    assert title == "Tokens of each on H100, beside 16.4 GB of weights"
+    assert title == "Tokens of each on H100, beside weights as published (16.4 GB)"
     assert [row.split() for row in rows] == [
         ["bf16", "fp8", "2.25", "bits"],
         ["1", "request", "409,992", "819,985", "2,874,624"],
