@@ -145,10 +145,8 @@ def judge_wish(capacity: Capacity, card: Card) -> Answer:
         words = f"even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
         words += "weights and cache"
     else:
-        words = (
-            f"{wish} would take {size_words(need)} of cache even in {few}, on top of {four_bit} of "
-        )
-        words += f"weights in 4 bits, and {card.name} has {usable} for both"
+        words = f"{wish} would take {size_words(need)} of cache even in {few}, on top of "
+        words += f"{four_bit} of weights in 4 bits, and {card.name} has {usable} for both"
     tokens = capacity.longest(_SMALLEST, "4bit", card, requests) or None
     if tokens:
         words += f"; --context {tokens} fits with {_fitting_words(capacity, '4bit', _SMALLEST)}"
@@ -188,7 +186,8 @@ def remarks(capacity: Capacity) -> list[str]:
     if any(layer.kv_heads % wish.card.count for layer in paged):
         lines.append(f"serve does not split the KV heads over {wish.card.count} GPUs")
     if wish.context is None and capacity.context == capacity.positions:
-        lines.append(f"without --context, a request has {tokens}, all positions of {wish.model}")
+        made = counted(capacity.context, "position")
+        lines.append(f"without --context, a request has all {made} of {wish.model}")
     if capacity.shape.uncounted_states:
         lines.append("states of layers without keys, or keys of a sparse index, are not counted")
     if capacity.weights.origin == "config":
