@@ -90,7 +90,7 @@ def test_a_plan_is_that_of_the_command(space, browser, inside):
     (folder / "config.json").write_bytes(space.hub.files(MODEL)["config.json"])
     plan = ok(inside("plan", "model", "--gpu", "L40S", "--context", "32768", "--json"))
     rows = page.locator("table").first.locator("tbody tr")
-    for row, cache in zip(rows.all(), ("bf16", "fp8", "int4", "int2"), strict=True):
+    for row, cache in zip(rows.all(), ("bf16", "fp8", "int2"), strict=True):
         fitting = plan["gpu"]["weights"]["published"]
         assert row.locator("th, td").all_inner_texts() == [
             cache,

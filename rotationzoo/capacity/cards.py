@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from rotationzoo.errors import UsageError
 from rotationzoo.words import nearest
 
-USABLE = 0.9
-"""The share of a GPU's memory for weights and cache; the rest is for activations and the CUDA
-context. It was for years the default of vLLM's `gpu_memory_utilization`."""
+UTILIZATION = 0.92
+"""The share of a GPU's memory that vLLM takes by default (`gpu_memory_utilization`)."""
+OWN = 1_380_000_000
+"""Bytes of it that vLLM 0.32.0 keeps on a GPU for activations, graphs and itself: so it was for
+Qwen3-8B's shape on an H100, with 8,192 tokens and 64 requests a step (docs/plan.md)."""
 _GIB = 1 << 30
 _UNITS = {"gib": _GIB, "gb": 10**9, "g": _GIB, "tib": 1024 * _GIB, "tb": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|tib|tb)", re.IGNORECASE)
@@ -30,17 +32,18 @@ class Card:
 
     @property
     def usable(self) -> int:
-        """Bytes for weights and cache."""
-        return int(self.memory * USABLE)
+        """Bytes for weights and cache in a server."""
+        return max(0, int(self.memory * UTILIZATION) - self.count * OWN)
 
 
-# From NVIDIA's data sheets. That of "DGX B200" has 1,440 GB for eight; the chip's announcement said
-# 192 GB. What they call GB is nearer to GiB: a 24 GB card reports 24 GiB, an H100 79.6 of 80.
+OTHERS = ("MI300X",)  # of AMD, on which our kernels do not run
+# GiB as PyTorch's errors report them ("has a total capacity of"), up to 8 % less than a data sheet.
 _SIZES = {
-    "RTX 3090": 24, "RTX 4090": 24, "L40S": 48, "A100 80GB": 80, "H100": 80, "H200": 141,
-    "B200": 180,
+    "RTX 3090": 23.56, "RTX 4090": 23.52, "RTX 5060 Ti": 15.47, "RTX 5070": 11.49,
+    "RTX 5070 Ti": 15.46, "RTX 5080": 15.47, "RTX 5090": 31.36, "L40S": 44.39, "A100 80GB": 79.15,
+    "H100": 79.18, "H200": 139.8, "B200": 178.35, "MI300X": 191.69,
 }  # fmt: skip
-CARDS = {name: Card(name, size * _GIB) for name, size in _SIZES.items()}
+CARDS = {name: Card(name, int(size * _GIB)) for name, size in _SIZES.items()}
 
 
 def several(card: Card, count: int) -> Card:

@@ -7,7 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.capacity.cards import CARDS, Card, several
+from rotationzoo.budget import Budget
+from rotationzoo.capacity.cards import CARDS, OTHERS, Card, several
 from rotationzoo.capacity.shape import (
     CACHES,
     Shape,
@@ -17,10 +18,11 @@ from rotationzoo.capacity.shape import (
     longest_context,
     read_shape,
     request_bytes,
+    server_bytes,
     weigh,
 )
+from rotationzoo.codec.budget import check_room
 from rotationzoo.figures import size_words
-from rotationzoo.geometry import has_latents
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find
 from rotationzoo.storage.files import read_json
@@ -32,7 +34,8 @@ _CONTEXT = 131072
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
 
 WEIGHTS_WORDS = {"published": "weights as published", "4bit": "weights in 4 bits"}
-_MOST_CARDS = 16  # that are offered where one is too small
+_MORE_CARDS = 2, 4, 8  # that are offered where one is too small
+_SMALLEST = CACHES[-1]
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,6 @@ class Capacity:
     """Tokens of each request."""
 
     @property
-    def caches_latents(self) -> bool:
-        """As `geometry.has_latents`."""
-        return has_latents([each.layer for each in self.shape.layers])
-
-    @property
     def sizes_of_weights(self) -> dict[str, int]:
         """Bytes of the weights, by the name of their format."""
         return {"published": self.weights.published, "4bit": self.weights.four_bit}
@@ -74,17 +72,27 @@ class Capacity:
         """Bytes of the cache of one request of the wish."""
         return request_bytes(self.shape, cache, self.context, self.wish.storage)
 
-    def free(self, weights: str, card: Card) -> int:
-        """Bytes of a card next to these weights; negative where they do not fit."""
-        return card.usable - self.sizes_of_weights[weights]
+    def room(self, cache: str, weights: str, card: Card) -> int:
+        """Bytes of a card for requests, next to these weights and to what a server takes once."""
+        room = card.usable - self.sizes_of_weights[weights]
+        if cache != _SMALLEST:
+            return room
+        return 0 if card.kind in OTHERS else room - server_bytes(self.shape, self.wish.storage, 0)
 
-    def longest_context(self, cache: str, free: int) -> int | None:
-        """The most tokens that one request can have in `free` bytes. None if there is no limit."""
-        return longest_context(self.shape, cache, free, self.wish.storage)
+    def longest(self, cache: str, weights: str, card: Card, requests: int = 1) -> int | None:
+        """The most tokens that each of some requests can have next to these weights on a card. None
+        if there is no limit."""
+        room = self.room(cache, weights, card) // requests
+        return longest_context(self.shape, cache, room, self.wish.storage)
 
     def most_requests(self, cache: str, weights: str, card: Card) -> int:
         """How many requests of the wished context fit next to these weights on a card."""
-        return max(0, self.free(weights, card) // self.request_bytes(cache))
+        return max(0, self.room(cache, weights, card) // self.request_bytes(cache))
+
+    def cache_words(self, cache: str) -> str:
+        """A cache as people read it: our own by its bits."""
+        dim = self.shape.layers[0].layer.key_dim
+        return f"{self.wish.storage.row_bits(dim) / dim:.3g} bits" if cache == _SMALLEST else cache
 
 
 def measure_capacity(wish: Wish) -> Capacity:
@@ -93,6 +101,7 @@ def measure_capacity(wish: Wish) -> Capacity:
     source = find(wish.model, wish.revision)
     config = read_json(source.folder / "config.json")
     shape = read_shape(source)
+    check_room(Budget(wish.storage.bits), None, [each.layer for each in shape.layers])
     weights = weigh(source, config, shape)
     positions = text_config(config).get("max_position_embeddings")
     positions = positions if isinstance(positions, int) and positions > 0 else None
@@ -102,8 +111,7 @@ def measure_capacity(wish: Wish) -> Capacity:
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
     """The entries for this model in the index that comes with the package."""
-    entries = read_json(_INDEX).get("entries", [])
-    name = capacity.source.label.lower()
+    entries, name = read_json(_INDEX).get("entries", []), capacity.source.label.lower()
     return [entry for entry in entries if entry["model"].lower() == name]
 
 
@@ -121,32 +129,31 @@ class Answer:
 
 def judge_wish(capacity: Capacity, card: Card) -> Answer:
     """The answer to a wish."""
-    requests = capacity.wish.requests
+    requests, few = capacity.wish.requests, capacity.cache_words(_SMALLEST)
     wish = f"{counted(requests, 'request')} of {counted(capacity.context, 'token')}"
-    smallest = CACHES[-1]
     if fitting := _smallest_change(capacity, card):
         weights, cache = fitting
-        words = f"Yes: {card.name} holds {wish} with {_fitting_words(weights, cache)}"
+        words = f"Yes: {card.name} holds {wish} with {_fitting_words(capacity, *fitting)}"
         words += f"; at most {capacity.most_requests(cache, weights, card):,} fit"
-        if smallest != cache:
-            words += f", and {capacity.most_requests(smallest, weights, card):,} in {smallest}"
+        if cache != _SMALLEST:
+            words += f", and {capacity.most_requests(_SMALLEST, weights, card):,} in {few}"
         return Answer(words, weights, cache)
-    need = size_words(requests * capacity.request_bytes(smallest))
+    once = server_bytes(capacity.shape, capacity.wish.storage, 0)
+    need = once + requests * capacity.request_bytes(_SMALLEST)
     four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
-    if capacity.free("4bit", card) < 0:
+    if capacity.weights.four_bit > card.usable:
         words = f"even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
         words += "weights and cache"
     else:
-        verb = "needs" if requests == 1 else "need"
-        words = f"{wish} {verb} {need} of cache even in {smallest}, on top of {four_bit} of "
-        words += f"weights in 4 bits, and {card.name} has {usable} for both"
-    tokens = capacity.longest_context(smallest, capacity.free("4bit", card) // requests) or None
+        words = f"{wish} would take {size_words(need)} of cache even in {few}, on top of "
+        words += f"{four_bit} of weights in 4 bits, and {card.name} has {usable} for both"
+    tokens = capacity.longest(_SMALLEST, "4bit", card, requests) or None
     if tokens:
-        words += f"; --context {tokens} fits with {_fitting_words('4bit', smallest)}"
-    for count in range(2, _MOST_CARDS + 1):
+        words += f"; --context {tokens} fits with {_fitting_words(capacity, '4bit', _SMALLEST)}"
+    for count in _MORE_CARDS:
         cards = several(card, count)
         if fitting := _smallest_change(capacity, cards):
-            words += f"; {cards.name} hold it with {_fitting_words(*fitting)}"
+            words += f"; {cards.name} hold it with {_fitting_words(capacity, *fitting)}"
             break
     return Answer(f"No: {words}", context=tokens)
 
@@ -160,20 +167,27 @@ def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
     return None
 
 
-def _fitting_words(weights: str, cache: str) -> str:
-    return f"{WEIGHTS_WORDS[weights]} and a cache in {cache}"
+def _fitting_words(capacity: Capacity, weights: str, cache: str) -> str:
+    return f"{WEIGHTS_WORDS[weights]} and a cache in {capacity.cache_words(cache)}"
 
 
 def remarks(capacity: Capacity) -> list[str]:
-    """What the numbers leave out, and what prevents the wish on any card."""
+    """What prevents the wish on any card or on this one, and what the numbers leave out."""
     wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
     if capacity.positions is not None and capacity.context > capacity.positions:
-        lines.append(
-            f"{wish.model} was made for {counted(capacity.positions, 'position')}: a request of "
-            f"{tokens} needs RoPE scaling"
-        )
-    elif wish.context is None and capacity.context == capacity.positions:
-        lines.append(f"without --context, a request has {tokens}, all positions of {wish.model}")
+        made = counted(capacity.positions, "position")
+        lines.append(f"{wish.model} was made for {made}: {tokens} need RoPE scaling")
+    if wish.card.kind in OTHERS:
+        lines.append(f"our kernels do not run on {wish.card.kind}, which gets no cache of ours")
+    paged = [each.layer for each in capacity.shape.layers if wish.storage.has_pages(each)]
+    shapes = {(each.layer.kv_heads, each.layer.key_dim) for each in capacity.shape.layers}
+    if paged and len(shapes) > 1:
+        lines.append("serve takes no model whose layers have heads of several shapes")
+    if any(layer.kv_heads % wish.card.count for layer in paged):
+        lines.append(f"serve does not split the KV heads over {wish.card.count} GPUs")
+    if wish.context is None and capacity.context == capacity.positions:
+        made = counted(capacity.context, "position")
+        lines.append(f"without --context, a request has all {made} of {wish.model}")
     if capacity.shape.uncounted_states:
         lines.append("states of layers without keys, or keys of a sparse index, are not counted")
     if capacity.weights.origin == "config":
@@ -207,6 +221,7 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_request": sizes,
         "state_bytes_per_request": states,
+        "server_bytes": server_bytes(shape, wish.storage, wish.requests),
         "refusal": None,  # whatever can be planned has every cache
         "gpu": chosen,
         "max_context": published["max_context"],
@@ -219,11 +234,14 @@ def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
     """The largest contexts and batches on one card, for weights as published and in 4 bits, and
     every cache."""
     weights: dict[str, dict[str, Any]] = {}
-    for name in capacity.sizes_of_weights:
-        free = capacity.free(name, card)
-        contexts = {cache: capacity.longest_context(cache, free) for cache in CACHES}
+    for name, size in capacity.sizes_of_weights.items():
+        contexts = {cache: capacity.longest(cache, name, card) for cache in CACHES}
         requests = {cache: capacity.most_requests(cache, name, card) for cache in CACHES}
-        weights[name] = {"fit": free >= 0, "max_context": contexts, "max_requests": requests}
+        weights[name] = {
+            "fit": size <= card.usable,
+            "max_context": contexts,
+            "max_requests": requests,
+        }
     return {
         "name": card.name,
         "memory_bytes": card.memory,

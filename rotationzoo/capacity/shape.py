@@ -1,14 +1,19 @@
 """The shape of a model as capacity planning sees it: what each layer caches, and what its weights
 are made of; and the bytes of a request's cache and of the weights that follow from it."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import huggingface_hub
+import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from rotationzoo.codec.formats import FORMATS, Format
+from rotationzoo.codec.formats import FINE, VLLM
+from rotationzoo.codec.int2 import bits_per_element
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.model import loading
@@ -17,11 +22,18 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
 from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
+from rotationzoo.vllm.prompts import scratch_sizes
+from rotationzoo.vllm.segments import LONG
+from rotationzoo.vllm.steps import count_slots
 
-CACHES = ("bf16", "fp8", "int4", "int2")
+CACHES = ("bf16", "fp8", "int2")
 _EXACT_BITS = 16
 _PLAIN_BITS = {"bf16": 16, "fp8": 8}
+_PAGED = FINE, VLLM  # the formats of our backend for vLLM
 _LONGEST = 1 << 31  # tokens; whatever holds so many holds any context
+_PAGE = 64  # tokens, for which our backend asks vLLM
+_STEP = 8192  # tokens of a server's step on a large GPU, and so of a chunk of a prompt
+_MATRICES = 5  # in float32: rotation, whitening, feedback, and the products for each way
 
 
 @dataclass(frozen=True)
@@ -31,16 +43,6 @@ class CachedLayer:
     layer: Layer
     window: int | None = None
     """How many tokens a layer with sliding attention keeps; None keeps all."""
-
-    @property
-    def rows(self) -> int:
-        """The rows per token that a quantized cache rounds, each with its own scale and offset."""
-        return self.layer.kv_heads * len(self.layer.sides)
-
-    @property
-    def rounded(self) -> int:
-        """The elements of these: all but the key beside a latent."""
-        return self.layer.kv_heads * sum(self.layer.dims[side] for side in self.layer.sides)
 
     def tokens_held(self, context: int) -> int:
         """How many tokens of a request of `context` tokens the layer keeps."""
@@ -122,13 +124,23 @@ def _linear_state(text: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Storage:
-    """How a cache of few bits is stored: the format, whose scales and offsets take bits of their
-    own, and the first and last tokens of a request that int2 keeps in bf16."""
+class Storage(CacheLayout):
+    """How our own cache is stored: a layout, and a budget of bits an element. Without one, rows
+    have the bits of the format."""
 
-    format: Format = FORMATS["sglang"]
-    sink: int = 64
-    recent: int = 256
+    bits: float | None = None
+
+    def has_pages(self, cached: CachedLayer) -> bool:
+        """Whether our backend for vLLM stores a layer so, and not in bf16 or not at all."""
+        return self.format in _PAGED and cached.window is None and cached.layer.rope_dim is None
+
+    def row_bits(self, dim: int) -> float:
+        """Bits of a row with its scale and offset."""
+        return dim * (self.bits or bits_per_element(dim, None, self.format))
+
+    def copied_tokens(self, requests: int) -> int:
+        """Tokens whose exact copies a server keeps for so many requests, beside their codes."""
+        return _PAGE * count_slots(self, _PAGE, requests)
 
 
 def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> int:
@@ -136,15 +148,30 @@ def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> i
     every cache.
 
     * `bf16`, `fp8`: 16 and 8 bits an element, nothing else.
-    * `int4`: 4 bits an element; each row of a head, or latent, has a scale and an offset. No token
-      is exact, and the key beside a latent is.
-    * `int2`: the same with 2 bits, and the exact windows of `storage`.
+    * `int2`: as `storage` says. Our backend for vLLM stores every token in pages, with copies of
+      pages that windows touch, and layers with a sliding window in bf16.
     """
     if cache in _PLAIN_BITS:
-        bits = _PLAIN_BITS[cache] * elements(shape, context)
+        bits: float = _PLAIN_BITS[cache] * elements(shape, context)
     else:
-        bits = sum(_quantized_bits(layer, cache, context, storage) for layer in shape.layers)
-    return bits // 8 + shape.state_bytes
+        bits = sum(_stored_bits(layer, context, storage) for layer in shape.layers)
+    return math.ceil(bits / 8) + shape.state_bytes
+
+
+def server_bytes(shape: Shape, storage: Storage, requests: int) -> int:
+    """Bytes that our backend for vLLM takes beside pages for so many requests: exact copies, and
+    once the matrices of rotations and memory to read prompts in."""
+    layers, total = [each.layer for each in shape.layers if storage.has_pages(each)], 0
+    for layer in layers:
+        matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2
+        total += matrices * (layer.key_dim**2 + layer.value_dim**2)
+        total += storage.copied_tokens(requests) * layer.elements * _EXACT_BITS // 8
+    for layer in layers[:1]:  # all share this memory
+        room = max(LONG, _STEP + storage.sink + storage.recent)
+        queries = _STEP, layer.query_heads, layer.key_dim
+        sizes = scratch_sizes(queries, layer.kv_heads, room, torch.bfloat16)
+        total += sum(math.prod(size) * dtype.itemsize for size, dtype in sizes)
+    return total
 
 
 def elements(shape: Shape, context: int) -> int:
@@ -156,24 +183,24 @@ def elements(shape: Shape, context: int) -> int:
 def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> int | None:
     """The most tokens that one request can have in `free` bytes; None if there is no limit, as
     where every layer slides."""
-
-    def size(context: int) -> int:
-        return request_bytes(shape, cache, context, storage)
-
-    too_many = bisect_right(range(_LONGEST + 1), free, key=size)
+    sizes = partial(request_bytes, shape, cache, storage=storage)
+    too_many = bisect_right(range(_LONGEST + 1), free, key=sizes)
     return None if too_many > _LONGEST else max(0, too_many - 1)
 
 
-def _quantized_bits(cached: CachedLayer, cache: str, context: int, storage: Storage) -> int:
-    held, elements = cached.tokens_held(context), cached.layer.elements
-    beside = cached.rows * 2 * storage.format.metadata_bits
-    beside += (elements - cached.rounded) * _EXACT_BITS
-    if cache == "int4":
-        return held * (4 * cached.rounded + beside)
-    # A layer that slides forgets the sink.
-    forgotten = context - held
-    exact = min(held, max(0, storage.sink - forgotten) + storage.recent)
-    return exact * elements * _EXACT_BITS + (held - exact) * (2 * cached.rounded + beside)
+def _stored_bits(cached: CachedLayer, context: int, storage: Storage) -> float:
+    layer, held = cached.layer, cached.tokens_held(context)
+    whole = layer.elements * _EXACT_BITS
+    stored = layer.kv_heads * sum(storage.row_bits(layer.dims[side]) for side in layer.sides)
+    stored += (layer.rope_dim or 0) * _EXACT_BITS
+    if storage.has_pages(cached):
+        copied = storage.copied_tokens(1) - storage.copied_tokens(0)
+        return -(-context // _PAGE) * _PAGE * stored + copied * whole
+    # A layer that slides forgets the sink, and has no codes in vLLM.
+    exact = min(held, max(0, storage.sink - context + held) + storage.recent)
+    if storage.format in _PAGED and cached.window is not None:
+        exact = held
+    return exact * whole + (held - exact) * stored
 
 
 FOUR_BITS = 4 + (16 + 4) / 128

@@ -1,4 +1,4 @@
-"""`rotationzoo plan`: what a model's weights and cache take, and what fits a GPU."""
+"""`rotationzoo plan`: what context and how many requests of a model fit a GPU."""
 
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import Json, ModelName, Revision, option
 from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
-from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
+    from rotationzoo.calibration.plan import Job
     from rotationzoo.capacity.plan import Answer, Capacity
 
 _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
+_NOTES = 2  # that are shown without details
 
 
 def plan_command(
@@ -25,185 +27,164 @@ def plan_command(
     ] = None,
     requests: Annotated[int, option("Requests at the same time.", min=1)] = 1,
     format: Annotated[
-        Literal["sglang", "vllm", "mlx"],
-        option("Whose 2-bit format: it decides the size of scales and offsets."),
-    ] = "sglang",
+        Literal["fine", "vllm", "sglang", "mlx"],
+        option("How our cache stores rows: by a budget of bits (fine), or as an engine does."),
+    ] = "fine",
+    bits: Annotated[float | None, option("Bits of it (the recipe's 3).", min=2, max=4)] = None,
     sink: Annotated[int, option("First tokens kept exact.", min=0)] = 64,
     recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
     json: Json = False,
     quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
+    details: Annotated[bool, option("Show other cards, sizes and commands, too.")] = False,
 ) -> None:
-    """Show what a model's weights and cache take, and what fits a GPU.
+    """Show what context and how many requests of a model fit a GPU.
 
-    It reads the config alone. The answer is for bf16, fp8, int4 and int2 caches, and for weights as
-    published and in 4 bits.
+    It reads the config alone, and counts all that a server takes. The answer is for caches in bf16,
+    in fp8 and of ours, and for weights as published and in 4 bits.
 
-    rotationzoo plan Qwen/Qwen3-8B
-
-    rotationzoo plan meta-llama/Llama-3.3-70B-Instruct --gpu "2x RTX 3090" --format vllm
+    rotationzoo plan meta-llama/Llama-3.3-70B-Instruct --gpu "2x RTX 3090" --bits 2.5
 
     rotationzoo plan Qwen/Qwen3-4B --gpu H200 --context 100000 --requests 256
     """
     out = Output(json, quiet)
+    from rotationzoo.api import calibration_job
+    from rotationzoo.budget import Budget
     from rotationzoo.capacity.cards import parse_card, several
     from rotationzoo.capacity.plan import Wish, measure_capacity
     from rotationzoo.capacity.shape import Storage
+    from rotationzoo.codec.reduction import check_budget
 
+    check_budget(Budget(bits), True, format)
     card = several(parse_card(gpu), gpus)
+    job = calibration_job(model, bits=bits, quick=format != BUDGETED)
     hush_libraries()
-    storage = Storage(FORMATS[format], sink, recent)
+    storage = Storage(SIMULATED[format], sink, recent, bits=job.recipe.bits)
     wish = Wish(model, context, requests, card, storage, revision)
-    show_capacity(out, measure_capacity(wish), format)
+    show_plan(out, measure_capacity(wish), format, job, details)
 
 
-def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
-    """Print the plan for a wish: tables for people, one line, or one JSON object."""
+def show_plan(out: Output, capacity: "Capacity", format: str, job: "Job", details: bool) -> None:
+    """Print the plan for a wish: for people the answer with a small table, and the rest with
+    `details`; or one line, or one JSON object. `job`: what calibrates for such a cache."""
     from rotationzoo.capacity.plan import capacity_json, judge_wish, remarks, zoo_entries
 
     answer = judge_wish(capacity, capacity.wish.card)
-    entries = zoo_entries(capacity)
-    commands = _commands(capacity, format)
-    notes = remarks(capacity)
     data = {
         **capacity_json(capacity),
         "format": format,
         "fits": answer.cache is not None,
         "answer": answer.words,
         "needs": {"weights": answer.weights, "cache": answer.cache},
-        "remarks": notes,
-        "zoo": entries,
-        "commands": commands,
+        "remarks": remarks(capacity),
+        "zoo": zoo_entries(capacity),
+        "commands": _commands(capacity, format, job),
     }
 
     def show() -> None:
-        say(answer.words, *(f"Note: {note}" for note in notes), "")
-        _show_sizes(capacity, data, format)
-        _show_cards(data)
-        say("")
-        for entry in entries:  # of the packaged index; `pull` cannot fetch all of them
-            line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
-            if entry["format"] in _PULLED:
-                line += f"; fetch them with: rotationzoo pull {entry['model']}"
-            say(line)
-        _show_steps(answer, commands, capacity.wish.model)
+        say(answer.words)
+        _show_contexts(capacity, data, answer.weights or "4bit")
+        notes = data["remarks"] if details else data["remarks"][:_NOTES]
+        say(*(f"Note: {note}" for note in notes))
+        if details:
+            _show_sizes(capacity, data)
+            _show_cards(capacity, data)
+            _show_steps(answer, data)
 
     out.result(data, answer.words, show)
-    if any(entry["format"] in _PULLED for entry in entries):
+    if any(entry["format"] in _PULLED for entry in data["zoo"]):
         out.suggest("pull", capacity.wish.model)
     elif answer.context:
         out.suggest(*retyped({"--context": str(answer.context)}))
-    elif answer.cache is not None and commands:
-        out.suggest(*shlex.split(commands[0])[1:])
+    elif answer.cache is not None:
+        out.suggest(*shlex.split(data["commands"][0])[1:])
 
 
-def _show_sizes(capacity: "Capacity", data: dict[str, Any], format: str) -> None:
-    weights = data["weights_bytes"]
+def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> None:
+    """How long each of one, some and many requests can be, and what a server takes beside pages."""
+    from rotationzoo.capacity.cards import OWN
+    from rotationzoo.capacity.plan import WEIGHTS_WORDS
+
+    card, wished, caches = capacity.wish.card, data["requests"], data["kv_bytes_per_request"]
+    rows = []
+    for requests in sorted({1, 64, wished if wished not in (1, 64) else 8}):
+        most = [capacity.longest(cache, weights, card, requests) for cache in caches]
+        rows.append([counted(requests, "request"), *map(_cell, most)])
+    size = size_words(data["weights_bytes"][weights])
+    title = f"Tokens of each on {card.name}, beside {WEIGHTS_WORDS[weights]} ({size})"
+    table(title, ["", *map(capacity.cache_words, caches)], rows)
+    taken = {"exact copies and prompts": data["server_bytes"], "vLLM itself": card.count * OWN}
+    parts = [f"{size_words(size)} for {what}" for what, size in taken.items() if size]
+    say(f"Counted, too: {', '.join(parts)}")
+
+
+def _show_sizes(capacity: "Capacity", data: dict[str, Any]) -> None:
+    weights, rows = data["weights_bytes"], []
     published, four_bit = size_words(weights["published"]), size_words(weights["4bit"])
-    kind = counted(data["layers"], "layer")
-    if data["sliding_layers"]:
-        kind += f" ({data['sliding_layers']} with a sliding window)"
-    kind += " with a cache"
-    if capacity.caches_latents:
-        kind += " of latents"
-    parameters = f"{data['parameters'] / 1e9:.1f} billion"
-    if data["parameters"] < 1e9:
-        parameters = f"{data['parameters'] / 1e6:.1f} million"
-    say(f"{data['model']}: {kind}, {parameters} parameters")
+    layers = f"{counted(data['layers'], 'layer')} with a cache"
+    say("", f"{data['model']}: {layers}, {data['parameters'] / 1e6:,.1f} million parameters")
     say(f"Weights: {published} as published, {four_bit} in 4 bits")
-    rows = []
     for cache, size in data["kv_bytes_per_request"].items():
-        bytes_per_token = f"{data['kv_bytes_per_token'][cache]:,.0f}"
-        all_requests = size_words(size * data["requests"])
-        rows.append([cache, bytes_per_token, size_words(size), all_requests])
+        sizes = [size_words(size), size_words(size * data["requests"])]
+        by_token = f"{data['kv_bytes_per_token'][cache]:,.0f}"
+        rows.append([capacity.cache_words(cache), by_token, *sizes])
     columns = ["cache", "bytes a token", "one request", counted(data["requests"], "request")]
-    if data["requests"] == 1:  # the last column would repeat the one before
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
     table(f"Cache of a request of {data['context']:,} tokens", columns, rows, apart=True)
-    say(
-        f"int2: the format of {format}, {data['sink']} first and {data['recent']} last tokens "
-        f"exact, {data['bits_per_element']:.2f} bits an element"
-    )
+    say("The last: format {format}, {sink} first and {recent} last tokens exact".format(**data))
 
 
-def _show_cards(data: dict[str, Any]) -> None:
-    """What the chosen card holds, and the other cards with a row for each kind of weights."""
-    from rotationzoo.capacity.cards import USABLE
-
-    chosen, requests = data["gpu"], f"requests of {data['context']:,}"
-    rows = []
-    for name, fitting in _different_weights(data, chosen):
-        for cache in fitting["max_context"]:
-            rows.append([name, cache, *_fitting_cells(fitting, [cache])])
-    usable = size_words(chosen["usable_bytes"])
-    title = f"{chosen['name']}: {usable} for weights and cache ({USABLE:.0%} of it)"
-    table(title, ["weights", "cache", "longest request", requests], rows, apart=True)
-    rows = []
-    for card in data["cards"]:
-        for name, fitting in _different_weights(data, card):
-            if fitting["fit"]:
-                rows.append([card["name"], name, *_fitting_cells(fitting, ["bf16", "int2"])])
-    if not rows:
-        say("", "None of the cards known here holds the weights alone, not even in 4 bits")
-        return
-    columns = ["card", "weights", "longest bf16", "int2", "fit bf16", "int2"]
+def _show_cards(capacity: "Capacity", data: dict[str, Any]) -> None:
+    """What this and other cards hold, with a row for each kind of weights."""
+    rows, sizes, few = [], data["weights_bytes"], capacity.cache_words("int2")
+    for card in {card["name"]: card for card in (data["gpu"], *data["cards"])}.values():
+        for name, fitting in card["weights"].items():
+            if fitting["fit"] and (name == "published" or sizes["4bit"] < sizes["published"]):
+                most = fitting["max_context"], fitting["max_requests"]
+                cells = [_cell(each[cache]) for each in most for cache in ("bf16", "int2")]
+                rows.append([card["name"], name, *cells])
+    columns = ["card", "weights", "longest bf16", few, "fit bf16", few]
     table("Cards that hold the weights", columns, rows, apart=True)
-    say(f"longest: tokens of one request; fit: {requests} tokens")
+    say(f"longest: tokens of one request; fit: requests of {data['context']:,} tokens", "")
 
 
-def _different_weights(
-    data: dict[str, Any], card: dict[str, Any]
-) -> list[tuple[str, dict[str, Any]]]:
-    """What fits a card, for each kind of weights; only one if the published have 4 bits."""
-    sizes, fitting = data["weights_bytes"], card["weights"]
-    named = [("published", fitting["published"]), ("4 bits", fitting["4bit"])]
-    return named[:1] if sizes["4bit"] == sizes["published"] else named
+def _cell(count: int | None) -> str:
+    return "any" if count is None else f"{count:,}"
 
 
-def _fitting_cells(fitting: dict[str, Any], caches: list[str]) -> list[str]:
-    """The longest requests in some caches, and then how many requests fit."""
-    cells = []
-    for key in ("max_context", "max_requests"):
-        for cache in caches:
-            count = fitting[key][cache]
-            cells.append("any" if count is None else f"{count:,}")
-    return cells
-
-
-def _show_steps(answer: "Answer", commands: list[str], model: str) -> None:
-    """What makes the weights and the cache of the answer, and then the 2-bit cache."""
+def _show_steps(answer: "Answer", data: dict[str, Any]) -> None:
+    """What makes the weights and the cache of the answer, and then our own."""
+    for entry in data["zoo"]:
+        say(f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}")
     if answer.weights == "4bit":
-        say(
-            "Weights in 4 bits: a published AWQ or GPTQ copy of the model, or one that "
-            "llm-compressor makes of it (scheme W4A16)"
-        )
+        say("Weights in 4 bits: an AWQ or GPTQ copy, or one that llm-compressor makes (W4A16)")
     if answer.cache == "fp8":
         say("A cache in fp8 is an option of the engine, such as:")
-        show_lines(f"  {shlex.join(['vllm', 'serve', model, '--kv-cache-dtype', 'fp8'])}")
-    if answer.cache is not None and commands:
-        say("A cache in int2:")
-        show_lines(*(f"  {command}" for command in commands))
+        show_lines(f"  {shlex.join(['vllm', 'serve', data['model'], '--kv-cache-dtype', 'fp8'])}")
+    if answer.cache is not None:
+        say("Our own cache:")
+        show_lines(*(f"  {command}" for command in data["commands"]))
 
 
-def _commands(capacity: "Capacity", format: str) -> list[str]:
-    """The commands that lead to the 2-bit cache of the plan."""
-    from rotationzoo.storage.folders import default_output
-
-    wish, storage = capacity.wish, capacity.wish.storage
-    artifact, model = str(default_output(wish.model, "oscar")), named(wish.model, wish.revision)
-    generate = ["generate", *model, "--rotations", artifact]
-    export = ["export", artifact, "--for", format]
-    if format != "sglang":
+def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
+    """The commands that lead to our own cache."""
+    wish, storage, artifact = capacity.wish, capacity.wish.storage, str(job.output)
+    model, windows = named(wish.model, wish.revision), f"{storage.sink}/{storage.recent}"
+    calibrate, generate = ["calibrate", *model], ["generate", *model, "--rotations", artifact]
+    server = ["export", artifact, "--for", format]
+    if format != BUDGETED:
+        calibrate.append("--quick")
         generate += ["--format", format]
-    windows = f"{storage.sink}/{storage.recent}"
-    if windows != "64/256":
-        generate += ["--sink", str(storage.sink), "--recent", str(storage.recent)]
-    if format == "vllm":  # `serve` takes the windows
-        export = ["serve", *model, "--rotations", artifact]
-        export += generate[generate.index("--sink") :] if "--sink" in generate else []
-    elif windows != "64/256":
-        export += ["--windows", windows]
-    commands = [["calibrate", *model], generate]
-    if not capacity.caches_latents:  # which engines with these formats do not take
-        commands.append(export)
+    elif job.recipe.name != "oscar":
+        calibrate += ["--bits", f"{storage.bits:g}"]
+    kept = [f"--sink={storage.sink}", f"--recent={storage.recent}"] * (windows != "64/256")
+    if format in ("fine", "vllm"):
+        limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]
+        if wish.card.count > 1:
+            limits += ["--tensor-parallel-size", str(wish.card.count)]
+        server = ["serve", *model, "--rotations", artifact, *kept, *limits]
+    elif kept:
+        server += ["--windows", windows]
+    commands = [calibrate, [*generate, *kept], server]
+    if capacity.shape.layers[0].layer.rope_dim is not None:  # engines do not take latents so
+        commands.pop()
     return [shell_line(*words) for words in commands]

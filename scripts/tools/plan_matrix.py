@@ -63,6 +63,7 @@ def runner_chooser(runners: str) -> Callable[[str, str], str]:
     """Chooses a label for a model and its revision, by the size of the weights on the hub."""
     from rotationzoo.capacity.cards import parse_card
     from rotationzoo.capacity.plan import Wish, measure_capacity
+    from rotationzoo.model.placement import USABLE
 
     cards = {}
     for runner in runners.split(","):
@@ -71,7 +72,7 @@ def runner_chooser(runners: str) -> Callable[[str, str], str]:
 
     def choose(model: str, revision: str) -> str:
         wish = Wish(model, 1, 1, next(iter(cards.values())), revision=revision)
-        room = {label: card.usable for label, card in cards.items()}
+        room = {label: int(card.memory * USABLE) for label, card in cards.items()}
         return smallest_runner(measure_capacity(wish).weights.published, room)
 
     return choose

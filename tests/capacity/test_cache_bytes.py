@@ -4,8 +4,15 @@ import pytest
 import torch
 from support.popular import PARAMETERS, shape_of
 
-from rotationzoo.capacity.shape import CachedLayer, Shape, Storage, longest_context, request_bytes
-from rotationzoo.codec.formats import FORMATS, SGLANG
+from rotationzoo.capacity.shape import (
+    CachedLayer,
+    Shape,
+    Storage,
+    longest_context,
+    request_bytes,
+    server_bytes,
+)
+from rotationzoo.codec.formats import FINE, FORMATS, SGLANG, VLLM
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.geometry import Layer
 
@@ -33,13 +40,35 @@ def test_models_with_full_attention(name):
     bf16 = BF16[name]
     assert request_bytes(shape, "bf16", CONTEXT, storage) == CONTEXT * bf16
     assert request_bytes(shape, "fp8", CONTEXT, storage) == CONTEXT * bf16 // 2
-    # A row of 128 in int4 takes 64 bytes and two float32: 72 instead of 256.
-    assert request_bytes(shape, "int4", CONTEXT, storage) == CONTEXT * bf16 * 72 // 256
     # In the format of sglang 32 and two float32: 40.
     exact = 64 + 256
     quantized = (CONTEXT - exact) * bf16 * 40 // 256
     assert request_bytes(shape, "int2", CONTEXT, storage) == exact * bf16 + quantized
     assert request_bytes(shape, "int2", 300, storage) == 300 * bf16, "all of it is exact"
+
+
+def test_a_server_stores_every_token_and_copies_pages_that_windows_touch():
+    """Qwen3-8B: 36 layers x 2 sides x 8 heads; a row of 128 takes 36 bytes, and 256 in bf16. The
+    windows of a request touch 1 + 5 pages of 64 tokens."""
+    shape, copies = shape_of("Qwen3-8B"), 6 * 64 * 147_456
+    assert request_bytes(shape, "int2", CONTEXT, Storage(VLLM)) == CONTEXT * 20_736 + copies
+    assert request_bytes(shape, "int2", 65, Storage(VLLM)) == 128 * 20_736 + copies
+    budget = Storage(FINE, bits=3.0)
+    assert request_bytes(shape, "int2", CONTEXT, budget) == CONTEXT * 147_456 * 3 // 16 + copies
+    # A chunk of a prompt has a window of its own, and slot 0 no request. Queries and what they read
+    # are kept five times, keys and values once; a head and side has five matrices in float32, and
+    # a query head has one in bf16.
+    scratch = 2 * (5 * 8192 * 32 * 128 + 2 * 32_768 * 8 * 128)
+    matrices = 36 * 2 * 128 * 128 * (5 * 4 * 8 + 2 * 32)
+    expected = 64 * copies + 6 * 64 * 147_456 + scratch + matrices
+    assert server_bytes(shape, budget, 64) == expected
+    assert server_bytes(shape, Storage(SGLANG), 64) == 0
+
+
+def test_a_server_keeps_layers_with_a_sliding_window_exact():
+    oss, full = shape_of("gpt-oss-20b"), 12 * 2048
+    pages = CONTEXT * full * 3 // 16 + 6 * 64 * full
+    assert request_bytes(oss, "int2", CONTEXT, Storage(FINE, bits=3.0)) == pages + 128 * full
 
 
 def test_layers_with_a_sliding_window():
@@ -75,13 +104,12 @@ def test_a_latent_is_one_row_and_the_key_beside_it_stays_exact():
     latent = shape_of("DeepSeek-V3")
     assert request_bytes(latent, "bf16", CONTEXT, Storage()) == CONTEXT * 70_272
     assert request_bytes(latent, "fp8", CONTEXT, Storage()) == CONTEXT * 35_136
-    assert request_bytes(latent, "int4", CONTEXT, Storage()) == CONTEXT * 61 * (256 + 8 + 128)
     quantized = (CONTEXT - 320) * 61 * (128 + 8 + 128)
     assert request_bytes(latent, "int2", CONTEXT, Storage()) == 320 * 70_272 + quantized
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("cache", ["bf16", "int4", "int2"])
+@pytest.mark.parametrize("cache", ["bf16", "int2"])
 @pytest.mark.parametrize("name", ["Qwen3-8B", "gemma-2-9b"])
 def test_the_longest_context_fits_and_one_more_token_does_not(name, cache, format):
     shape, storage, free = shape_of(name), Storage(FORMATS[format]), 8 << 30

@@ -12,7 +12,8 @@ from support.popular import CONFIGS, PARAMETERS, shape_of
 
 from rotationzoo.capacity.cards import parse_card
 from rotationzoo.capacity.plan import Wish, measure_capacity, remarks
-from rotationzoo.capacity.shape import Shape, read_shape, weigh
+from rotationzoo.capacity.shape import Shape, Storage, read_shape, weigh
+from rotationzoo.codec.formats import VLLM
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.model.source import DEMO, Source
 
@@ -40,6 +41,8 @@ def test_layers_that_share_a_cache_count_once(name, tmp_path):
     layers = shape(name, tmp_path).layers
     shapes = [(each.layer.kv_heads, each.layer.key_dim, each.window) for each in layers]
     assert shapes == [(2, 16, WINDOW), (2, 32, None)]
+    wish = Wish(str(tmp_path), None, 1, parse_card("24GiB"), Storage(VLLM))
+    assert "serve takes no model whose layers" in " ".join(remarks(measure_capacity(wish)))
 
 
 @families(["qwen3_5"])
@@ -61,9 +64,7 @@ def test_states_of_unknown_size_are_admitted(name, tmp_path):
 def test_latents_count_with_the_keys_beside_them(name, tmp_path):
     latent = shape(name, tmp_path)
     assert len(latent.layers) == len(EXPECTED[name].layers)
-    assert {(each.layer.elements, each.rounded, each.rows) for each in latent.layers} == {
-        (28, 20, 1)
-    }
+    assert {(each.layer.elements, each.layer.rope_dim) for each in latent.layers} == {(28, 8)}
     assert latent.parameters > latent.expert_parameters > 0
     capacity = measure_capacity(Wish(str(tmp_path), None, 1, parse_card("24GiB")))
     told = [line for line in remarks(capacity) if "keys of a sparse index" in line]

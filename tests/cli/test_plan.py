@@ -33,16 +33,32 @@ def qwen3_8b(inside):
 def test_json(inside, qwen3_8b):
     report = ok(inside(*LONG, "--gpu", "H100", "--format", "vllm", "--json"))
     assert report["kv_bytes_per_token"]["bf16"] == 147_456
-    assert report["bits_per_element"] == pytest.approx(2.28, abs=5e-3)
+    assert report["bits_per_element"] == pytest.approx(2.25 + 16 * 384 / 131_072)
     assert report["max_context"].keys() == report["max_requests"].keys()
     assert report["max_context"]["int2"] > 6 * report["max_context"]["bf16"] > 0
-    assert [card["name"] for card in report["cards"]][-3:] == ["H100", "H200", "B200"]
+    assert [card["name"] for card in report["cards"]][-3:] == ["H200", "B200", "MI300X"]
     assert report["fits"] is True
+    folder = "rotations/Qwen3-8B-oscar-quick"
     assert report["commands"] == [
-        "rotationzoo calibrate Qwen3-8B",
-        "rotationzoo generate Qwen3-8B --rotations rotations/Qwen3-8B-oscar --format vllm",
-        "rotationzoo serve Qwen3-8B --rotations rotations/Qwen3-8B-oscar",
+        "rotationzoo calibrate Qwen3-8B --quick",
+        f"rotationzoo generate Qwen3-8B --rotations {folder} --format vllm",
+        f"rotationzoo serve Qwen3-8B --rotations {folder} --max-model-len 131072 --max-num-seqs 1",
     ]
+
+
+@pytest.mark.parametrize(("bits", "name"), [(None, "oscar"), (2.5, "oscar-2.5-bits")])
+def test_the_budget_that_calibrate_spends_is_planned(inside, qwen3_8b, bits, name):
+    words = ["--gpu", "2x24GiB", "--requests", "8", "--context", "32768", "--sink", "4"]
+    given = [] if bits is None else ["--bits", str(bits)]
+    report = ok(inside("plan", "Qwen3-8B", *words, *given, "--json"))
+    expected = (bits or 3.0) + 16 * 384 / 32_768
+    assert report["bits_per_element"] == pytest.approx(expected)
+    calibrate, _, serve = report["commands"]
+    assert calibrate == " ".join(["rotationzoo calibrate Qwen3-8B", *given])
+    assert serve == (
+        f"rotationzoo serve Qwen3-8B --rotations rotations/Qwen3-8B-{name} --sink=4 --recent=256 "
+        "--max-model-len 32768 --max-num-seqs 8 --tensor-parallel-size 2"
+    )
 
 
 @pytest.mark.parametrize("windows", [[], ["--sink", "8", "--recent", "128"]])
@@ -50,34 +66,51 @@ def test_json(inside, qwen3_8b):
 def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made, format, windows):
     planned = inside("plan", "demo", "--format", format, *windows, "--json")
     export = shlex.split(json.loads(planned.stdout)["commands"][-1])
-    export[export.index("rotations/demo-oscar")] = str(made)
+    export[export.index("rotations/demo-oscar-quick")] = str(made)
     succeeded(inside(*export[1:], "-o", "exported"))
 
 
 def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
-    words = ["--sink", "4", "--recent", "128", "--requests", "3"]
+    words = ["--sink", "4", "--recent", "128", "--requests", "3", "--format", "sglang", "--details"]
     lines = inside(*LONG, *words).stdout.splitlines()
     tables = [line for line in lines if "  " in line.strip() and not line.startswith("  ")]
     assert max(map(len, tables)) <= 80
     assert any(line.split()[:2] == ["bf16", "147,456"] for line in lines)
     assert any(line.startswith("B200") for line in lines)
-    assert "  rotationzoo export rotations/Qwen3-8B-oscar --for sglang --windows 4/128" in lines
+    assert (
+        "  rotationzoo export rotations/Qwen3-8B-oscar-quick --for sglang --windows 4/128" in lines
+    )
 
 
 def test_quiet_is_the_answer_alone(inside, qwen3_8b):
     result = inside(*LONG, "--gpu", "16GiB", "--quiet")
     assert result.stdout == (
-        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in int4; "
-        "at most 1 fit, and 3 in int2\n"
+        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in 3 "
+        "bits; at most 2 fit\n"
     )
 
 
+def test_the_answer_takes_ten_lines(inside, qwen3_8b):
+    result = inside(*LONG, "--gpu", "H100", "--requests", "12", "--format", "vllm")
+    answer, title, *rows, taken, _, _ = result.stdout.splitlines()
+    assert len((result.stdout + result.stderr).splitlines()) == 10
+    assert answer.startswith("Yes: H100 holds 12 requests of 131,072 tokens with weights as")
+    assert title == "Tokens of each on H100, beside weights as published (16.4 GB)"
+    assert [row.split() for row in rows] == [
+        ["bf16", "fp8", "2.25", "bits"],
+        ["1", "request", "409,992", "819,985", "2,874,624"],
+        ["12", "requests", "34,166", "68,332", "236,992"],
+        ["64", "requests", "6,406", "12,812", "42,176"],
+    ]
+    assert taken == "Counted, too: 1.5 GB for exact copies and prompts, 1.4 GB for vLLM itself"
+
+
 def test_the_answer_comes_first_and_the_steps_make_what_it_assumes(inside, qwen3_8b):
-    shown = inside(*LONG, "--gpu", "24GiB", "--gpus", "2", "--requests", "3").stdout
-    assert shown.startswith("Yes: 2 x 24GiB holds 3 requests of 131,072 tokens with weights as")
-    assert "a cache in fp8; at most 3 fit, and 9 in int2\n" in shown
+    shown = inside(*LONG, "--gpu", "24GiB", "--gpus", "2", "--requests", "2", "--details").stdout
+    assert shown.startswith("Yes: 2 x 24GiB holds 2 requests of 131,072 tokens with weights as")
+    assert "a cache in fp8; at most 2 fit, and 7 in 3 bits\n" in shown
     assert "  vllm serve Qwen3-8B --kv-cache-dtype fp8\n" in shown
-    four_bit = inside(*LONG, "--gpu", "16GiB").stdout
+    four_bit = inside(*LONG, "--gpu", "16GiB", "--details").stdout
     assert "llm-compressor" in four_bit
     assert "--kv-cache-dtype" not in four_bit
 
@@ -85,12 +118,9 @@ def test_the_answer_comes_first_and_the_steps_make_what_it_assumes(inside, qwen3
 def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3_8b):
     shown = inside("plan", "Qwen3-8B").stdout
     assert shown.startswith("Yes: 24GiB holds 1 request of 40,960 tokens")
-    assert (
-        "\nNote: without --context, a request has 40,960 tokens, all positions of Qwen3-8B\n"
-        in shown
-    )
+    assert "\nNote: without --context, a request has all 40,960 positions of Qwen3-8B\n" in shown
     asked = inside(*LONG).stdout
-    assert "made for 40,960 positions: a request of 131,072 tokens needs RoPE scaling" in asked
+    assert "made for 40,960 positions: 131,072 tokens need RoPE scaling" in asked
 
 
 def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
@@ -99,9 +129,9 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     hub = source.Source("Qwen/Qwen3-8B", qwen3_8b, "0" * 40)
     monkeypatch.setattr("rotationzoo.capacity.plan.find", lambda *_: hub)
     monkeypatch.setattr("rotationzoo.capacity.shape._ask_hub", lambda _: None)
-    result = inside("plan", "Qwen/Qwen3-8B")
-    assert "Published rotations: oscar-v1, at Zhongzhu/OSCAR-RotationZoo; fetch" in result.stdout
-    assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stdout
+    result = inside("plan", "Qwen/Qwen3-8B", "--details")
+    assert "Published rotations: oscar-v1, at Zhongzhu/OSCAR-RotationZoo\n" in result.stdout
+    assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stderr
     report = json.loads(inside("plan", "Qwen/Qwen3-8B", "--json").stdout)
     assert {entry["model"] for entry in report["zoo"]} == {"Qwen/Qwen3-8B"}
 
@@ -111,7 +141,9 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     [
         (["demo", "--gpu", "h300"], 2, "did you mean"),
         (["demo", "--context", "0"], 2, "--context"),
-        (["demo", "--format", "gguf"], 2, "'sglang', 'vllm', 'mlx'"),
+        (["demo", "--format", "gguf"], 2, "'fine', 'vllm', 'sglang', 'mlx'"),
+        (["demo", "--bits", "2.5", "--format", "vllm"], 2, "rows of the format vllm have the same"),
+        (["demo", "--bits", "2.1"], 1, "less than codes of 2 bits take with their scales, 2.25"),
     ],
 )
 def test_mistakes(inside, words, code, says):
@@ -140,8 +172,8 @@ def test_a_model_that_nobody_can_calibrate_is_refused(inside):
 
 def test_latents_are_planned_for_our_own_cache(inside):
     put_config(inside.folder / "deepseek", json.dumps(CONFIGS["DeepSeek-V3"]))
-    shown = inside("plan", "deepseek", "--gpu", "8x H200").stdout
-    assert "deepseek: 61 layers with a cache of latents, 67" in shown
+    shown = inside("plan", "deepseek", "--gpu", "8x H200", "--details").stdout
+    assert "deepseek: 61 layers with a cache, 67" in shown
     assert "rotationzoo calibrate deepseek" in shown
     assert "rotationzoo export" not in shown, "no engine with a pair of files takes latents"
     assert inside("plan", "deepseek", "--quiet").stdout.startswith("No: even in 4 bits")
