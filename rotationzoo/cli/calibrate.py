@@ -19,6 +19,7 @@ from rotationzoo.cli.options import Loading, argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -171,6 +172,8 @@ def _find_bits(
     show_artifact(out, artifact, False, decision)
     folder = str(artifact.folder)
     if decision.action == "serve":
+        if bits := artifact.recipe.bits:
+            out.note(_say_room(model, settings.revision, bits))
         start = ["export", folder, "--for", engine]
         out.suggest(*(["serve", *words, "--rotations", folder] if engine == "vllm" else start))
         return
@@ -181,6 +184,27 @@ def _find_bits(
         most = ["--bits", f"{job.rungs[-1].bits:g}"] if job.rungs else []
         hint = f"ask more: {shell_line(*further, *most, *more)}"
     raise RotationZooError(f"nothing shows that {keep:g}% of the answers are kept", hint=hint)
+
+
+def _say_room(model: str, revision: str | None, bits: float) -> str:
+    """What context fits this machine's GPU, or the one that `plan` takes by default."""
+    import torch
+
+    from rotationzoo.capacity.cards import parse_card
+    from rotationzoo.capacity.plan import Wish, measure_capacity
+    from rotationzoo.capacity.shape import Storage
+    from rotationzoo.codec.formats import BUDGETED, SIMULATED
+
+    card = parse_card("24GiB")
+    if torch.cuda.is_available():
+        size = torch.cuda.get_device_properties(0).total_memory
+        card = parse_card(f"{size / 2**30:.1f}GiB")
+    storage = Storage(SIMULATED[BUDGETED], 64, 256, bits=bits)
+    capacity = measure_capacity(Wish(model, None, 1, card, storage, revision))
+    few, plain = (capacity.longest(cache, "published", card) for cache in ("int2", "bf16"))
+    if few is None or plain is None:
+        return f"{card.name} has room for requests of any length"
+    return f"{card.name} has room for {counted(few, 'token')} with these bits, {plain:,} in bf16"
 
 
 def _last_change(folder: Path) -> int | None:
