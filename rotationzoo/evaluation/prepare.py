@@ -37,7 +37,7 @@ from rotationzoo.writer import check_writable
 
 @dataclass(frozen=True)
 class Evaluation(RunSettings):
-    """The settings of one evaluation. `api.EvaluationOptions` says what most of them are."""
+    """The settings of one evaluation. `api.evaluate` says what most of them are."""
 
     model: str
     artifacts: list[Path]
