@@ -262,3 +262,13 @@ def summary(answered: dict[str, int], artifact: str, exact: dict[str, int]) -> d
         "verdict": {"texts": 2, "words": ["nothing is clear"]},
         "exact": {"perplexity": 8.0, **scores(exact)},
     }
+
+
+def decided(kept: float, artifact: str, questions: int = 16, engine: str = "vllm") -> dict:
+    """The summary of an evaluation for an engine, with a decision on its artifact."""
+    evaluation = summary({"made": 14, "hadamard": 1}, artifact, {"needles": 16})
+    evaluation["tasks"]["questions"] = questions
+    interval = [kept - 0.03, kept + 0.02]
+    decision = {"arm": "made", "kept": kept, "interval": interval, "action": "ask", "level": 0.05}
+    verdict = evaluation["verdict"] | {"decisions": [decision | {"words": ["Undecided."]}]}
+    return evaluation | {"engine": engine, "verdict": verdict}
