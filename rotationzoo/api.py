@@ -6,7 +6,7 @@ An option that is None has the same default as one that is left out.
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
@@ -22,9 +22,8 @@ from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.generation.continuation import Generation, Write
+from rotationzoo.generation.continuation import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
-from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import (
@@ -37,148 +36,13 @@ from rotationzoo.recipe.loading import (
     with_rope_scaling,
 )
 from rotationzoo.storage.folders import default_output
-from rotationzoo.words import nearest
 
-_ON_DISK = str | Path | Artifact
 QUESTION_LENGTH = 2048
 """Tokens of a row of an evaluation's text, and of its prompts."""
-
-
-class Text(TypedDict, total=False):
-    """The text that a model reads. Keys left out take the recipe's values."""
-
-    data: str | None
-    """A data set id, a `.jsonl`, `.txt` or `.parquet` file, or `bundled`."""
-    tokens: int | None
-    """Tokens in total."""
-    length: int | None
-    """Tokens per row."""
-    seed: int | None
-    """Sets the order of the documents."""
-    subset: str | None
-    split: str | None
-    column: str | None
-    packing: str | None
-
-
-class Rows(RunOptions, total=False):
-    """How rows of text run through a model."""
-
-    batch: int | None
-    """Rows per forward pass."""
-    rope_scaling: str | None
-    """Scale RoPE to more positions than the config has, as `yarn:4`."""
-
-
-class CalibrationOptions(Text, Rows, total=False):
-    """Further options of `calibrate`."""
-
-    images: str | None
-    audio: str | None
-    """Columns of the data that hold images and audio, for a model that reads them."""
-    positions: str | None
-    """Which positions of rows with images or audio enter the statistics: `all`, the default, `text`
-    or `media`."""
-    engine: str | None
-    """The engine that the rotations are for, such as `vllm`: it picks the recipe."""
-    feedback: bool | None
-    """Store, or leave out, what a cache needs to choose codes by error feedback. Without
-    this option, the recipe decides."""
-    bits: float | None
-    """A budget: bits an element, with scales, on average over layers and sides. Layers whose
-    rounding costs more get more of them, in caches of the format `fine`."""
-    key_bits: float | None
-    value_bits: float | None
-    """Budgets of keys and of values, instead of `bits`."""
-    quick: bool | None
-    """Leave the recipe's budget out: 2 bits in all layers, and no measuring of what each loses."""
-    restart: bool | None
-    """Discard an existing checkpoint and replace an existing artifact."""
-    progress: Progress
-    """Called as `(stage, done, total)` while the job runs."""
-
-
-class EvaluationOptions(Text, Rows, total=False):
-    """Further options of `evaluate`."""
-
-    engine: str | None
-    """Measure what this engine serves of the artifacts, such as `vllm`. It picks the format, the
-    rounding, the windows, and one rotation per layer or KV head, unless options say otherwise."""
-    tasks: Sequence[str] | None
-    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
-    empty list asks nothing."""
-    lengths: Sequence[int] | None
-    """Tokens per prompt of the tasks. Defaults to `length`."""
-    questions: int | Literal["auto"] | None
-    """Questions per task and length; `auto`, the default, asks until the decision is made."""
-    keep: float | None
-    """Percent of the exact model's answers that artifacts must keep to be served, 90 by default."""
-    fewest_bits: bool | None
-    """Find the fewest bits with which the one artifact, which has a budget, keeps as much, and
-    evaluate these alone. With `save`, they become an artifact beside it, with the report."""
-    windows: list[tuple[int, int]] | None
-    """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
-    pair."""
-    bits: float | None
-    """Another budget of bits an element than the artifacts', which must have one."""
-    format: str | None
-    """The engine's 2-bit format, such as `sglang` or `mlx`."""
-    pooled: bool | None
-    """Measure each artifact with one rotation per layer, too, as `export --pooled` writes it."""
-    anyway: bool | None
-    """Measure artifacts that were made for other weights, too."""
-    rounding: Rounding | None
-    """The codes of the arm that the decision is about."""
-    layers: set[int] | None
-    """Quantize only these layers."""
-    sides: tuple[str, ...] | None
-    """The sides to quantize. `("key",)` or `("value",)` leaves the other side exact."""
-    prefill_chunk: int | None
-    prefill_layout: Layout | None
-    real_cache: bool | None
-    """Read tasks through a cache that stores 2 bits, and not a simulation of it."""
-    drift: int | None
-    """Let the exact model generate so many tokens, which a cache that stores 2 bits reads, too."""
-    queries: int | None
-    """Queries sampled per text for the attention KL; 0 skips it."""
-    baselines: tuple[str, ...] | None
-    """The baselines to compare with; by default `identity`, `hadamard`, `random` and `kivi`."""
-    rivals: Sequence[str] | None
-    """Other engines' caches to compare with, too, such as `fp8` and `int4_per_token_head`."""
-    progress: Progress
-
-
-class GenerationOptions(RunOptions, total=False):
-    """Further options of `generate`."""
-
-    engine: str | None
-    format: str | None
-    bits: float | None
-    sink: int | None
-    recent: int | None
-    group_size: int | None
-    rounding: Rounding | None
-    prefill_layout: Layout | None
-    reading: Reading | None
-    slack: int | None
-    """The options of the cache up to here are those of `CacheOptions`."""
-
-    chat: bool | None
-    """Put the prompt into the tokenizer's chat template, as a user's message."""
-    max_new_tokens: int | None
-    """256 by default."""
-    prefill_chunk: int | None
-    """Tokens of the prompt that are read at a time, 2,048 by default."""
-    anyway: bool | None
-    """Use rotations that were made for other weights, too."""
-    compare: bool | None
-    """Let the exact model continue the prompt, too."""
-    rope_scaling: str | None
-    """Scale RoPE to more positions than the config has, as `yarn:4`."""
-    write: Write
-    """Called with each piece of the text as soon as it is written."""
-    progress: Progress
-    """Called as `(stage, done, total)` while the job runs."""
+_ON_DISK = str | Path | Artifact
+_TEXT = ("data", "tokens", "length", "seed", "subset", "split", "column", "packing")
+_SEVERAL = {"tasks", "lengths", "rivals", "baselines", "layers", "sides"}
+"""Options that take one value as well as several."""
 
 
 class Evaluated(dict[str, Any]):
@@ -193,7 +57,32 @@ def calibrate(
     *,
     output: str | Path | None = None,
     recipe: str | Recipe | None = None,
-    **options: Unpack[CalibrationOptions],
+    engine: str | None = None,
+    bits: float | None = None,
+    key_bits: float | None = None,
+    value_bits: float | None = None,
+    quick: bool = False,
+    feedback: bool | None = None,
+    data: str | None = None,
+    tokens: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+    column: str | None = None,
+    packing: str | None = None,
+    images: str | None = None,
+    audio: str | None = None,
+    positions: str | None = None,
+    rope_scaling: str | None = None,
+    restart: bool = False,
+    batch: int | None = None,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    max_memory: str | None = None,
+    progress: Progress = silent,
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
@@ -202,25 +91,45 @@ def calibrate(
       artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
       its checkpoint;
     * `recipe`: a name, a YAML file, or a `Recipe`; by default the engine's, which is `oscar` for
-      most;
-    * `options`: see `CalibrationOptions`.
+      most. It decides what the options below leave open;
+    * `engine`: the engine that the rotations are for, such as `vllm`;
+    * `bits`: a budget: bits an element, with scales, on average over layers and sides. Layers whose
+      rounding costs more get more of them, in caches of the format `fine`;
+    * `key_bits`, `value_bits`: budgets of keys and of values, instead of `bits`;
+    * `quick`: leave the recipe's budget out: 2 bits in all layers, and no measuring of what each
+      loses;
+    * `feedback`: store, or leave out, what a cache needs to choose codes by error feedback;
+    * `data`: a data set id, a `.jsonl`, `.txt` or `.parquet` file, or `bundled`; of a data set
+      `subset`, `split` and `column`;
+    * `tokens`, `length`: tokens in total, and per row;
+    * `seed`: sets the order of the documents;
+    * `packing`: `packed` fills every row, `mixed` cuts every second one into halves, and `document`
+      has one document per row;
+    * `images`, `audio`: columns of the data that hold them, for a model that reads them;
+    * `positions`: which positions of rows with images or audio enter the statistics: `all`, `text`
+      or `media`;
+    * `rope_scaling`: scale RoPE to more positions than the config has, as `yarn:4`;
+    * `restart`: discard an existing checkpoint and replace an existing artifact;
+    * `batch`: rows per forward pass;
+    * `revision`: the branch, tag or commit of a hub id;
+    * `device`, `dtype`: `auto`, `cpu` or `cuda`, and `auto`, `bfloat16` or `float32`;
+    * `device_map`, `max_memory`: `auto` spreads the weights over devices, within limits such as
+      `0=20GiB,cpu=64GiB`;
+    * `progress`: called as `(stage, done, total)` while the job runs.
 
     Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
     enough to tell, it does so before the weights are read.
     """
-    progress = options.pop("progress", silent)
-    return run_calibration(calibration_job(model, output, recipe, **options), progress)
+    options = locals()
+    return run_calibration(calibration_job(**options), options["progress"])
 
 
 def calibration_job(
-    model: str,
-    output: str | Path | None = None,
-    recipe: str | Recipe | None = None,
-    **options: Unpack[CalibrationOptions],
+    model: str, output: str | Path | None = None, recipe: str | Recipe | None = None, **options: Any
 ) -> Job:
     """The settings of one calibration, as `calibrate` takes them. Raises `RotationZooError` for
     settings that no recipe allows."""
-    settings = _given("calibrate", options, CalibrationOptions)
+    settings = _given(options)
     engine = find_engine(settings.pop("engine", DEFAULT))
     recipe = engine.recipe if recipe is None else recipe
     chosen = load(recipe) if isinstance(recipe, str) else recipe
@@ -251,37 +160,98 @@ def evaluate(
     artifacts: _ON_DISK | Sequence[_ON_DISK] = (),
     *,
     save: bool = False,
-    **options: Unpack[EvaluationOptions],
+    engine: str | None = None,
+    tasks: str | Sequence[str] | None = None,
+    lengths: int | Sequence[int] | None = None,
+    questions: int | Literal["auto"] = "auto",
+    keep: float = 90,
+    fewest_bits: bool = False,
+    baselines: str | Sequence[str] = BASELINES,
+    rivals: str | Sequence[str] = (),
+    windows: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
+    bits: float | None = None,
+    format: str | None = None,
+    rounding: Rounding | None = None,
+    pooled: bool | None = None,
+    layers: int | Iterable[int] | None = None,
+    sides: str | Sequence[str] = ("key", "value"),
+    anyway: bool = False,
+    prefill_chunk: int | None = None,
+    prefill_layout: Layout | None = None,
+    real_cache: bool = False,
+    drift: int = 0,
+    queries: int = 32,
+    data: str | None = None,
+    tokens: int = 16384,
+    length: int | None = None,
+    seed: int | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+    column: str | None = None,
+    packing: str | None = None,
+    rope_scaling: str | None = None,
+    batch: int = 1,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    max_memory: str | None = None,
+    progress: Progress = silent,
 ) -> Evaluated:
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
     * `model`: a hub id, a local folder, or `demo`;
-    * `artifacts`: an artifact, its folder, or several of either. The baselines measured with them
-      are no rotation (`identity`), `hadamard`, a `random` rotation, and `kivi`;
+    * `artifacts`: an artifact, its folder, or several of either;
     * `save`: add the report to each artifact;
-    * `options`: see `EvaluationOptions`. The default is to read 16,384 tokens of held-out text in
-      rows of 2,048, of more where the windows leave nothing of these, and of no more than the model
-      has positions.
+    * `engine`: measure what this engine serves of the artifacts, such as `vllm`. It picks the
+      format, the rounding, the windows, and one rotation per layer or KV head, unless options say
+      otherwise;
+    * `tasks`: one or several of the recall tasks `needles`, `key-value`, `quote`, `copy` and
+      `assignments`, all by default. An empty list asks nothing;
+    * `lengths`: tokens per prompt of the tasks, by default `length`;
+    * `questions`: how many per task and length; `auto` asks until the decision is made;
+    * `keep`: percent of the exact model's answers that artifacts must keep to be served;
+    * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
+      much, and evaluate these alone, without `baselines`. With `save`, they become an artifact
+      beside it;
+    * `baselines`: what to compare with: no rotation (`identity`), `hadamard`, a `random` rotation,
+      and `kivi`;
+    * `rivals`: other engines' caches to compare with, such as `fp8` and `int4_per_token_head`;
+    * `windows`: pairs `(sink, recent)`: how many first and last tokens stay exact, by default the
+      recipe's pair;
+    * `bits`: another budget of bits an element than the artifacts', which must have one;
+    * `format`: the engine's 2-bit format, such as `sglang` or `mlx`;
+    * `rounding`: the codes of the arm that the decision is about: `nearest` or `feedback`;
+    * `pooled`: measure each artifact with one rotation per layer, as `export --pooled` writes it;
+    * `layers`, `sides`: quantize only these; `sides="key"` leaves the values exact;
+    * `anyway`: measure artifacts that were made for other weights, too;
+    * `prefill_chunk`: tokens of a prompt that are read at a time, and not one by one;
+    * `prefill_layout`: which earlier tokens such a chunk reads exact, as in `RotatedCache`;
+    * `real_cache`: read tasks through a cache that stores 2 bits, and not a simulation of it;
+    * `drift`: how many tokens the exact model generates, which a cache that stores 2 bits reads;
+    * `queries`: queries sampled per text for the attention KL; 0 skips it;
+    * `data` to `packing`: the held-out text, as in `calibrate`. Rows have a `length` of 2,048, of
+      more where the windows leave nothing of these, and of no more than the model has positions;
+    * `rope_scaling` to `progress`: as in `calibrate`.
 
     Returns the report that `rotationzoo evaluate --json` prints; its `repr` is what is decided on
     each artifact, in words. `exact` is the exact model's perplexity and answers; `arms` holds
     `tasks`, `perplexity_increase`, `attention_kl` and `output_error` of each rotation. Raises
     `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
-    progress = options.pop("progress", silent)
-    job = evaluation_job(model, artifacts, save, **options)
-    return Evaluated(run_evaluation(job, progress).report())
+    options = locals()
+    return Evaluated(run_evaluation(evaluation_job(**options), options["progress"]).report())
 
 
 def evaluation_job(
     model: str,
     artifacts: _ON_DISK | Sequence[_ON_DISK] = (),
     save: bool = False,
-    **options: Unpack[EvaluationOptions],
+    **options: Any,
 ) -> Evaluation:
     """The settings of one evaluation, as `evaluate` takes them."""
-    settings = _given("evaluate", options, EvaluationOptions)
-    several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
+    settings = _given(options)
+    several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts or ()
     folders = [_folder_of(artifact) for artifact in several]
     if "engine" in settings:
         opened = [Artifact.open(folder) for folder in folders]
@@ -292,18 +262,22 @@ def evaluation_job(
     settings["data"] = override(load("oscar"), **text).data
     if "bits" in settings:
         settings["budget"] = Budget(settings.pop("bits"))
-    asked = _take(settings, ("lengths", "questions"))
-    if "tasks" in settings:
-        asked["names"] = tuple(settings.pop("tasks"))
-    if "lengths" in asked:
-        asked["lengths"] = tuple(asked["lengths"])
+    for name in _SEVERAL & settings.keys():
+        given = settings[name]
+        settings[name] = (given,) if isinstance(given, str | int) else tuple(given)
+    if isinstance(next(iter(settings.get("windows", ())), None), int):
+        settings["windows"] = [settings["windows"]]
+    if "layers" in settings:
+        settings["layers"] = set(settings["layers"])
     if rivals := settings.pop("rivals", ()):
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     if settings.pop("fewest_bits", False):
         if len(folders) != 1:
             raise UsageError("the fewest bits are found of one artifact", "give its folder alone")
-        settings["rungs"] = tuple(find_rungs(Artifact.open(folders[0])))
-        settings.setdefault("baselines", ())
+        settings |= {"rungs": tuple(find_rungs(Artifact.open(folders[0]))), "baselines": ()}
+    asked = _take(settings, ("lengths", "questions"))
+    if "tasks" in settings:
+        asked["names"] = settings.pop("tasks")
     save_to = folders if save else []
     settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": True}
     return Evaluation(model, folders, **settings)
@@ -313,8 +287,30 @@ def generate(
     model: str,
     prompt: str,
     *,
-    rotations: str | Artifact | None,
-    **options: Unpack[GenerationOptions],
+    rotations: str | Path | Artifact | None,
+    chat: bool = False,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    write: Write | None = None,
+    compare: bool = False,
+    anyway: bool = False,
+    prefill_chunk: int = 2048,
+    engine: str | None = None,
+    format: str | None = None,
+    bits: float | None = None,
+    sink: int | None = None,
+    recent: int | None = None,
+    group_size: int | None = None,
+    rounding: Rounding | None = None,
+    prefill_layout: Layout | None = None,
+    reading: Reading | None = None,
+    slack: int | None = None,
+    rope_scaling: str | None = None,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    max_memory: str | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Load a model and let it continue a prompt through a cache that stores 2 bits.
 
@@ -322,7 +318,14 @@ def generate(
     * `prompt`: the text to continue;
     * `rotations`: an artifact or its folder, a name in the zoo, which is pulled, or None for no
       rotation;
-    * `options`: see `GenerationOptions`.
+    * `chat`: put the prompt into the tokenizer's chat template, as a user's message;
+    * `max_new_tokens`: how many tokens to write at most;
+    * `write`: called with each piece of the text as soon as it is written;
+    * `compare`: let the exact model continue the prompt, too;
+    * `anyway`: use rotations that were made for other weights, too;
+    * `prefill_chunk`: tokens of the prompt that are read at a time;
+    * `engine` to `slack`: options of the cache, as in `RotatedCache`;
+    * `rope_scaling` to `progress`: as in `calibrate`.
 
     Returns the report that `rotationzoo generate --json` prints: `text`, `tokens_per_second`,
     `cache_bytes` and `bf16_cache_bytes`, and with `compare` also `exact_text` and `parted_at`.
@@ -330,38 +333,33 @@ def generate(
     its own `generate`. Raises `RotationZooError` where model, rotations and prompt do not fit
     together.
     """
+    options = locals()
     if not isinstance(prompt, str):
         raise UsageError(
             f"a prompt is a text, and not of type {type(prompt).__name__}",
             hint="for token ids, give the model's own generate a RotatedCache",
         )
-    progress, write = options.pop("progress", silent), options.pop("write", None)
-    return run_generation(generation_job(model, prompt, rotations, **options), progress, write)
+    return run_generation(generation_job(**options), options["progress"], options["write"])
 
 
 def generation_job(
-    model: str,
-    prompt: str | None,
-    rotations: str | Artifact | None,
-    **options: Unpack[GenerationOptions],
+    model: str, prompt: str | None, rotations: str | Path | Artifact | None, **options: Any
 ) -> Generation:
     """The settings of one text, as `generate` takes them."""
-    settings = _given("generate", options, GenerationOptions)
+    settings = _given(options)
     cache: Any = _take(settings, CacheOptions.__annotations__)
     return Generation(model, prompt, rotations, cache=cache, **settings)
 
 
-def _given(function: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:
-    """The options of a function that are given: None stands for its default. Raises `UsageError`
-    for an option that it does not have."""
-    names = known.__annotations__
-    if unknown := options.keys() - names:
-        name = min(unknown)
-        raise UsageError(
-            f"{function} has no option {name!r}{nearest(name, names)}",
-            hint=f"rotationzoo.api.{known.__name__} lists them",
-        )
-    return {name: value for name, value in options.items() if value is not None}
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a job that are given: None stands for the default, and callbacks are called by
+    whoever runs the job."""
+    callbacks = "progress", "write"
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and name not in callbacks
+    }
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:
@@ -371,7 +369,7 @@ def _folder_of(artifact: _ON_DISK) -> Path:
 def _take_data(settings: dict[str, Any], *further: str) -> dict[str, Any]:
     """Take the settings of a recipe's `data` out of `settings`; the option `data` is `source`
     there."""
-    text = _take(settings, (*Text.__annotations__, *further))
+    text = _take(settings, (*_TEXT, *further))
     return {"source": text.pop("data", None), **text}
 
 

@@ -1,15 +1,18 @@
 """The public API: seven names, of which none is imported before it is asked for."""
 
+from inspect import Parameter, signature
+
 import pytest
 from support.command_line import run_apart
 from support.recipes import QUICK as RECIPE
 from support.reports import short_probes
 
 import rotationzoo
-from rotationzoo import Artifact, Rotations, api, calibrate, evaluate, pull
+from rotationzoo import Artifact, RotatedCache, Rotations, api, calibrate, evaluate, generate, pull
 from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
+from rotationzoo.generation.continuation import MAX_NEW_TOKENS
 from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import Pulled
@@ -79,18 +82,44 @@ def test_what_cannot_be_honoured_is_refused(tmp_path):
         evaluate("demo", tmp_path)
 
 
-def test_an_option_that_is_none_has_its_default():
-    for make, words, kind in (
-        (api.calibration_job, ["demo"], api.CalibrationOptions),
-        (api.evaluation_job, ["demo"], api.EvaluationOptions),
-        (api.generation_job, ["demo", "def", None], api.GenerationOptions),
+def test_what_people_call_shows_every_option_and_says_what_it_is():
+    for public in (calibrate, evaluate, generate, pull, RotatedCache):
+        parameters = signature(public).parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        assert not kinds & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}, public
+        described = public.__doc__ or ""
+        if public in (evaluate, generate):  # which refer to these
+            described += f"{calibrate.__doc__}{RotatedCache.__doc__}"
+        assert not [name for name in parameters if f"`{name}`" not in described], public
+
+
+def test_the_defaults_that_people_see_and_none_make_the_same_job():
+    callbacks = {"progress": lambda *_: None, "write": print}
+    for public, make, words in (
+        (calibrate, api.calibration_job, ["demo"]),
+        (evaluate, api.evaluation_job, ["demo"]),
+        (generate, api.generation_job, ["demo", "def", None]),
     ):
-        assert make(*words, **dict.fromkeys(kind.__annotations__)) == make(*words)
+        names = [*signature(public).parameters][len(words) :]
+        shown = {name: signature(public).parameters[name].default for name in names} | callbacks
+        usual = {"max_new_tokens": MAX_NEW_TOKENS} if public is generate else {}
+        assert make(*words, **shown) == make(*words, **usual)
+        assert make(*words, **dict.fromkeys(shown)) == make(*words)
+
+
+def test_one_value_counts_as_a_list_of_one():
+    one = dict(tasks="copy", lengths=2048, rivals="fp8", windows=(4, 16), layers=0, sides="key")
+    job = api.evaluation_job("demo", **one)
+    assert job == api.evaluation_job(
+        "demo", **{name: [value] for name, value in one.items() if name != "sides"}, sides=("key",)
+    )
+    assert (job.tasks.names, job.tasks.lengths, job.layers) == (("copy",), (2048,), {0})
+    assert (job.baselines, job.windows, job.sides) == ((*BASELINES, "fp8"), [(4, 16)], ("key",))
 
 
 def test_generate_takes_every_option_of_the_cache():
-    named = api.GenerationOptions.__annotations__
-    assert CacheOptions.__annotations__.keys() <= named.keys()
+    for public in (generate, RotatedCache):
+        assert CacheOptions.__annotations__.keys() <= signature(public).parameters.keys()
     job = api.generation_job("demo", "def", None, sink=4, rounding="nearest", chat=True)
     assert (job.cache, job.chat) == ({"sink": 4, "rounding": "nearest"}, True)
 

@@ -1,7 +1,7 @@
 """The cache for transformers' `generate` that really stores keys and values in 2 bits."""
 
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -22,7 +22,7 @@ from rotationzoo.cache.layer import (
 )
 from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
-from rotationzoo.codec.settings import CacheOptions, CacheSettings
+from rotationzoo.codec.settings import CacheOptions, CacheSettings, Layout, Reading, Rounding
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
@@ -39,7 +39,20 @@ class RotatedCache(DynamicCache):
     * `rotations`: an artifact, as `rotationzoo.pull` returns it, its folder, or `Rotations`. None
       is for no rotation at all. An evaluation gives the `CacheSettings` of one of its arms;
     * `model`: the transformers model that will read the cache;
-    * `options`: see `CacheOptions`.
+    * `engine`: store an artifact as this engine does, such as `mlx`, where other options do not say
+      otherwise. The default, `transformers`, loses nothing of it;
+    * `format`: `sglang` (the default), `fine` (that of a budget of bits), `vllm` or `mlx`;
+    * `bits`: another budget of bits an element than the artifact's, which must have one;
+    * `sink`, `recent`: how many first and last tokens stay exact, by default as the recipe says;
+    * `group_size`: channels that share a scale; by default the recipe's, or the whole head;
+    * `rounding`: how rows get their codes: by error `feedback` where the artifact was calibrated
+      for it, which loses fewer answers, and else the `nearest`, as engines write them;
+    * `prefill_layout`: which earlier tokens a chunk of a prompt reads exact: with `server`, the
+      default, the sink alone; with `window`, as vLLM, the `recent` tokens before it as well;
+    * `reading`: the form in which a decoding step reads: `rows` that are restored and rotated back,
+      layer by layer, or the `pages` of codes themselves. `auto`, the default, reads pages where
+      there is a kernel for it: on an NVIDIA GPU. Whatever cannot read pages reads rows;
+    * `slack`: how many candidate tokens assisted decoding may take back, 64 by default.
 
     A cache serves one request, or one batch. `cache.reset()` empties it for the next. Layers with
     attention store packed codes between two exact windows, as `RotatedLayer` says. Layers without
@@ -60,25 +73,32 @@ class RotatedCache(DynamicCache):
     """Whether layers are added one by one, when they are first updated: a cache class of a model's
     own takes the number of layers for that of its states."""
 
-    def __new__(cls, *args: Any, **options: Any) -> "RotatedCache":
-        """A cache of the class that the model asks for: a few accept only one of their own."""
-        models = [each for each in (*args, *options.values()) if isinstance(each, PreTrainedModel)]
-        # Without a model this is a copy, whose class is right already.
-        kind = _own_class(models[0]) if models else None
-        if kind is None:
-            return super().__new__(cls)
-        return super().__new__(type(cls.__name__, (cls, kind), {"_adds_layers": True}))
-
     def __init__(
         self,
         rotations: Given | CacheSettings,
         model: PreTrainedModel,
-        **options: Unpack[CacheOptions],
+        *,
+        engine: str | None = None,
+        format: str | None = None,
+        bits: float | None = None,
+        sink: int | None = None,
+        recent: int | None = None,
+        group_size: int | None = None,
+        rounding: Rounding | None = None,
+        prefill_layout: Layout | None = None,
+        reading: Reading | None = None,
+        slack: int | None = None,
     ) -> None:
+        given = locals()
+        names = [name for name in CacheOptions.__annotations__ if given[name] is not None]
+        options: Any = {name: given[name] for name in names}
         check_model(model)
         if isinstance(rotations, str | Path):
             rotations = Artifact.open(Path(rotations).expanduser())
         settings = build_settings(rotations, model, options)
+        if kind := _own_class(model):  # a few models accept only a cache of their own class
+            cls = type(self)
+            self.__class__ = type(cls.__name__, (cls, kind), {"_adds_layers": True})
         super().__init__()
         self.settings = settings
         (self._name,) = cache_argument(model, None)

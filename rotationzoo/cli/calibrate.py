@@ -32,7 +32,7 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 
 @dataclass(frozen=True)
 class Settings(options.Loading):
-    """Options on the job, by the names of `api.CalibrationOptions`."""
+    """Options on the job, by the names of `api.calibrate`."""
 
     engine: options.Engine = None
     data: Annotated[

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measures(options.Loading):
-    """Options on what is measured, by the names of `api.EvaluationOptions`."""
+    """Options on what is measured, by the names of `api.evaluate`."""
 
     engine: options.Engine = None
     data: Annotated[

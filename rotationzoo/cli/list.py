@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.figures import UNKNOWN, change, percent
+from rotationzoo.figures import UNKNOWN, change
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName
 
@@ -83,7 +83,7 @@ def _show_entries(entries: list["Entry"]) -> None:
         say("No published rotations match; without a name and --recipe, list shows all there are")
         return
     columns = ["model", "recipe", "files", "revision", "hubs", "answers", "cost"]
-    rows = [_row(entry) for entry in entries]
+    rows = [_row(entry, entries) for entry in entries]
     # Rows that look the same get a footnote with their folders, to tell them apart.
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):
@@ -95,10 +95,11 @@ def _show_entries(entries: list["Entry"]) -> None:
         say(f"({footnote}) from the folder {entries[number].copies[0].path}")
 
 
-def _row(entry: "Entry") -> list[str]:
-    figures = entry.summary
-    answers = percent(figures.share_answered if figures else None)
-    cost = change(figures.perplexity_increase if figures else None)
+def _row(entry: "Entry", entries: list["Entry"]) -> list[str]:
+    from rotationzoo.zoo.index import kept_words
+
+    answers = kept_words(entry, entries)
+    cost = change(entry.summary.perplexity_increase if entry.summary else None)
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
     revision = (entry.model_revision or UNKNOWN)[:8]
     format = _FORMATS[entry.format]

@@ -181,7 +181,7 @@ _TrustConfig = Annotated[
 
 @dataclass(frozen=True)
 class Signatures:
-    """Options on the signatures of what is read; see `SignatureOptions`."""
+    """Options on the signatures of what is read, by the names that `make_demand` has for them."""
 
     signers: Annotated[
         list[str] | None,

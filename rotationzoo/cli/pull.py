@@ -49,7 +49,7 @@ def pull_command(
     out.note(f"Read {zoo_index.origin}")
     if finding := check_index(zoo_index, demand):
         out.notes([finding.note])
-    entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs, rope_scaling)
+    entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs, rope_scaling, to)
     with show_progress(out) as progress:
         pulled = pull_first(
             zoo_index, entry, copies, options.follow_link(local_dir), progress, demand

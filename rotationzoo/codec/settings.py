@@ -59,32 +59,18 @@ class CacheSettings:
 
 
 class CacheOptions(TypedDict, total=False):
-    """Further options of `RotatedCache`."""
+    """The options of `RotatedCache`, which says what each of them is."""
 
     engine: str
-    """Store an artifact as this engine does, such as `mlx`, where other options do not say
-    otherwise. The default, `transformers`, loses nothing of it."""
     format: str
-    """`sglang` (the default), `fine` (that of a budget of bits), `vllm` or `mlx`."""
     bits: float
-    """Another budget of bits an element than the artifact's, which must have one."""
     sink: int
     recent: int
-    """How many first and last tokens stay exact. They default to the recipe's."""
     group_size: int
-    """Channels that share a scale; by default the recipe's, or the whole head."""
     rounding: Rounding
-    """How rows get their codes: by error `feedback` where the artifact was calibrated for it, which
-    loses fewer answers, and else the `nearest`, as engines write them."""
     prefill_layout: Layout
-    """Which earlier tokens a chunk of a prompt reads exact: with `server`, the default, the sink
-    alone; with `window`, as vLLM, the `recent` tokens before it as well."""
     reading: Reading
-    """The form in which a decoding step reads: `rows` that are restored and rotated back, layer by
-    layer, or the `pages` of codes themselves. `auto`, the default, reads pages where there is a
-    kernel for it: on an NVIDIA GPU. Whatever cannot read pages reads rows."""
     slack: int
-    """How many candidate tokens assisted decoding may take back, 64 by default."""
 
 
 def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:

@@ -37,7 +37,7 @@ from rotationzoo.writer import check_writable
 
 @dataclass(frozen=True)
 class Evaluation(RunSettings):
-    """The settings of one evaluation. `api.EvaluationOptions` says what most of them are."""
+    """The settings of one evaluation. `api.evaluate` says what those are that it has, too."""
 
     model: str
     artifacts: list[Path]
@@ -45,7 +45,7 @@ class Evaluation(RunSettings):
     tasks: TaskSettings = field(default_factory=TaskSettings)
     windows: list[tuple[int, int]] = field(default_factory=list)
     format: str | None = None
-    """A name in `int2.SIMULATED`. None means `sglang`, or `fine` for a budget of bits."""
+    """None means `sglang`, or `fine` for a budget of bits."""
     budget: Budget | None = None
     rungs: tuple[Budget, ...] = ()
     """Budgets of the one artifact, the fewest bits first, of which the fewest are chosen that keep
@@ -55,26 +55,20 @@ class Evaluation(RunSettings):
     layers: set[int] | None = None
     sides: tuple[str, ...] = ("key", "value")
     prefill_chunk: int | None = None
-    """Tokens per prefill chunk. None simulates decoding at every position."""
     prefill_layout: Literal["server", "window"] | None = None
-    """The tokens that earlier chunks keep exact, as in `CacheLayout`. None means `server`."""
     real_cache: bool = False
     drift: int = 0
-    """How many tokens the exact model generates for a real cache. It adds arms of `pooled`."""
     queries: int = 32
     rope_scaling: str | None = None
-    """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
-    calibrated."""
+    """None means as the artifacts were calibrated."""
     baselines: tuple[str, ...] = BASELINES
     """Names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
     rounding: Literal["nearest", "feedback"] | None = None
-    """The codes of the arm that the decision is about. None means feedback where an artifact has
-    the factors. With `pooled`, it is about one rotation per layer."""
+    """None means feedback where an artifact has the factors."""
     uncentered: tuple[str, ...] = ()
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
     engine: str | None = None
-    """The engine that these settings were picked for."""
     leaves_windows: bool = False
     """Whether layers with a sliding window stay exact, and all others get the same bits of a
     budget."""
@@ -89,7 +83,6 @@ class Evaluation(RunSettings):
     """Whether rows are fitted to the windows and the model's positions, and not refused: where the
     length is a default and not the user's choice."""
     keep: float = 100 * FLOOR
-    """Percent of the exact model's answers that artifacts must keep."""
 
     @property
     def floor(self) -> float:

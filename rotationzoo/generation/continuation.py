@@ -45,29 +45,22 @@ Write = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Generation(RunSettings):
-    """The settings of one text, as the user gave them."""
+    """The settings of one text. `api.generate` says what most of them are."""
 
     model: str
     prompt: str | None
     """The text to continue. None asks the demo model for a statement hidden in code."""
     rotations: str | Path | Artifact | None
-    """An artifact or its folder, or a name in the zoo, which is pulled. None is no rotation."""
     chat: bool = False
-    """Whether the prompt is a user's message, put into the tokenizer's chat template."""
     max_new_tokens: int | None = None
     """`MAX_NEW_TOKENS` by default; for the demo's question, as many as its answer has."""
     cache: CacheOptions = field(default_factory=CacheOptions)
-    """The format, the windows and the rounding, where they differ from the recipe's."""
     prefill_chunk: int = 2048
-    """The prompt is read in chunks of so many tokens, each of which reads the ones before it from
-    the cache. Longer ones need more memory, and read fewer tokens quantized."""
+    """Longer chunks need more memory, and read fewer tokens quantized."""
     anyway: bool = False
-    """Whether rotations that were made for other weights are used, too."""
     compare: bool = False
-    """Whether the exact model continues the prompt too."""
     rope_scaling: str | None = None
-    """How the model's RoPE is scaled, as in a recipe. None means as the rotations were
-    calibrated."""
+    """None means as the rotations were calibrated."""
 
     def check(self) -> None:
         """Raise `UsageError` for settings out of range, and for some that exclude each other."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import ModuleList
@@ -299,18 +299,6 @@ class RunSettings:
     def check_memory_limits(self) -> None:
         """Raise `UsageError` for limits of a device map that cannot be parsed."""
         memory_limits(self.device_map, self.max_memory)
-
-
-class RunOptions(TypedDict, total=False):
-    """`RunSettings` as keywords of the public functions; None is the default of each."""
-
-    revision: str | None
-    device: str | None
-    """`auto`, `cpu` or `cuda`."""
-    dtype: str | None
-    """`auto`, `bfloat16` or `float32`."""
-    device_map: str | None
-    max_memory: str | None
 
 
 def torch_device(device: str) -> str:

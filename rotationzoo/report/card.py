@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rotationzoo.artifact.layout import tensor_name
 from rotationzoo.artifact.manifest import Manifest
-from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of
+from rotationzoo.artifact.measured import ArmSummary, ExactSummary, Summary, arms_of
 from rotationzoo.codec import int2
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
@@ -92,16 +92,18 @@ def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
     # Arms that decide nothing are asked fewer questions.
     arms = arms_of(evaluation.arms, manifest.rotations_sha256)
     exact, most = evaluation.exact, max(arms, key=_count_questions, default=None)
+    all_arms, asked = evaluation.arms.items(), _count_questions(exact)
+    alike = {name: arm for name, arm in all_arms if _count_questions(arm) == asked}
     return {
         "evaluation": evaluation,
-        "recall": recall_tables(exact.tasks, exact.all_tasks, evaluation.arms),
+        "recall": recall_tables(exact.tasks, exact.all_tasks, alike),
         "costs": cost_table(evaluation.arms),
         "about_arms": describe_arms(evaluation.arms.values()),
         "asked": most if most and _count_questions(most) else None,
     }
 
 
-def _count_questions(arm: ArmSummary) -> int:
+def _count_questions(arm: ArmSummary | ExactSummary) -> int:
     return arm.all_tasks.questions if arm.all_tasks else 0
 
 
@@ -169,7 +171,8 @@ def _results(evaluation: Summary, arms: list[ArmSummary]) -> list[dict[str, Any]
     cached += [(f"2-bit cache, {arm.name}", arm) for arm in arms]
     perplexities = [_metric("perplexity", name, each.perplexity) for name, each in cached]
     for name, each in cached:
-        if exact.all_tasks is not None and each.all_tasks is not None and arms:
+        alike = _count_questions(each) == _count_questions(exact)
+        if exact.all_tasks is not None and each.all_tasks is not None and arms and alike:
             # More answers than the exact model's are chance, and no merit of 2 bits.
             share = min(each.all_tasks.share, exact.all_tasks.share)
             answers.append(_metric("accuracy", name, share))

@@ -3,17 +3,21 @@
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from datetime import date
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rotationzoo.artifact.manifest import ROTATIONS, PlainName
-from rotationzoo.artifact.measured import Summary
+from rotationzoo.artifact.measured import Summary, arms_of
+from rotationzoo.artifact.scores import Decision
+from rotationzoo.figures import UNKNOWN, percent
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.storage import files, strict_json
-from rotationzoo.storage.strict_json import Count, Sha256
+from rotationzoo.storage.strict_json import Sha256
 from rotationzoo.zoo.hubs.protocol import HubName
 from rotationzoo.zoo.signing.signer import Signer
 
@@ -28,6 +32,8 @@ Place = Annotated[str, AfterValidator(files.plain)]
 """A relative path inside a folder. It is checked, because it becomes a path on this machine."""
 BITS_FORMAT = "sglang"
 """The format whose bits are stated, so that rotations in one list can be compared."""
+OTHER_QUESTIONS = "other questions"
+"""What stands in the place of a share that does not compare with those beside it."""
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 
@@ -79,20 +85,10 @@ class Listed(BaseModel):
     # Later versions may have more figures.
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
-    answered: Count | None = None
-    """Of the `questions` of all recall tasks that the exact model could do, together."""
-    questions: Count | None = None
     perplexity_increase: float | None = None
     """Relative: 0.01 is 1 %."""
     bits_per_element: Annotated[float, Field(gt=0)] | None = None
     """Bits per cached element at 131,072 tokens, at the recipe's windows, in `BITS_FORMAT`."""
-
-    @property
-    def share_answered(self) -> float | None:
-        """The share of the questions that were answered, from 0 to 1; None if none was asked."""
-        if self.answered is None or not self.questions:
-            return None
-        return self.answered / self.questions
 
 
 class Entry(_Growing):
@@ -150,6 +146,20 @@ class Entry(_Growing):
     def pullable(self) -> bool:
         """Whether `pull` can fetch and check the entry. Other formats are only listed."""
         return self.format in ("rotationzoo", "oscar")
+
+    @property
+    def measured(self) -> Summary | None:
+        """The evaluation that it was published with."""
+        return None if self.evaluation is None else Summary.model_validate(self.evaluation)
+
+    @property
+    def decision(self) -> Decision | None:
+        """What these rotations keep by that evaluation; None where nothing was asked."""
+        if (measured := self.measured) is None:
+            return None
+        own = {arm.name for arm in arms_of(measured.arms, self.identity)}
+        decisions = (each for each in measured.verdict.decisions if each.arm in own)
+        return next(filter(attrgetter("interval"), decisions), None)
 
     @property
     def identity(self) -> str:
@@ -217,6 +227,30 @@ class Index(_Growing):
         if self.statement is not None:
             content["statement"] = self.statement.model_dump()
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def asked_alike(entries: Iterable[Entry]) -> list[Entry]:
+    """Of entries of one model, those whose shares compare, the newest first: most of them, or else
+    the newest, were asked these questions."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda each: each.created or "", reverse=True):
+        if (measured := entry.measured) and entry.decision:
+            able = measured.exact.all_tasks and measured.exact.all_tasks.questions
+            asked = entry.weights_fingerprint, measured.text.fingerprint, measured.tasks, able
+            groups.setdefault(repr(asked), []).append(entry)
+    return max(groups.values(), key=len, default=[])
+
+
+def kept_words(entry: Entry, entries: Iterable[Entry]) -> str:
+    """The share of the exact model's right answers that an entry keeps, with its interval, where it
+    compares with what is shown of the other `entries`."""
+    decision = entry.decision
+    if decision is None:
+        return UNKNOWN
+    if entry not in asked_alike(other for other in entries if other.model == entry.model):
+        return OTHER_QUESTIONS
+    low, high = map(percent, decision.interval or ())
+    return f"{percent(decision.kept)} ({low} to {high})"
 
 
 def parse(text: str | bytes, origin: str) -> Index:

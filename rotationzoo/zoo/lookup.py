@@ -7,7 +7,7 @@ from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.recipe.schema import RopeScaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
-from rotationzoo.zoo.index import Copy, Entry, Index
+from rotationzoo.zoo.index import Copy, Entry, Index, asked_alike, kept_words
 
 ZOO = "rotationzoo/zoo"
 BUNDLED_INDEX = "bundled"
@@ -86,18 +86,20 @@ def read_index(repo: str, hub_name: str, must_exist: bool = True) -> LoadedIndex
     return LoadedIndex(index.parse(data, origin), origin, hub_name, repo, revision, data)
 
 
-def choose_entry(
+def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
     loaded: LoadedIndex,
     model: str,
     revision: str | None,
     recipe: str | None,
     hubs: list[str],
     rope_scaling: str | None = None,
+    engine: str | None = None,
 ) -> tuple[Entry, list[Copy], str]:
     """The best entry of a model, its copies on these hubs, and a phrase that describes the choice.
 
     Of those for the scaling of RoPE, one for the requested revision of the model wins, then an
-    artifact over other formats, then the newest. `hubs` is also the order of the copies. Raises
+    artifact over other formats, then the one that keeps most for the `engine`, of those that were
+    asked the same questions for it, then the newest. `hubs` is also the order of the copies. Raises
     `RotationZooError` if no entry can be pulled, and `UsageError` for a scaling that cannot be.
     """
     matching = []
@@ -123,6 +125,9 @@ def choose_entry(
     chosen, others = _of_scaling(pullable, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
     entry = max(exact or chosen, key=lambda e: (e.format == "rotationzoo", e.created or ""))
+    of_weights = [e for e in exact or chosen if e.weights_fingerprint == entry.weights_fingerprint]
+    best, kept = _best_for(engine, of_weights)
+    entry = best or entry
     known = entry.model_revision
     calibrated_for = f"revision {known}" if known else "a revision that was not recorded"
     reason = f"{entry.recipe} for {calibrated_for} of {entry.model}"
@@ -133,7 +138,19 @@ def choose_entry(
     if others:
         reason += f" (there are also some for --rope-scaling {' and '.join(others)})"
     copies = [copy for hub in hubs for copy in entry.copies if copy.hub == hub]
-    return entry, copies, reason
+    return entry, copies, reason + kept
+
+
+def _best_for(engine: str | None, entries: list[Entry]) -> tuple[Entry | None, str]:
+    """The entry that keeps most of the answers for an engine, and why. None where there are not
+    several that were measured for it with the same questions."""
+    fitting = [each for each in entries if each.measured and each.measured.engine == engine]
+    alike = asked_alike(fitting)
+    if engine is None or len(alike) < 2:
+        return None, ""
+    alike.sort(key=lambda each: (each.decision and each.decision.kept) or 0.0, reverse=True)
+    shares = [f"{each.recipe} {kept_words(each, alike)}" for each in alike]
+    return alike[0], f" (which keeps most answers for {engine}: {', '.join(shares)})"
 
 
 def _of_scaling(

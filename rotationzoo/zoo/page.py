@@ -8,10 +8,10 @@ from typing import Any
 from urllib.parse import quote
 
 from rotationzoo.artifact.store import CARD, REPORT
-from rotationzoo.figures import UNKNOWN, change, number, percent
+from rotationzoo.figures import UNKNOWN, change, number
 from rotationzoo.report.page import render_page
 from rotationzoo.zoo.hubs.protocol import HUBS
-from rotationzoo.zoo.index import Copy, Entry, Listed
+from rotationzoo.zoo.index import OTHER_QUESTIONS, Copy, Entry, Listed, kept_words
 from rotationzoo.zoo.lookup import LoadedIndex
 
 _KINDS = {
@@ -96,7 +96,7 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
         model=entry.model,
         model_url=address,
         recipe=", ".join(filter(None, (entry.recipe, entry.rope_scaling))),
-        figures=_figures(entry),
+        figures=_figures(entry, loaded.content.entries),
         signed=f"signed by {entry.signer}" if entry.signer else "not signed",
         kind=_KINDS.get(entry.format),
         note=entry.note,
@@ -105,17 +105,15 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     )
 
 
-def _figures(entry: Entry) -> dict[str, Cell]:
-    figures = entry.summary or Listed()
-    share = figures.share_answered
-    answers = Cell(UNKNOWN)
-    if share is not None:
-        answers = Cell(f"{percent(share)} of {figures.questions:,}", share)
+def _figures(entry: Entry, entries: list[Entry]) -> dict[str, Cell]:
+    figures, decision = entry.summary or Listed(), entry.decision
+    words = kept_words(entry, entries)
+    kept = decision.kept if decision and words != OTHER_QUESTIONS else None
     sizes = [file.size for file in entry.files.values() if file.size is not None]
     size = sum(sizes) if 0 < len(sizes) == len(entry.files) else None
     date = entry.created and entry.created[:10]
     return {
-        "Answers": answers,
+        "Answers": Cell(words, kept),
         "Cost": Cell(change(figures.perplexity_increase), figures.perplexity_increase),
         "Bits": Cell(number(figures.bits_per_element, ".2f"), figures.bits_per_element),
         "Size": Cell(UNKNOWN) if size is None else Cell(f"{size / 1e6:,.1f} MB", size),

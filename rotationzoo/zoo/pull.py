@@ -8,11 +8,10 @@ in `zoo.lock.json` next to the files. Later downloads must agree with them.
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Unpack
 
 from pydantic import ValidationError
 
@@ -34,7 +33,6 @@ from rotationzoo.zoo.signed_index import check_index
 from rotationzoo.zoo.signing.check import (
     Demand,
     Finding,
-    SignatureOptions,
     Signed,
     check_signature,
     make_demand,
@@ -86,7 +84,10 @@ def pull(
     repo: str | None = None,
     hub: str = "any",
     folder: str | Path | None = None,
-    **signatures: Unpack[SignatureOptions],
+    signers: str | Sequence[str] | None = None,
+    issuer: str | None = None,
+    require_signature: bool = False,
+    trust_config: str | Path | None = None,
 ) -> Artifact:
     """Fetch published rotations, check every hash, and log what is known of the signature.
 
@@ -96,12 +97,15 @@ def pull(
     * `repo`: the repository of a zoo, as `owner/name`; by default that of this project;
     * `hub`: the hub to fetch from, such as `huggingface`; by default any of them;
     * `folder`: where to put the files; by default the cache of huggingface_hub;
-    * `signatures`: who must have signed them; see `SignatureOptions`.
+    * `signers`: who must have signed them: identities, or files of public keys (`.pem`);
+    * `issuer`: who vouches for the identities; not needed for workflows of GitHub;
+    * `require_signature`: refuse what is not signed, the index of the repository included;
+    * `trust_config`: a file with the keys of another Sigstore than the public one.
 
     Raises `RotationZooError` where no rotations match, for files that differ from what the index
     lists, and for a signature that is wrong or not as asked.
     """
-    demand = make_demand(**signatures)
+    demand = make_demand(signers, issuer, require_signature, trust_config)
     hubs: list[str] = list(HUB_NAMES) if hub == "any" else [hub]
     index = find_index(None, repo, hubs[0])
     check_index(index, demand)

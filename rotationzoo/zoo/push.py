@@ -2,6 +2,7 @@
 hub that holds both."""
 
 import datetime
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
 from rotationzoo.artifact.measured import plain_arm
-from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
+from rotationzoo.artifact.store import ANSWERS, CARD, MANIFEST, REPORT, SIGNATURE, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.layout import CacheLayout
@@ -18,6 +19,7 @@ from rotationzoo.codec.size import bits_per_element
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card, template_environment
+from rotationzoo.report.page import files_of_report, make_report
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, locks, strict_json
 from rotationzoo.zoo import index, signed_index
@@ -130,12 +132,21 @@ def prepare_upload(
 
 
 def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str, Path | bytes]:
-    """The files that the manifest lists, with a new manifest and card that list exactly these."""
-    names = [name for name in artifact.manifest.files if statistics or name != STATISTICS]
+    """The files that the manifest lists, with a new manifest and card that list exactly these. A
+    page and its picture are drawn again, because an evaluation may have been saved since; whoever
+    signed the files vouches for them as they are."""
+    drawn: dict[str, bytes] = {}
+    if REPORT in artifact.manifest.files and not os.path.lexists(artifact.folder / SIGNATURE):
+        drawn = files_of_report(make_report(artifact))
+    left_out = set() if statistics else {STATISTICS}
+    if drawn:  # there may be nothing to draw a picture of any more
+        left_out |= {ANSWERS} - drawn.keys()
+    names = [name for name in {**artifact.manifest.files, **drawn} if name not in left_out]
     files: dict[str, Path | bytes] = {
-        name: storage.regular_file(artifact.folder, name) for name in names
+        name: drawn.get(name) or storage.regular_file(artifact.folder, name) for name in names
     }
-    listed = {name: artifact.content["files"][name] for name in names}
+    listed = {name: artifact.content["files"].get(name) for name in names}
+    listed |= {name: _describe_file(content).model_dump() for name, content in drawn.items()}
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
     # Render the card again: the manifest has no hash of the one in the folder, so anybody may have
@@ -152,9 +163,6 @@ def _list_figures(artifact: Artifact) -> index.Listed:
     arm = None if evaluation is None else plain_arm(evaluation.arms, artifact.identity)
     if arm is not None:
         figures["perplexity_increase"] = arm.perplexity_increase
-        if arm.all_tasks is not None:
-            figures["answered"] = arm.all_tasks.answered
-            figures["questions"] = arm.all_tasks.questions
     return index.Listed(**figures)
 
 

@@ -71,7 +71,6 @@ def without_factors(rotations):
         ({"rounding": "feedbak"}, "no rounding 'feedbak' .did you mean 'feedback'"),
         ({"reading": "page"}, "no reading 'page' .did you mean 'pages'"),
         ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
-        ({"sinks": 4}, "no option 'sinks' .did you mean 'sink'"),
         ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),
         ({"group_size": 0}, "group_size must be a whole number of at least 1, not 0"),
         ({"sink": -1}, "sink must be a whole number of at least 0, not -1"),

@@ -178,6 +178,22 @@ def test_the_card_begins_with_what_readers_decide_by(tiny, tmp_path):
     assert "    rotationzoo pull tiny --repo me/zoo\n" in render_card(manifest, "me/zoo")
 
 
+def test_shares_of_fewer_questions_stand_in_no_table(tiny, tmp_path):
+    """The first ones may be easier: they would put a baseline before the artifact."""
+    artifact = evaluated(made(tiny, tmp_path))
+    arms = artifact.content["metrics"]["evaluation"]["arms"]
+    arms["identity"]["all_tasks"] |= {"questions": 8, "answered": 8}
+    page = render_card(parse_manifest(artifact.content, "the manifest"))
+    assert "| mine | 93.8% ±1.0% | -0.25 |" in page
+    assert "100.0%" not in page.partition("| mine |")[2]
+    assert "Identity: asked the first 8 of 16 questions" in page
+    arms["mine"]["all_tasks"] |= {"questions": 8, "answered": 8}
+    page = render_card(parse_manifest(artifact.content, "the manifest"))
+    results = [(each.metric_type, each.metric_name) for each in ModelCard(page).data.eval_results]
+    assert ("accuracy", "exact cache") in results
+    assert ("accuracy", "2-bit cache, mine") not in results
+
+
 def test_hubs_read_the_results(tiny, tmp_path):
     page = render_card(evaluated(made(tiny, tmp_path)).manifest)
     results = ModelCard(page).data.eval_results

@@ -297,3 +297,13 @@ def draw_answers(draw: random.Random, prompts: int, *shares: float) -> list[str]
             chance = share + ease * min(0.15, share, 1 - share)
             digits += ["01"[draw.random() < chance] for _ in range(SIZE)]
     return ["".join(digits) for digits in arms]
+
+
+def decided(kept: float, artifact: str, questions: int = 16, engine: str = "vllm") -> dict:
+    """The summary of an evaluation for an engine, with a decision on its artifact."""
+    evaluation = summary({"made": 14, "hadamard": 1}, artifact, {"needles": 16})
+    evaluation["tasks"]["questions"] = questions
+    interval = [kept - 0.03, kept + 0.02]
+    decision = {"arm": "made", "kept": kept, "interval": interval, "action": "ask", "level": 0.05}
+    verdict = evaluation["verdict"] | {"decisions": [decision | {"words": ["Undecided."]}]}
+    return evaluation | {"engine": engine, "verdict": verdict}

@@ -1,11 +1,16 @@
 """Listing: what is there, what only its index knows, and what is not there."""
 
+import json
+import re
+
 import pytest
 from support.command_line import succeeded
 from support.published import ZOO, ok, refused
+from support.reports import decided
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.zoo import index, lookup
+from rotationzoo.zoo.page import make_row
 
 
 def test_a_listing_that_omits_a_file(zoo, made):
@@ -52,6 +57,59 @@ def choose(*entries, recipe=None, revision=None, scaling=None):
     words = loaded, first.model, revision, recipe, ["huggingface"], scaling
     entry, _, reason = lookup.choose_entry(*words)
     return listed.index(entry), reason
+
+
+def rival(number: int, kept: float, day: int = 1, **others) -> dict:
+    """An entry of one model beside others, with what it keeps."""
+    identity = f"{number:064x}"
+    return {
+        "model": "a/b",
+        "recipe": f"recipe-{number}",
+        "files": {"rotations.safetensors": {"size": 1, "sha256": identity}},
+        "copies": [{"hub": "huggingface", "repo": "my/zoo", "path": f"folder/{number}"}],
+        "evaluation": decided(kept, identity, **others),
+        "created": f"2026-11-{day:02}",
+    }
+
+
+def test_shares_of_other_questions_stand_in_no_list(inside):
+    """Here they would turn a ranking around: the last was asked easier questions."""
+    entries = [rival(1, 0.91), rival(2, 0.87, day=2), rival(3, 0.97, day=3, questions=64)]
+    (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": entries}))
+    shown = succeeded(inside("list", "--index", "index.json")).stdout
+    shares = re.findall(r"recipe-(\d).*?(\d+% \(.*?\)|other questions)", shown)
+    assert shares == [
+        ("1", "91% (88% to 93%)"), ("2", "87% (84% to 89%)"), ("3", "other questions")
+    ]  # fmt: skip
+    content = index.Index.model_validate({"entries": entries})
+    figures = [make_row(lookup.LoadedIndex(content, "it"), entry, []).figures["Answers"]
+               for entry in content.entries]  # fmt: skip
+    assert [figure.value for figure in figures] == [0.91, 0.87, None]
+    alone = content.entries[1:]
+    assert [index.kept_words(entry, alone) for entry in alone] == [
+        "other questions", "97% (94% to 99%)"
+    ], "of as many, the newest"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "why"),
+    [
+        ("vllm", 1, " (which keeps most answers for vllm: recipe-1 91% (88% to 93%), recipe-2 87%"),
+        ("sglang", 4, ""),
+        (None, 4, ""),
+    ],
+    ids=["measured for it", "measured with other questions for it", "no engine"],
+)
+def test_of_several_the_one_is_pulled_that_keeps_most_for_the_engine(engine, number, why):
+    entries = [rival(1, 0.91), rival(2, 0.87, day=2)]
+    entries.append(rival(3, 0.99, day=3, engine="sglang"))
+    entries.append(rival(4, 0.8, day=4, engine="sglang", questions=64))
+    loaded = lookup.LoadedIndex(index.Index.model_validate({"entries": entries}), "it")
+    words = loaded, "a/b", None, None, ["huggingface"], None, engine
+    entry, _, reason = lookup.choose_entry(*words)
+    assert entry.recipe == f"recipe-{number}"
+    assert why in reason
+    assert ("keeps most" in reason) == bool(why)
 
 
 PLAIN = {"recipe": "oscar", "model_revision": "a" * 40}

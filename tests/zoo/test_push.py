@@ -15,6 +15,7 @@ from rotationzoo.cli import progress_bar
 from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
+from rotationzoo.zoo.push import prepare_upload
 
 
 def test_publish_list_and_pull_on_both_hubs(zoo, made):
@@ -163,4 +164,27 @@ def test_an_index_has_the_figures_of_the_artifact_and_not_of_a_baseline(zoo, mad
     bits = listed["summary"].pop("bits_per_element")
     # Measured by `plan` from the model's shape: 388.0625 bytes a token of 1,024 elements.
     assert bits == pytest.approx(388.0625 * 8 / 1024, abs=1e-4)
-    assert listed["summary"] == {"answered": 14, "questions": 16, "perplexity_increase": 0.5}
+    assert listed["summary"] == {"perplexity_increase": 0.5}
+
+
+def test_the_page_and_the_picture_are_drawn_again_from_what_is_saved(zoo, made, tmp_path):
+    """An evaluation may have been saved after them."""
+    artifact = Artifact.open(shutil.copytree(made, tmp_path / "made"))
+    artifact = add_files(artifact, {"report.html": b"old", "answers.png": b"old"}, {})
+    path = ok(zoo.run("push", artifact.folder, ZOO, "--json"))["path"]
+    files = zoo.hf.files(ZOO)
+    assert b"Measure them first." in files[f"{path}/report.html"]
+    assert f"{path}/answers.png" not in files, "there is nothing to draw"
+    assert b"answers.png" not in files[f"{path}/README.md"]
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
+    assert verify(Artifact.open(pulled["path"])).ok
+
+
+def test_a_signed_page_is_published_as_it_was_signed(zoo, made, keys, tmp_path):
+    artifact = Artifact.open(shutil.copytree(made, tmp_path / "made"))
+    add_files(artifact, {"report.html": b"old"}, {})
+    ok(zoo.run("push", artifact.folder, ZOO, "--sign", keys.ours, "--json"))
+    pulled = Artifact.open(ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"])
+    upload = prepare_upload(pulled, "other/zoo")
+    assert upload.files["report.html"] == pulled.folder / "report.html"
+    assert upload.is_signed

@@ -7,6 +7,7 @@ import re
 import pytest
 from support.browser import scrolls_sideways, serious_findings
 from support.published import ok
+from support.reports import decided
 
 from rotationzoo.zoo import index
 from rotationzoo.zoo import page as zoo_page
@@ -27,14 +28,14 @@ def entry(model: str, number: int = 1, **others) -> dict:
 ENTRIES = [
     entry(
         "some/Large-8B", 1, created="2026-11-20",
-        summary={"answered": 45, "questions": 50, "perplexity_increase": 0.021,
-                 "bits_per_element": 2.53},
+        summary={"perplexity_increase": 0.021, "bits_per_element": 2.53},
+        evaluation=decided(0.9, f"{1:064x}"),
         signer={"identity": "me@example.org", "issuer": "https://accounts.example.org"},
     ),
     entry(
         "some/Small-1B", 12, created="2026-11-02",
-        summary={"answered": 49, "questions": 50, "perplexity_increase": -0.001,
-                 "bits_per_element": 2.28},
+        summary={"perplexity_increase": -0.001, "bits_per_element": 2.28},
+        evaluation=decided(0.98, f"{12:064x}"),
         signer={"public_key": KEY},
     ),
     entry("other/unmeasured", 3),
@@ -53,7 +54,7 @@ def page_file(inside):
     (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": ENTRIES}))
     answer = ok(inside("list", "--index", "index.json", "--html", "zoo.html", "--json"))
     assert answer["page"] == "zoo.html"
-    assert answer["entries"][0]["summary"]["questions"] == 50
+    assert answer["entries"][0]["evaluation"]["tasks"]["questions"] == 16
     return inside.folder / "zoo.html"
 
 
@@ -69,7 +70,7 @@ def test_the_page_says_what_the_index_says(page_file, browser, width, scheme):
     models = ["local", "old/latent", "other/unmeasured", "some/Large-8B", "some/Small-1B"]
     assert shown(page) == models
     cells = page.locator("#zoo tbody").nth(3).locator("tr").first.locator("td").all_inner_texts()
-    assert cells == ["oscar", "90% of 50", "+2.10%", "2.53", "2.0 MB", "2026-11-20"]
+    assert cells == ["oscar", "90% (87% to 92%)", "+2.10%", "2.53", "2.0 MB", "2026-11-20"]
     cells = page.locator("#zoo tbody").nth(2).locator("tr").first.locator("td").all_inner_texts()
     assert cells == ["oscar", "-", "-", "-", "6.0 MB", "-"]
     assert "me@example.org" in page.locator("#zoo tbody").nth(3).inner_text()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AliasPath, BeforeValidator, Field
 
@@ -64,34 +64,24 @@ class Demand:
         return named
 
 
-class SignatureOptions(TypedDict, total=False):
-    """Options on signatures. Without any of these, a signature is checked if there is one."""
-
-    signers: Sequence[str] | None
-    """Identities, or files of public keys (`.pem`)."""
-    issuer: str | None
-    """Who vouches for the identities; not needed for workflows of GitHub."""
-    require_signature: bool
-    """Refuse what is not signed, the index of the repository included."""
-    trust_config: Path | None
-    """A file with the keys of another Sigstore than the public one."""
-
-
-def make_demand(**options: Unpack[SignatureOptions]) -> Demand:
+def make_demand(
+    signers: str | Sequence[str] | None = None,
+    issuer: str | None = None,
+    require_signature: bool = False,
+    trust_config: str | Path | None = None,
+) -> Demand:
     """The demand of a command's or a function's options. Raises `UsageError` for options that
     contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
-    named, issuer = options.get("signers") or (), options.get("issuer")
-    if isinstance(named, str):  # one signer, and not its letters
-        named = [named]
-    required = options.get("require_signature", False)
+    # One signer is one name, and not its letters.
+    named = [signers] if isinstance(signers, str) else signers or ()
     if issuer is not None and not named:
         raise UsageError(
             "--issuer needs a --signer that it vouches for", hint="add: --signer IDENTITY"
         )
-    if named or required:
+    if named or require_signature:
         check_installed("checking a signature")
-    signers = tuple(parse_signer(name, issuer) for name in named)
-    return Demand(signers, required, options.get("trust_config"))
+    parsed = tuple(parse_signer(name, issuer) for name in named)
+    return Demand(parsed, require_signature, None if trust_config is None else Path(trust_config))
 
 
 def is_installed() -> bool:
