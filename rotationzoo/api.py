@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
+from rotationzoo.cache.rotated import check_model
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
@@ -24,6 +27,9 @@ from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.continuation import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
+from rotationzoo.model.loaded import source_of_loaded
+from rotationzoo.model.loading import input_device
+from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import (
@@ -53,8 +59,9 @@ class Evaluated(dict[str, Any]):
 
 
 def calibrate(
-    model: str,
+    model: str | PreTrainedModel,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     output: str | Path | None = None,
     recipe: str | Recipe | None = None,
     engine: str | None = None,
@@ -86,7 +93,8 @@ def calibrate(
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
-    * `model`: a hub id, a local folder, or `demo`, a small model that ships with this package;
+    * `model`: a hub id, a local folder, or `demo`, a small model that ships with this package; or
+      a model that you loaded, which runs as it is, with its `tokenizer`;
     * `output`: the artifact folder, by default `rotations/MODEL-RECIPE`. If it already holds the
       artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
       its checkpoint;
@@ -125,11 +133,16 @@ def calibrate(
 
 
 def calibration_job(
-    model: str, output: str | Path | None = None, recipe: str | Recipe | None = None, **options: Any
+    model: str | PreTrainedModel,
+    output: str | Path | None = None,
+    recipe: str | Recipe | None = None,
+    **options: Any,
 ) -> Job:
     """The settings of one calibration, as `calibrate` takes them. Raises `RotationZooError` for
     settings that no recipe allows."""
     settings = _given(options)
+    source = _take_loaded(model, settings)
+    name = source.name if source else str(model)
     engine = find_engine(settings.pop("engine", DEFAULT))
     recipe = engine.recipe if recipe is None else recipe
     chosen = load(recipe) if isinstance(recipe, str) else recipe
@@ -149,10 +162,14 @@ def calibration_job(
         chosen = with_budget(chosen, budget)
     if "rope_scaling" in settings:
         chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
-    folder = default_output(model, chosen.name) if output is None else Path(output).expanduser()
+    if source and chosen.rope_scaling:
+        hint = "load it with such rope_parameters, and leave out rope_scaling"
+        raise UsageError("a loaded model takes no rope_scaling", hint)
+    folder = default_output(name, chosen.name) if output is None else Path(output).expanduser()
     # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
     settings.setdefault("batch", SIZED if settings.get("device_map") else chosen.data.usual_batch)
-    return Job(model, chosen, folder, fit_length=fit_length, fit_budget=fit_budget, **settings)
+    settings |= {"fit_length": fit_length, "fit_budget": fit_budget, "source": source}
+    return Job(name, chosen, folder, **settings)
 
 
 def evaluate(
@@ -354,12 +371,25 @@ def generation_job(
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a job that are given: None stands for the default, and callbacks are called by
     whoever runs the job."""
-    callbacks = "progress", "write"
-    return {
-        name: value
-        for name, value in options.items()
-        if value is not None and name not in callbacks
-    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return {name: given[name] for name in given.keys() - {"progress", "write"}}
+
+
+def _take_loaded(model: Any, settings: dict[str, Any]) -> Source | None:
+    """The source of a loaded model, whose device and type become settings; None for a name. Raises
+    `UsageError` for what is no model, and for settings that only loading heeds."""
+    tokenizer = settings.pop("tokenizer", None)
+    if isinstance(model, str) and tokenizer is None:
+        return None
+    check_model(model)
+    if tokenizer is None:
+        raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
+    for name in ("revision", "device", "dtype", "device_map", "max_memory"):
+        if settings.pop(name, "auto") != "auto":
+            raise UsageError(f"a loaded model takes no {name}", hint=f"leave out {name}")
+    settings["device"] = input_device(model).type
+    settings["dtype"] = str(model.dtype).removeprefix("torch.")
+    return source_of_loaded(model, tokenizer)
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:

@@ -3,16 +3,19 @@
 from inspect import Parameter, signature
 
 import pytest
+import torch
 from support.command_line import run_apart
 from support.recipes import QUICK as RECIPE
 from support.reports import short_probes
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rotationzoo
 from rotationzoo import Artifact, RotatedCache, Rotations, api, calibrate, evaluate, generate, pull
 from rotationzoo.codec.settings import CacheOptions
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.generation.continuation import MAX_NEW_TOKENS
+from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import Pulled
@@ -73,6 +76,40 @@ def test_calibrate_takes_settings_tells_its_progress_and_returns_the_artifact(tm
     opened = Artifact.open(output)
     assert opened.content == artifact.content
     assert opened.folder == tmp_path / "out"
+
+
+def test_a_loaded_model_is_calibrated_as_it_is(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    settings = dict(recipe=RECIPE, tokens=1024, length=256)
+    loaded = dict(tokenizer=AutoTokenizer.from_pretrained(DEMO), **settings)
+    whole = calibrate(model, output=tmp_path / "whole", **loaded)
+    named = calibrate("demo", output=tmp_path / "named", **settings)
+    assert whole.identity == named.identity
+    identified = named.manifest.model.weights_fingerprint
+    assert whole.manifest.model.weights_fingerprint == identified is not None
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+    changed = calibrate(model, output=tmp_path / "changed", **loaded)
+    assert changed.identity != whole.identity
+    assert changed.manifest.model.weights_fingerprint is None
+    assert changed.manifest.model.id == "Qwen3ForCausalLM"
+    assert "the weights are not identified" in changed.manifest.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "a loaded model needs its tokenizer"),
+        ({"tokenizer": "here", "dtype": "float32"}, "a loaded model takes no dtype"),
+        ({"tokenizer": "here", "rope_scaling": "yarn:4"}, "a loaded model takes no rope_scaling"),
+    ],
+)
+def test_a_loaded_model_is_not_loaded_in_another_way(options, message):
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    with pytest.raises(UsageError, match=message):
+        api.calibration_job(model, **options)
+    with pytest.raises(UsageError, match="a str is no model of transformers"):
+        api.calibration_job("demo", tokenizer="here")
 
 
 def test_what_cannot_be_honoured_is_refused(tmp_path):

@@ -28,7 +28,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
-from rotationzoo.model.source import Source, find
+from rotationzoo.model.source import Source, find, has_weights
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget
 from rotationzoo.storage import files, folders
@@ -51,6 +51,8 @@ class Job(RunSettings):
     fit_budget: bool = False
     """Whether a budget of bits that the model allows no room for is left out instead of refused:
     True if it is the recipe's default."""
+    source: Source | None = None
+    """The model that the caller loaded."""
 
     def __post_init__(self) -> None:
         folders.check_name(self.output)
@@ -107,7 +109,7 @@ def plan(job: Job) -> Plan:
     done as asked. A model that cannot be calibrated raises nothing: the plan's `refusal` says why.
     """
     job.check_memory_limits()
-    source = find(job.model, job.revision)
+    source = job.source or find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
         if job.recipe.data.media:
@@ -120,6 +122,8 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
+    if source.model is not None and not has_weights(source):
+        notes.append("the weights are not identified: the loaded model is in no files here")
     if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):
         recipe = without_budget(recipe)
         notes.append(f"all layers have 2 bits: {reason}")

@@ -111,14 +111,14 @@ def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
 
 def warn_of_other_weights(artifact: Artifact, model: PreTrainedModel) -> None:
     """Log a warning where the files of a model are not those that an artifact was made for."""
-    source = _source_of(model)
+    source = source_of(model)
     if source is None or not has_weights(source):
         return
     if note := other_weights_note(artifact, source):
         _LOG.warning("%s; see: rotationzoo verify", note)
 
 
-def _source_of(model: PreTrainedModel) -> Source | None:
+def source_of(model: PreTrainedModel) -> Source | None:
     """Where a model was loaded from, or None where this is not known, or not on this machine."""
     name, commit = model.name_or_path or "", getattr(model.config, "_commit_hash", None)
     if name and Path(name).is_dir():

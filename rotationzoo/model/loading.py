@@ -131,6 +131,9 @@ def load(
     dequantized to that of the config. Where the model does not have to predict, its language-model
     head may be missing, as it is in some checkpoints.
     """
+    if source.model is not None:
+        loaded: PreTrainedModel = source.model
+        return loaded
     paths, cannot = weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
     config.transformers_weights = entry_file(paths)
@@ -239,6 +242,9 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises `ModelUnavailable`."""
     from transformers import AutoTokenizer
 
+    if source.tokenizer is not None:
+        given: PreTrainedTokenizerBase = source.tokenizer
+        return given
     files = [file for each in _TOKENIZERS for file in source.folder.glob(each)]
     absent = "" if files else ": its tokenizer.json is not there"
     missing = ModelUnavailable(

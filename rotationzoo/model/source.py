@@ -6,8 +6,9 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import (
@@ -57,6 +58,9 @@ class Source:
     name: str
     folder: Path
     revision: str | None
+    model: Any = field(default=None, repr=False, compare=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    """What the caller loaded, and is neither fetched nor read from the folder; None otherwise."""
 
     @property
     def label(self) -> str:
@@ -113,7 +117,9 @@ def find_cached(model: str, revision: str | None) -> Source | None:
 
 def fetch(source: Source, weights: bool = True) -> None:
     """Fetch a model's tokenizer and, if `weights` is set, its weights, unless they are on this
-    machine. Raises `ModelUnavailable`."""
+    machine or loaded. Raises `ModelUnavailable`."""
+    if source.model is not None:
+        return
     if source.revision is not None:
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):
@@ -223,7 +229,7 @@ def license_of(source: Source) -> str | None:
 
 def weights_fingerprint(source: Source) -> str:
     """sha256 over the name, dtype, shape and first and last 256 bytes of every tensor, in name
-    order.
+    order; empty where there are no weights.
 
     It is the same for every sharding of the same weights, and takes seconds for a model of any
     size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
@@ -232,7 +238,7 @@ def weights_fingerprint(source: Source) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name])
-    return digest.hexdigest()
+    return digest.hexdigest() if tensors else ""
 
 
 _STAGE = "fetching the weights"
