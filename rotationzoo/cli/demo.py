@@ -100,6 +100,7 @@ def show_demo(out: Output, artifact: "Artifact", report: "Measured") -> None:
         say(
             f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
             "RotatedCache and serve round the numbers of a row together, most engines one by one",
+            "These questions are easy: evaluate also asks for copies and quotes, which lose more",
             "",
             f"The page about it: {page}",
         )

@@ -86,6 +86,7 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         notes = _notes(ready, model, results)
         probes = _record_probes(ready, model, notes, progress)
     report = _describe(ready, results, drift, notes)
+    _tell_more(pace, results, report)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
     return report
@@ -249,6 +250,16 @@ def _tell_length(
     if pace.estimate(left) > _LONG:
         words.append("--tokens 4096 --tasks needles,key-value takes less")
     pace.tell("; ".join(words))
+
+
+def _tell_more(pace: Pace, results: Results, report: Measured) -> None:
+    """Tell how long the questions take that would settle an open decision."""
+    more = max((each.more_questions or 0 for each in report.window.verdict.decisions), default=0)
+    if more:
+        prompts = [prompt for each in results.answers.asked for prompt in each.series.prompts]
+        tokens = sum(len(prompt.ids) for prompt in prompts) * more // results.answers.questions
+        seconds = pace.estimate(tokens, (*results.judged, *SIMPLEST))
+        pace.tell(f"{more:,} new questions of each task take about {duration(seconds)}")
 
 
 def assemble_report(results: Results, **conditions: Any) -> Measured:
