@@ -34,6 +34,12 @@ NOT_RUN = {
     "rotationzoo calibrate meta-llama/Llama-3.3-70B-Instruct --device-map auto --max-memory 0=": (
         "it gives a GPU's memory, and is refused where there is none"
     ),
+    "rotationzoo calibrate Qwen/Qwen3-8B --keep": (
+        "the small model in its place can do no task, so nothing shows what is kept"
+    ),
+    "rotationzoo calibrate demo --keep": (
+        "it asks questions for minutes; tests/cli/test_calibrate.py asks a quicker model"
+    ),
     "rotationzoo calibrate Qwen/Qwen3-VL-8B-Instruct --data photos.jsonl --images": (
         "its processor needs torchvision; tests/calibration/test_media_job.py runs another"
     ),

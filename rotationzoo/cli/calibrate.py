@@ -178,9 +178,11 @@ def _find_bits(
         out.suggest(*(["serve", *words, "--rotations", folder] if engine == "vllm" else start))
         return
     hint = f"serve it with fp8: vllm serve {model} --kv-cache-dtype fp8"
-    if decision.action != "refuse":
+    if decision.action == "nothing":
+        hint = "ask what it can do: other --lengths, or evaluate with other --tasks"
+    elif decision.action == "ask":
         further = ["evaluate", *words, folder, *served(settings.engine), "--keep", f"{keep:g}"]
-        more = ["--questions", str(decision.more_questions or 1000), "--seed", "1"]
+        more = ["--questions", str(decision.more_questions), "--seed", "1"]
         most = ["--bits", f"{job.rungs[-1].bits:g}"] if job.rungs else []
         hint = f"ask more: {shell_line(*further, *most, *more)}"
     raise RotationZooError(f"nothing shows that {keep:g}% of the answers are kept", hint=hint)
