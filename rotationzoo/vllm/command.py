@@ -37,13 +37,22 @@ def server_command(model: str, has_windows: bool) -> list[str]:
 
 def read_command(command: list[str], more: list[str]) -> Any:
     """The `VllmConfig` of a command of `server_command` with more of vLLM's options, as vLLM itself
-    reads them: nothing is started. Raises `RotationZooError` for options that vLLM refuses, and for
-    those that replace what the command says."""
+    reads them: nothing is started. Raises as `read_options`, and for what vLLM refuses."""
+    from vllm.usage.usage_lib import UsageContext
+
+    engine = read_options(command, more)
+    with as_unavailable("vLLM refuses its options", hint="compare them with vLLM's own --help"):
+        return engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def read_options(command: list[str], more: list[str]) -> Any:
+    """The `AsyncEngineArgs` of a command, which vLLM has not compared with the model yet. Raises
+    `RotationZooError` for options that vLLM does not have, and for those that replace what the
+    command says."""
     try:
         from vllm.entrypoints.common import cli_args
     except ImportError:  # before 0.33.0
         from vllm.entrypoints.launchers import cli_args
-    from vllm.usage.usage_lib import UsageContext
 
     class Parser(cli_args.FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
@@ -60,5 +69,4 @@ def read_command(command: list[str], more: list[str]) -> Any:
                     hint="leave it out, or start vllm serve yourself",
                 )
         given.model = given.model_tag or given.model  # as `vllm serve` does
-        engine = cli_args.AsyncEngineArgs.from_cli_args(given)
-        return engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        return cli_args.AsyncEngineArgs.from_cli_args(given)
