@@ -79,12 +79,12 @@ def evaluate_command(
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     artifacts = artifacts or []
+    _check_order(model, artifacts)
     if save and not artifacts:
         hint = "name a folder of rotations after the model, or print the report with --json"
         raise UsageError("--save adds the report to artifacts, and none is given", hint)
     if measures.keep is not None and not artifacts:
         raise UsageError("--keep decides on rotations, and none are given", "name their folders")
-    _check_order(model, artifacts)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
@@ -123,11 +123,19 @@ def check_kept(report: "Measured") -> None:
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
     """Raise `UsageError` if an artifact stands in the model's place."""
-    if (Path(model) / "manifest.json").is_file():
-        folders = list(map(str, artifacts))
-        rest = typed_words("evaluate", model, *folders)
-        hint = f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}"
-        raise UsageError(f"{model} has rotations, and the model comes before them", hint)
+    if not _has_rotations(model):
+        return
+    places = {Path(model), *artifacts}  # without the slash that a shell adds to a folder
+    words = typed_words("evaluate")
+    given = sorted((word for word in words if Path(word) in places), key=_has_rotations)
+    first = ["MODEL"] if _has_rotations(given[0]) else []
+    rest = [word for word in words if Path(word) not in places]
+    hint = f"give them as: {shell_line('evaluate', *first, *given, *rest)}"
+    raise UsageError(f"{model} has rotations, and the model comes before them", hint)
+
+
+def _has_rotations(folder: str) -> bool:
+    return (Path(folder) / "manifest.json").is_file()
 
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
