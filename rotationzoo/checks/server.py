@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError, Undecided, UsageError
 from rotationzoo.model.absorbed import model_words
 from rotationzoo.network import limits
 from rotationzoo.network.huggingface_session import limit_sessions
@@ -144,12 +144,18 @@ class Server:
         return compare(self.probes, [self._continue(model.id, each) for each in self.probes])
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
-        """The error for what a server reads; None if it is the artifact's rotations."""
+        """The error for what a server reads, which may stay `Undecided`; None if it is the
+        artifact's rotations."""
+        if reading.verdict == "unclear":
+            return Undecided(
+                f"it is not decided which rotations the server at {self.address} reads: "
+                f"{reading.words}",
+                hint="see in the server's log how many layers are stored in 2 bits",
+            )
         problems = {
             "exact": "reads an exact cache: the artifact is not in use",
             "other": "reads other rotations, or was started with another model, other windows or "
             "another rounding",
-            "unclear": "answers too little to tell which rotations it reads",
         }
         problem = problems.get(reading.verdict)
         return self.refuse(f"{problem} ({reading.words})") if problem else None
@@ -203,7 +209,8 @@ class Server:
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise self.refuse(f"does not answer: {error}") from error
         if status == 401:
-            raise self.refuse(f"wants another key than there is in {KEY}")
+            words = f"the server at {self.address} wants another key than there is in {KEY}"
+            raise RotationZooError(words, hint=f"export {KEY}=...")
         if status != 200:
             words = shortened(" ".join(content.decode(errors="replace").split()))
             raise self.refuse(f"answers with status {status}: {words}")
