@@ -28,7 +28,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import folders
-from rotationzoo.storage.files import disk_errors, recover
+from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import recover
 from rotationzoo.storage.locks import locked
 from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import Corpus, read_corpus

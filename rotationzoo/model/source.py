@@ -31,6 +31,7 @@ from rotationzoo.network.huggingface_session import asking_huggingface, describe
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
 from rotationzoo.storage import strict_yaml
+from rotationzoo.storage.disks import remedy
 from rotationzoo.words import nearest
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
@@ -180,6 +181,8 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         hint = "check the network and the disk of HF_HOME, then run the same command again"
         if status_of(error) in (401, 403):
             hint = "run: hf auth login"
+        elif way := remedy(error):
+            hint = f"{way}, or name another folder: export HF_HOME=FOLDER"
         raise ModelUnavailable(
             f"{model} could not be fetched: {first_sentence(error)}", hint=hint
         ) from error

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage.files import beside, disk_errors, put_back
+from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import beside, put_back
 from rotationzoo.storage.locks import locked
 
 

@@ -25,6 +25,7 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, strict_json
+from rotationzoo.storage.disks import disk_errors
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
@@ -141,7 +142,7 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
     if lock is not None and recorded is not None and lock.revision == revision:
         return Pulled(target, entry, copy, revision, recorded, [note])
     _check_target(target, entry)
-    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
+    with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = _find_sizes(entry, copy, revision)
         downloaded = _download_files(copy, revision, sizes, work, progress)
         files = {}
@@ -243,7 +244,7 @@ def _pull_copy(
         return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
-    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
+    with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = _download_files(copy, revision, sizes, work, progress)
         hashes = {name: storage.sha256(downloaded / name) for name in entry.files}

@@ -200,4 +200,5 @@ def test_a_disk_that_fills_up(command):
         words = ["calibrate", "demo", "--recipe", recipe, *SMALL]
         says = only_error(command(*words, preexec_fn=limit))
         assert "cannot be written" in says
+        assert "Hint: make room, or " in says
         assert left_behind(command) == []
