@@ -94,7 +94,7 @@ def find(model: str, revision: str | None = None) -> Source:
     # A hub id has at most one slash, so anything else is a mistyped path.
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelUnavailable(
-            f"there is no folder {model}",
+            f"there is no folder {model}{_alike(model)}",
             hint="check the path, or give a hub id such as Qwen/Qwen3-8B",
         )
     with _hub_errors(model, revision):
@@ -206,9 +206,10 @@ def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
 
 def _alike(model: str) -> str:
     """A folder that was probably meant, as the end of an error message."""
-    parent = Path(model).parent
-    folders = [str(other) for other in parent.glob("*") if other.is_dir()]
-    return nearest(model, folders)
+    path = Path(model).expanduser()
+    folders = [other.name for other in path.parent.glob("*") if other.is_dir()]
+    # Names alone are compared: two paths of one folder are always alike.
+    return nearest(path.name, folders, model.rstrip("/").removesuffix(path.name))
 
 
 def license_of(source: Source) -> str | None:

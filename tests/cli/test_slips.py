@@ -88,6 +88,24 @@ def test_an_artifact_in_the_models_place(inside, artifact, words, right):
     assert says.endswith(f"Hint: give them as: rotationzoo evaluate {right}\n")
 
 
+@pytest.mark.parametrize("command", ["calibrate", "plan", "evaluate", "serve"])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("./my-modle", " (did you mean './my-model'?)"),
+        ("FOLDER/my-modle/", " (did you mean 'FOLDER/my-model'?)"),
+        ("~/my-modle", " (did you mean '~/my-model'?)"),
+        ("./another", ""),
+    ],
+)
+def test_a_mistyped_folder_of_a_model(inside, monkeypatch, command, typed, meant):
+    monkeypatch.setenv("HOME", str(inside.folder))
+    (inside.folder / "my-model").mkdir()
+    typed, meant = (text.replace("FOLDER", str(inside.folder)) for text in (typed, meant))
+    says = only_error(inside(command, typed))
+    assert says.startswith(f"Error: there is no folder {typed}{meant}\n")
+
+
 def test_a_name_that_nobody_published(inside):
     listed = inside("list", "no-such-model", "--index", "bundled")
     assert listed.stdout.startswith("No published rotations match")
