@@ -150,7 +150,7 @@ def _calibrate(
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
-    text = _read_text(planned)
+    text = read_text(planned)
     if note and text and text.note:
         note(text.note)
     check_room(planned)
@@ -184,8 +184,9 @@ def _calibrate(
     return artifact
 
 
-def _read_text(planned: Plan) -> Corpus | None:
-    """The calibration text; None if the recipe needs no statistics."""
+def read_text(planned: Plan) -> Corpus | None:
+    """The calibration text; None if the recipe needs no statistics. Raises `RotationZooError` as
+    `read_corpus`."""
     recipe = planned.job.recipe
     if not recipe.needs_statistics:
         return None

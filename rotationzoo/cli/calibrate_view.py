@@ -1,8 +1,10 @@
 """The output of `calibrate --dry-run`: a few lines for people, or one JSON object."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from rotationzoo.calibration.calibrate import read_text
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.next_steps import typed_words
 from rotationzoo.cli.output import Output, say
@@ -14,6 +16,7 @@ from rotationzoo.figures import size_words
 from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
 from rotationzoo.model.loading import load_processor, load_tokenizer
 from rotationzoo.model.source import fetch
+from rotationzoo.recipe import FILES
 from rotationzoo.words import counted
 
 
@@ -21,7 +24,7 @@ def show_plan(out: Output, job: Job) -> None:
     """Plan the job from the model's config, and print the plan."""
     known = plan(job)
     if known.refusal is None and known.job.recipe.needs_statistics:
-        known = replace(known, notes=(*known.notes, *_missing_tokenizer(known)))
+        known = replace(known, notes=(*known.notes, *_notes_on_text(known)))
     data = _plan_json(known)
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
@@ -29,11 +32,16 @@ def show_plan(out: Output, job: Job) -> None:
         out.suggest(*typed_words("--dry-run"), *_flag_that_fits(known))
 
 
-def _missing_tokenizer(known: Plan) -> list[str]:
-    """A note for a model whose tokenizer, or the processor of its media, cannot be loaded."""
+def _notes_on_text(known: Plan) -> list[str]:
+    """Notes on the text, unless it is on a hub, and for a model whose tokenizer, or the processor
+    of its media, cannot be loaded. Raises `RotationZooError` for text that cannot be used."""
+    data = known.job.recipe.data
     try:
+        if data.source == "bundled" or Path(data.source).suffix.lower() in FILES:
+            text = read_text(known)
+            return [text.note] if text and text.note else []
         fetch(known.source, weights=False)
-        load = load_processor if known.job.recipe.data.media else load_tokenizer
+        load = load_processor if data.media else load_tokenizer
         load(known.source)
     except ModelUnavailable as error:
         return [f"it cannot be calibrated yet: {error}"]
