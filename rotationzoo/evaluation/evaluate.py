@@ -18,12 +18,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
-from rotationzoo.evaluation.compatibility import (
-    float16_notes,
-    judged_text,
-    notes_for_reader,
-    rope_notes,
-)
+from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
 from rotationzoo.evaluation.decision import SIMPLEST, Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
@@ -47,7 +42,6 @@ from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import strict_json
-from rotationzoo.text.rows import shortfall
 from rotationzoo.writer import add_files
 
 _LONG = 120  # seconds of texts, after which a shorter evaluation is named
@@ -73,10 +67,8 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
-    ready = prepare(job, progress)
+    ready = prepare(job, progress, tell)
     job, source = ready.job, ready.source
-    if fewer := shortfall(ready.text.rows, judged_text(job.data)):
-        tell(fewer)
     fetch_weights(source, progress)
     check_weights(ready.artifacts, source, job.anyway)
     with place_weights(job.device_map, job.max_memory) as placement:
