@@ -2,6 +2,7 @@
 verdict on a wish in plain sentences.
 """
 
+import math
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,7 @@ from rotationzoo.figures import size_words
 from rotationzoo.geometry import has_latents
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find
+from rotationzoo.recipe.schema import RopeScaling
 from rotationzoo.storage.files import read_json
 from rotationzoo.words import counted
 
@@ -46,6 +48,7 @@ class Wish:
     card: Card
     storage: Storage = field(default_factory=Storage)
     revision: str | None = None
+    rope_scaling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,20 @@ def measure_capacity(wish: Wish) -> Capacity:
     weights = weigh(source, config, shape)
     positions = text_config(config).get("max_position_embeddings")
     positions = positions if isinstance(positions, int) and positions > 0 else None
+    if positions and wish.rope_scaling:
+        scaling = RopeScaling.parse(wish.rope_scaling)
+        positions = int(scaling.factor * (scaling.positions or positions))
     context = wish.context or min(_CONTEXT, positions or _CONTEXT)
     return Capacity(wish, source, shape, weights, positions, context)
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
-    """The entries for this model in the index that comes with the package."""
-    entries = read_json(_INDEX).get("entries", [])
+    """The entries for this model, of its scaling of RoPE, in the index that comes with the
+    package."""
+    entries, scaling = read_json(_INDEX).get("entries", []), capacity.wish.rope_scaling
     name = capacity.source.label.lower()
-    return [entry for entry in entries if entry["model"].lower() == name]
+    named = [entry for entry in entries if entry["model"].lower() == name]
+    return [entry for entry in named if scaling in (None, entry.get("rope_scaling"))]
 
 
 @dataclass(frozen=True)
@@ -168,9 +176,10 @@ def remarks(capacity: Capacity) -> list[str]:
     """What the numbers leave out, and what prevents the wish on any card."""
     wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
     if capacity.positions is not None and capacity.context > capacity.positions:
+        factor = math.ceil(capacity.context / capacity.positions)
         lines.append(
             f"{wish.model} was made for {counted(capacity.positions, 'position')}: a request of "
-            f"{tokens} needs RoPE scaling"
+            f"{tokens} needs RoPE scaling: --rope-scaling yarn:{factor}"
         )
     elif wish.context is None and capacity.context == capacity.positions:
         lines.append(f"without --context, a request has {tokens}, all positions of {wish.model}")

@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
-from rotationzoo.cli.options import Json, ModelName, Revision, option
+from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, option
 from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.figures import size_words
@@ -31,6 +31,7 @@ def plan_command(
     sink: Annotated[int, option("First tokens kept exact.", min=0)] = 64,
     recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
+    rope_scaling: RopeScaling = None,
     json: Json = False,
     quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
 ) -> None:
@@ -49,21 +50,26 @@ def plan_command(
     from rotationzoo.capacity.cards import parse_card, several
     from rotationzoo.capacity.plan import Wish, measure_capacity
     from rotationzoo.capacity.shape import Storage
+    from rotationzoo.recipe.loading import PRESETS, with_rope_scaling
 
+    recipe = PRESETS["oscar"]
+    if rope_scaling is not None:
+        recipe = with_rope_scaling(recipe, rope_scaling)
     card = several(parse_card(gpu), gpus)
     hush_libraries()
     storage = Storage(FORMATS[format], sink, recent)
-    wish = Wish(model, context, requests, card, storage, revision)
-    show_capacity(out, measure_capacity(wish), format)
+    wish = Wish(model, context, requests, card, storage, revision, recipe.rope_scaling)
+    show_capacity(out, measure_capacity(wish), format, recipe.name)
 
 
-def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
-    """Print the plan for a wish: tables for people, one line, or one JSON object."""
+def show_capacity(out: Output, capacity: "Capacity", format: str, recipe: str) -> None:
+    """Print the plan for a wish: tables for people, one line, or one JSON object. `recipe`: the
+    name of the one that its commands calibrate by."""
     from rotationzoo.capacity.plan import capacity_json, judge_wish, remarks, zoo_entries
 
     answer = judge_wish(capacity, capacity.wish.card)
     entries = zoo_entries(capacity)
-    commands = _commands(capacity, format)
+    commands = _commands(capacity, format, recipe)
     notes = remarks(capacity)
     data = {
         **capacity_json(capacity),
@@ -90,7 +96,7 @@ def show_capacity(out: Output, capacity: "Capacity", format: str) -> None:
 
     out.result(data, answer.words, show)
     if any(entry["format"] in _PULLED for entry in entries):
-        out.suggest("pull", capacity.wish.model)
+        out.suggest("pull", capacity.wish.model, *_scaled(capacity))
     elif answer.context:
         out.suggest(*retyped({"--context": str(answer.context)}))
     elif answer.cache is not None and commands:
@@ -185,13 +191,19 @@ def _show_steps(answer: "Answer", commands: list[str], model: str) -> None:
         show_lines(*(f"  {command}" for command in commands))
 
 
-def _commands(capacity: "Capacity", format: str) -> list[str]:
+def _scaled(capacity: "Capacity") -> list[str]:
+    scaling = capacity.wish.rope_scaling
+    return ["--rope-scaling", scaling] if scaling else []
+
+
+def _commands(capacity: "Capacity", format: str, recipe: str) -> list[str]:
     """The commands that lead to the 2-bit cache of the plan."""
     from rotationzoo.storage.folders import default_output
 
     wish, storage = capacity.wish, capacity.wish.storage
-    artifact, model = str(default_output(wish.model, "oscar")), named(wish.model, wish.revision)
-    generate = ["generate", *model, "--rotations", artifact]
+    artifact, model = str(default_output(wish.model, recipe)), named(wish.model, wish.revision)
+    scaled = _scaled(capacity)
+    generate = ["generate", *model, "--rotations", artifact, *scaled]
     export = ["export", artifact, "--for", format]
     if format != "sglang":
         generate += ["--format", format]
@@ -203,7 +215,8 @@ def _commands(capacity: "Capacity", format: str) -> list[str]:
         export += generate[generate.index("--sink") :] if "--sink" in generate else []
     elif windows != "64/256":
         export += ["--windows", windows]
-    commands = [["calibrate", *model], generate]
-    if not capacity.caches_latents:  # which engines with these formats do not take
+    commands = [["calibrate", *model, *scaled], generate]
+    # Engines with these formats take no latents, and `serve` no scaled RoPE.
+    if not (capacity.caches_latents or (scaled and format == "vllm")):
         commands.append(export)
     return [shell_line(*words) for words in commands]

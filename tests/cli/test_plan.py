@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.command_line import only_error, succeeded
+from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family
 from support.popular import CONFIGS, remember_shape
 from support.published import ok
@@ -91,6 +91,26 @@ def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3
     )
     asked = inside(*LONG).stdout
     assert "made for 40,960 positions: a request of 131,072 tokens needs RoPE scaling" in asked
+    assert "--rope-scaling yarn:4" in asked
+
+
+@pytest.mark.parametrize("format", ["sglang", "vllm"])
+def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
+    planned = inside("plan", "demo", "--rope-scaling", "yarn:4.0", "--format", format)
+    assert planned.stderr == "Next: rotationzoo calibrate demo --rope-scaling yarn:4\n"
+    assert "a request has 32,768 tokens, all positions of demo" in planned.stdout
+    calibrate, generate, *last = ok(
+        inside("plan", "demo", "--rope-scaling", "yarn:4.0", "--format", format, "--json")
+    )["commands"]
+    assert not last or "serve" not in last[0], "which takes no scaled RoPE"
+    folder = "rotations/demo-oscar-yarn-4"
+    assert generate.startswith(
+        f"rotationzoo generate demo --rotations {folder} --rope-scaling yarn:4"
+    )
+    made = inside(*shlex.split(calibrate)[1:], *SMALL)
+    assert f"Folder: {folder}\n" in succeeded(made).stdout
+    short = ["-p", "a b c", "--max-new-tokens", "1"]
+    succeeded(inside(*shlex.split(generate)[1:], *short))
 
 
 def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
@@ -104,6 +124,8 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stdout
     report = json.loads(inside("plan", "Qwen/Qwen3-8B", "--json").stdout)
     assert {entry["model"] for entry in report["zoo"]} == {"Qwen/Qwen3-8B"}
+    scaled = inside("plan", "Qwen/Qwen3-8B", "--rope-scaling", "yarn:4")
+    assert "Published" not in scaled.stdout, "these were made for the positions of the config"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +133,7 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     [
         (["demo", "--gpu", "h300"], 2, "did you mean"),
         (["demo", "--context", "0"], 2, "--context"),
+        (["demo", "--rope-scaling", "yarn"], 2, "must be written as yarn:4"),
         (["demo", "--format", "gguf"], 2, "'sglang', 'vllm', 'mlx'"),
     ],
 )
