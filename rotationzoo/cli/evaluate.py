@@ -123,19 +123,14 @@ def check_kept(report: "Measured") -> None:
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
     """Raise `UsageError` if an artifact stands in the model's place."""
-    if not _has_rotations(model):
-        return
-    places = {Path(model), *artifacts}  # without the slash that a shell adds to a folder
-    words = typed_words("evaluate")
-    given = sorted((word for word in words if Path(word) in places), key=_has_rotations)
-    first = ["MODEL"] if _has_rotations(given[0]) else []
-    rest = [word for word in words if Path(word) not in places]
-    hint = f"give them as: {shell_line('evaluate', *first, *given, *rest)}"
-    raise UsageError(f"{model} has rotations, and the model comes before them", hint)
-
-
-def _has_rotations(folder: str) -> bool:
-    return (Path(folder) / "manifest.json").is_file()
+    names = [model, *map(str, artifacts)]
+    folders = [name for name in names if (Path(name) / "manifest.json").is_file()]
+    if model in folders:
+        models = [name for name in names if name not in folders] or ["MODEL"]
+        # A path has no slash at its end, as a shell writes it.
+        rest = [word for word in typed_words("evaluate", model) if str(Path(word)) not in names]
+        hint = f"give them as: {shell_line('evaluate', *models, *folders, *rest)}"
+        raise UsageError(f"{model} has rotations, and the model comes before them", hint)
 
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:

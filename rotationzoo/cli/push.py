@@ -114,7 +114,7 @@ def push_command(
         out.suggest(*typed_words("--dry-run"))
         return
     # After the dry run, because publishing asks a hub for the model's config.
-    destination = Destination(repo, options.chosen_hubs(to), create_pr)
+    destination = Destination(repo, options.chosen_hubs(to), create_pr, signing.words)
     upload, places = publish(out, opened, upload, destination, signer, anew)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))

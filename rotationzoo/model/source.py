@@ -73,6 +73,13 @@ class Source:
         return f"where the hub can be reached, run: {command}" if self.revision else None
 
 
+def is_local(model: str) -> bool:
+    """Whether this is `demo` or a folder, which may be missing, and no hub id: that has at most one
+    slash."""
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return is_path or model == "demo" or Path(model).is_dir()
+
+
 def find(model: str, revision: str | None = None) -> Source:
     """Locate a hub id, a local folder or `demo`. Fetches at most `config.json`. Raises
     `ModelUnavailable`, also for a revision of what is on this machine."""
@@ -91,8 +98,7 @@ def find(model: str, revision: str | None = None) -> Source:
             )
         check_configs(folder, model)
         return Source(model, folder, None)
-    # A hub id has at most one slash, so anything else is a mistyped path.
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if is_local(model):  # a mistyped path
         raise ModelUnavailable(
             f"there is no folder {model}{_alike(model)}",
             hint="check the path, or give a hub id such as Qwen/Qwen3-8B",

@@ -10,29 +10,17 @@ from safetensors import SafetensorError
 
 from rotationzoo.errors import RotationZooError
 
-_ROOM, _PERMISSION = "make room", "check who may read and write there"
-_REMEDIES = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: _ROOM,
-    errno.EACCES: _PERMISSION,
-    errno.EPERM: _PERMISSION,
-    errno.EROFS: "mount it for writing",
-}
-_AS_TEXT = re.compile(r"\(os error (\d+)\)")  # in errors of safetensors, which have no number
+ROOM = "make room"
+_REMEDIES = {errno.EROFS: "mount it for writing"}
+_REMEDIES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM)
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM), "check who may read and write there")
 
 
 def remedy(error: BaseException | None) -> str | None:
-    """What helps against the error of a disk; None for all other errors."""
-    number = getattr(error, "errno", None)
-    if found := _AS_TEXT.search(str(error)):
-        number = int(found[1])
-    return _REMEDIES.get(number or 0)
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether an error says that there is no room for a file."""
-    return remedy(error) == _ROOM
+    """What helps against the error of a disk, whose number safetensors has in its text alone; None
+    for all other errors."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return _REMEDIES.get(int(found[1]) if found else getattr(error, "errno", None) or 0)
 
 
 @contextmanager
@@ -43,5 +31,5 @@ def disk_errors(path: Path, way_out: str = "choose another place with --output")
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        ways = filter(None, (remedy(error), way_out))
-        raise RotationZooError(f"{path} cannot be written: {reason}", ", or ".join(ways)) from error
+        ways = ", or ".join(filter(None, (remedy(error), way_out)))
+        raise RotationZooError(f"{path} cannot be written: {reason}", ways) from error

@@ -76,8 +76,8 @@ def test_only_a_full_disk_is_called_full(inside, monkeypatch, number, helps):
     [
         ("MADE demo", "demo MADE"),
         ("MADE owner/model --for vllm", "owner/model MADE --for vllm"),
-        ("MADE/ ./some-model/ --save", "./some-model/ MADE/ --save"),
-        ("MADE MADE/ demo", "demo MADE MADE/"),
+        ("MADE/ ./some-model/ --save", "some-model MADE/ --save"),
+        ("MADE MADE/ demo", "demo MADE MADE"),
         ("MADE --save", "MODEL MADE --save"),
     ],
 )
