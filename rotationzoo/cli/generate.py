@@ -5,7 +5,7 @@ import select
 import stat
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,8 +29,30 @@ _PATIENCE = 2.0  # seconds
 _HINT = 'give a text with --prompt "TEXT" or --file FILE'
 
 
+@dataclass(frozen=True)
+class Settings(options.Loading):
+    """Options on the text and the cache, by the names of `api.GenerationOptions`."""
+
+    engine: options.Engine = None
+    chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False
+    max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None
+    bits: options.Budget = None
+    format: Annotated[options.Format | None, option("The 2-bit format")] = None
+    rounding: options.Rounding = None
+    sink: options.Sink = None
+    recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=0)] = None
+    prefill_chunk: Annotated[int, option("Read the prompt in chunks of so many tokens.", min=1)] = (
+        2048
+    )
+    prefill_layout: options.PrefillLayout = None
+    rope_scaling: options.RopeScaling = None
+    compare: Annotated[bool, option("Also show what the exact model writes.")] = False
+    anyway: options.Anyway = False
+
+
 def generate_command(
     model: options.ModelName,
+    settings: Settings,
     rotations: Annotated[
         str | None,
         option(
@@ -38,30 +60,10 @@ def generate_command(
             "the folder rotations that you calibrated or pulled on this machine."
         ),
     ] = None,
-    engine: options.Engine = None,
     prompt: Annotated[str | None, option("The text to continue.", "--prompt", "-p")] = None,
     file: Annotated[
         Path | None, option("A file with that text, or - for a pipe.", "--file", "-f")
     ] = None,
-    chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False,
-    max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None,
-    bits: options.Budget = None,
-    format: Annotated[options.Format | None, option("The 2-bit format")] = None,
-    rounding: options.Rounding = None,
-    sink: options.Sink = None,
-    recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=0)] = None,
-    prefill_chunk: Annotated[
-        int, option("Read the prompt in chunks of so many tokens.", min=1)
-    ] = 2048,
-    prefill_layout: options.PrefillLayout = None,
-    rope_scaling: options.RopeScaling = None,
-    compare: Annotated[bool, option("Also show what the exact model writes.")] = False,
-    anyway: options.Anyway = False,
-    revision: options.Revision = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
     json: options.Json = False,
     quiet: Annotated[bool, option("Print the text and nothing else.", "--quiet", "-q")] = False,
 ) -> None:
@@ -74,7 +76,7 @@ def generate_command(
     rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --compare < long.txt
     """
     out = Output(json, quiet)
-    if quiet and compare:
+    if quiet and settings.compare:
         raise UsageError(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
@@ -84,38 +86,16 @@ def generate_command(
 
     hush_libraries()
     _check_order(model, rotations)
-    job = generation_job(
-        model,
-        text,
-        None,
-        engine=engine,
-        chat=chat,
-        max_new_tokens=max_new_tokens,
-        bits=bits,
-        format=format,
-        rounding=rounding,
-        sink=sink,
-        recent=recent,
-        prefill_chunk=prefill_chunk,
-        prefill_layout=prefill_layout,
-        rope_scaling=rope_scaling,
-        compare=compare,
-        anyway=anyway,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
+    job = generation_job(model, text, None, **vars(settings))
     job.check()  # before rotations are looked for
-    job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
+    job = replace(job, rotations=_choose_rotations(out, model, rotations, settings.revision))
     with TextScreen(out) as screen:
         report = generate(job, screen.progress, None if json else screen.write, screen.note)
     if out.mode is not Mode.QUIET:  # which wants the text alone, and that is on stdout already
         out.result(report, "", lambda: _say_generation(out, report))
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
-    suggest_next(out, report, model, engine)
+    suggest_next(out, report, model, settings.engine)
 
 
 def _choose_rotations(
