@@ -2,7 +2,6 @@
 verdict on a wish in plain sentences.
 """
 
-import math
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -107,12 +106,10 @@ def measure_capacity(wish: Wish) -> Capacity:
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
-    """The entries for this model, of its scaling of RoPE, in the index that comes with the
-    package."""
-    entries, scaling = read_json(_INDEX).get("entries", []), capacity.wish.rope_scaling
-    name = capacity.source.label.lower()
-    named = [entry for entry in entries if entry["model"].lower() == name]
-    return [entry for entry in named if scaling in (None, entry.get("rope_scaling"))]
+    """The entries for this model, as it is scaled, in the index that comes with the package."""
+    entries = read_json(_INDEX).get("entries", [])
+    wished = capacity.source.label.lower(), capacity.wish.rope_scaling
+    return [each for each in entries if (each["model"].lower(), each.get("rope_scaling")) == wished]
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ def remarks(capacity: Capacity) -> list[str]:
     """What the numbers leave out, and what prevents the wish on any card."""
     wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
     if capacity.positions is not None and capacity.context > capacity.positions:
-        factor = math.ceil(capacity.context / capacity.positions)
+        factor = -(-capacity.context // capacity.positions)
         lines.append(
             f"{wish.model} was made for {counted(capacity.positions, 'position')}: a request of "
             f"{tokens} needs RoPE scaling: --rope-scaling yarn:{factor}"

@@ -1,7 +1,6 @@
 """The output of `calibrate --dry-run`: a few lines for people, or one JSON object."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rotationzoo.calibration.calibrate import read_text
@@ -14,16 +13,13 @@ from rotationzoo.codec.size import CONTEXT, bits_per_element
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.figures import size_words
 from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
-from rotationzoo.model.loading import load_processor, load_tokenizer
-from rotationzoo.model.source import fetch
-from rotationzoo.recipe import FILES
 from rotationzoo.words import counted
 
 
 def show_plan(out: Output, job: Job) -> None:
     """Plan the job from the model's config, and print the plan."""
     known = plan(job)
-    if known.refusal is None and known.job.recipe.needs_statistics:
+    if known.refusal is None:
         known = replace(known, notes=(*known.notes, *_notes_on_text(known)))
     data = _plan_json(known)
     out.notes(known.notes)
@@ -33,19 +29,13 @@ def show_plan(out: Output, job: Job) -> None:
 
 
 def _notes_on_text(known: Plan) -> list[str]:
-    """Notes on the text, unless it is on a hub, and for a model whose tokenizer, or the processor
-    of its media, cannot be loaded. Raises `RotationZooError` for text that cannot be used."""
-    data = known.job.recipe.data
+    """Notes on the text, or on a model whose tokenizer, or the processor of its media, cannot be
+    loaded. Raises `RotationZooError` for text that cannot be used."""
     try:
-        if data.source == "bundled" or Path(data.source).suffix.lower() in FILES:
-            text = read_text(known)
-            return [text.note] if text and text.note else []
-        fetch(known.source, weights=False)
-        load = load_processor if data.media else load_tokenizer
-        load(known.source)
+        text = read_text(known)
     except ModelUnavailable as error:
         return [f"it cannot be calibrated yet: {error}"]
-    return []
+    return [text.note] if text and text.note else []
 
 
 def _flag_that_fits(known: Plan) -> list[str]:

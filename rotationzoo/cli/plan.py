@@ -52,9 +52,7 @@ def plan_command(
     from rotationzoo.capacity.shape import Storage
     from rotationzoo.recipe.loading import PRESETS, with_rope_scaling
 
-    recipe = PRESETS["oscar"]
-    if rope_scaling is not None:
-        recipe = with_rope_scaling(recipe, rope_scaling)
+    recipe = with_rope_scaling(PRESETS["oscar"], rope_scaling)
     card = several(parse_card(gpu), gpus)
     hush_libraries()
     storage = Storage(FORMATS[format], sink, recent)
@@ -63,8 +61,7 @@ def plan_command(
 
 
 def show_capacity(out: Output, capacity: "Capacity", format: str, recipe: str) -> None:
-    """Print the plan for a wish: tables for people, one line, or one JSON object. `recipe`: the
-    name of the one that its commands calibrate by."""
+    """Print the plan for a wish, with commands for a recipe: tables, a line, or a JSON object."""
     from rotationzoo.capacity.plan import capacity_json, judge_wish, remarks, zoo_entries
 
     answer = judge_wish(capacity, capacity.wish.card)
@@ -96,7 +93,7 @@ def show_capacity(out: Output, capacity: "Capacity", format: str, recipe: str) -
 
     out.result(data, answer.words, show)
     if any(entry["format"] in _PULLED for entry in entries):
-        out.suggest("pull", capacity.wish.model, *_scaled(capacity))
+        out.suggest("pull", *named(capacity.wish.model, None, capacity.wish.rope_scaling))
     elif answer.context:
         out.suggest(*retyped({"--context": str(answer.context)}))
     elif answer.cache is not None and commands:
@@ -191,19 +188,14 @@ def _show_steps(answer: "Answer", commands: list[str], model: str) -> None:
         show_lines(*(f"  {command}" for command in commands))
 
 
-def _scaled(capacity: "Capacity") -> list[str]:
-    scaling = capacity.wish.rope_scaling
-    return ["--rope-scaling", scaling] if scaling else []
-
-
 def _commands(capacity: "Capacity", format: str, recipe: str) -> list[str]:
     """The commands that lead to the 2-bit cache of the plan."""
     from rotationzoo.storage.folders import default_output
 
     wish, storage = capacity.wish, capacity.wish.storage
-    artifact, model = str(default_output(wish.model, recipe)), named(wish.model, wish.revision)
-    scaled = _scaled(capacity)
-    generate = ["generate", *model, "--rotations", artifact, *scaled]
+    artifact = str(default_output(wish.model, recipe))
+    model = named(wish.model, wish.revision, wish.rope_scaling)
+    generate = ["generate", *model, "--rotations", artifact]
     export = ["export", artifact, "--for", format]
     if format != "sglang":
         generate += ["--format", format]
@@ -215,8 +207,8 @@ def _commands(capacity: "Capacity", format: str, recipe: str) -> list[str]:
         export += generate[generate.index("--sink") :] if "--sink" in generate else []
     elif windows != "64/256":
         export += ["--windows", windows]
-    commands = [["calibrate", *model, *scaled], generate]
+    commands = [["calibrate", *model], generate]
     # Engines with these formats take no latents, and `serve` no scaled RoPE.
-    if not (capacity.caches_latents or (scaled and format == "vllm")):
+    if not (capacity.caches_latents or (wish.rope_scaling and format == "vllm")):
         commands.append(export)
     return [shell_line(*words) for words in commands]

@@ -105,7 +105,7 @@ def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     assert not last or "serve" not in last[0], "which takes no scaled RoPE"
     folder = "rotations/demo-oscar-yarn-4"
     assert generate.startswith(
-        f"rotationzoo generate demo --rotations {folder} --rope-scaling yarn:4"
+        f"rotationzoo generate demo --rope-scaling yarn:4 --rotations {folder}"
     )
     made = inside(*shlex.split(calibrate)[1:], *SMALL)
     assert f"Folder: {folder}\n" in succeeded(made).stdout
