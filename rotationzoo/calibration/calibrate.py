@@ -4,7 +4,6 @@ A job can be stopped and resumed. The output folder is checked first: whether it
 replaceable, or already finished.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -51,19 +50,6 @@ def check_output(job: Job) -> None:
             if not (job.restart or job.unfinished or _asked_recipe(artifact) == job.recipe.hash):
                 raise _other_recipe(job, artifact)
     folders.check_writable(job.output)
-
-
-def check_room(known: Plan) -> None:
-    """Raise `RotationZooError` if the disk lacks room for the artifact and a checkpoint."""
-    output = known.job.output
-    free = shutil.disk_usage(folders.existing_parent(output)).free
-    needed = 2 * known.artifact_bytes
-    if free < needed:
-        raise RotationZooError(
-            f"the disk of {output} has {free / 1e6:,.0f} MB free "
-            f"and {needed / 1e6:,.0f} MB are needed",
-            hint="make room, or choose another place with --output",
-        )
 
 
 def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
@@ -153,7 +139,7 @@ def _calibrate(
     text = read_text(planned)
     if note and text and text.note:
         note(text.note)
-    check_room(planned)
+    folders.check_room(job.output, 2 * planned.artifact_bytes)  # with a checkpoint
     if planned.needs_weights:
         fetch_weights(source, progress)
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from rotationzoo.errors import RotationZooError
 
-ROOM = "make room"
+ROOM, WAY_OUT = "make room", "choose another place with --output"
 _REMEDIES = {errno.EROFS: "mount it for writing"}
 _REMEDIES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM)
 _REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM), "check who may read and write there")
@@ -24,7 +24,7 @@ def remedy(error: BaseException | None) -> str | None:
 
 
 @contextmanager
-def disk_errors(path: Path, way_out: str = "choose another place with --output") -> Iterator[None]:
+def disk_errors(path: Path, way_out: str = WAY_OUT) -> Iterator[None]:
     """Turn the error of a disk into one sentence, whose hint is its remedy or `way_out`, which says
     how to name another place."""
     try:

@@ -7,7 +7,6 @@ in `zoo.lock.json` next to the files. Later downloads must agree with them.
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -319,12 +318,8 @@ def _download_files(
 ) -> Path:
     """Fetch the files of a copy into a folder inside `work` that holds nothing else; `sizes` are in
     bytes, by name. Raises `RotationZooError` if the disk has no room for all of them."""
-    needed, free = sum(sizes.values()), shutil.disk_usage(work).free
-    if needed > free:
-        raise RotationZooError(
-            f"{copy.path} of {copy.repo} is {needed:,} bytes, and {free:,} are free on the disk",
-            hint=f"make room, or {_WAY_OUT}",
-        )
+    needed = sum(sizes.values())
+    folders.check_room(work.parent, needed, _WAY_OUT)
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"

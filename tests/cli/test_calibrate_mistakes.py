@@ -113,7 +113,7 @@ def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
 
 def test_fewer_tokens_than_asked_are_said_before_the_model_runs(inside, monkeypatch):
     (inside.folder / "short.txt").write_text("a few words\n" * 200)
-    monkeypatch.setattr("rotationzoo.calibration.calibrate.check_room", _stop)
+    monkeypatch.setattr("rotationzoo.calibration.calibrate.fetch_weights", _stop)
     monkeypatch.setattr("rotationzoo.evaluation.evaluate.fetch_weights", _stop)
     for words in (["calibrate"], ["evaluate", "--windows", "8/8"], ["calibrate", "--dry-run"]):
         words += ["--data", "short.txt", "--length", "128", "--tokens", "32768"]
