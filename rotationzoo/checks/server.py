@@ -144,14 +144,11 @@ class Server:
         return compare(self.probes, [self._continue(model.id, each) for each in self.probes])
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
-        """The error for what a server reads, which may stay `Undecided`; None if it is the
-        artifact's rotations."""
+        """The error for what a server reads; None if it is the artifact's rotations."""
         if reading.verdict == "unclear":
-            return Undecided(
-                f"it is not decided which rotations the server at {self.address} reads: "
-                f"{reading.words}",
-                hint="see in the server's log how many layers are stored in 2 bits",
-            )
+            words = f"it is not decided which rotations the server at {self.address} reads"
+            hint = "see in the server's log how many layers are stored in 2 bits"
+            return Undecided(f"{words}: {reading.words}", hint)
         problems = {
             "exact": "reads an exact cache: the artifact is not in use",
             "other": "reads other rotations, or was started with another model, other windows or "
@@ -209,8 +206,7 @@ class Server:
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise self.refuse(f"does not answer: {error}") from error
         if status == 401:
-            words = f"the server at {self.address} wants another key than there is in {KEY}"
-            raise RotationZooError(words, hint=f"export {KEY}=...")
+            raise self.refuse(f"wants another key than there is in {KEY}")
         if status != 200:
             words = shortened(" ".join(content.decode(errors="replace").split()))
             raise self.refuse(f"answers with status {status}: {words}")

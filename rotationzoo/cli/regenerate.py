@@ -101,10 +101,8 @@ def regenerate_command(
         artifact = Artifact.open(job.output)
         upload = prepare_upload(artifact, zoo)
         # As a pull request, so that a person decides whether to merge it.
-        destination = Destination(zoo, options.chosen_hubs(to), True, signing.words)
-        _, places = publish(
-            out, artifact, upload, destination, signer, anew=signing.sign is not None
-        )
+        destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
+        _, places = publish(out, artifact, upload, destination, signer, signing)
     show_regenerated(out, job.output, verdict, places)
     listing = ["list", *place_options(None, zoo, zoo_index, hub)]
     out.suggest(*(listing if places else publishing))

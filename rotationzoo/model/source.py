@@ -31,7 +31,6 @@ from rotationzoo.network.huggingface_session import asking_huggingface, describe
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
 from rotationzoo.storage import strict_yaml
-from rotationzoo.storage.disks import remedy
 from rotationzoo.words import nearest
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
@@ -74,8 +73,7 @@ class Source:
 
 
 def is_local(model: str) -> bool:
-    """Whether this is `demo` or a folder, which may be missing, and no hub id: that has at most one
-    slash."""
+    """Whether this is `demo` or a folder, which may be missing: a hub id has at most one slash."""
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     return is_path or model == "demo" or Path(model).is_dir()
 
@@ -187,8 +185,6 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         hint = "check the network and the disk of HF_HOME, then run the same command again"
         if status_of(error) in (401, 403):
             hint = "run: hf auth login"
-        elif way := remedy(error):
-            hint = f"{way}, or name another folder: export HF_HOME=FOLDER"
         raise ModelUnavailable(
             f"{model} could not be fetched: {first_sentence(error)}", hint=hint
         ) from error

@@ -3,8 +3,7 @@ hub that holds both."""
 
 import datetime
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,8 +172,6 @@ class Destination:
     hubs: list[str]
     create_pr: bool = False
     """Whether a person decides there, as a pull request."""
-    signing: Sequence[str] = ()
-    """The options with which the command line signs, for the hint."""
 
 
 def push(
@@ -196,11 +193,9 @@ def push(
         except RotationZooError as error:  # a hub that refuses, or an index signed by others
             if not published:
                 raise
-            words = ["push", name, to.repo, "--to", hub_name, *to.signing]
-            words += ["--create-pr"] * to.create_pr
             raise PartlyDone(
                 f"{', '.join(published)} took it and {hub_name} did not: {error}",
-                hint=f"finish with: {shlex.join(['rotationzoo', *words])}",
+                hint=f"finish with: rotationzoo push {name} {to.repo} --to {hub_name}",
             ) from error
     return published
 
