@@ -144,13 +144,9 @@ def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
 
 def parse_questions(text: str) -> int | Literal["auto"]:
     """Parse a number, or `auto`. Raises `UsageError`."""
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError as error:
-        words = f"--questions {text!r} is no number"
-        raise options.wrong_value(words, "--questions 64, or auto") from error
+    if text != "auto" and not text.removeprefix("-").isdecimal():
+        raise options.wrong_value(f"--questions {text!r} is no number", "--questions 64, or auto")
+    return "auto" if text == "auto" else int(text)
 
 
 def parse_layers(text: str | None) -> set[int] | None:

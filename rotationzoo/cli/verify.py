@@ -30,10 +30,7 @@ def verify_command(
     ] = False,
     server: Annotated[
         str | None,
-        option(
-            "Also ask this running vLLM whether it reads these rotations; exit 4 if undecided.",
-            metavar="URL",
-        ),
+        option("Also ask this running vLLM if it reads them; exit 4 if undecided.", metavar="URL"),
     ] = None,
     revision: options.Revision = None,
 ) -> None:

@@ -50,8 +50,7 @@ class BadRow(RotationZooError):
 
 @dataclass
 class Tally:
-    """How many rows were read, with how many tokens, and what is wrong with those left out, by
-    number."""
+    """How many rows and tokens were read, and what is wrong with rows left out, by number."""
 
     rows: int = 0
     tokens: int = 0

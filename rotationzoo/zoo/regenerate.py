@@ -54,10 +54,9 @@ class DueModel:
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, RotationZooError]]:
-    """The models that are due, and model -> error for those that could not be checked. Models are
-    folders, or looked up on Hugging Face, from which they are always fetched. `configs` is the
-    folder of recipe files, or one of them. Raises `RotationZooError` if no model could be checked.
-    """
+    """The models that are due, and model -> error for those that could not be checked. Those that
+    are no folders are looked up on Hugging Face, from which they are always fetched. `configs` is
+    the folder of recipe files, or one. Raises `RotationZooError` if no model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
     of_models = [(path, recipe) for path, recipe in loaded.items() if recipe.model]
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -147,11 +146,9 @@ def _changed_here(source: Source, published: Entry) -> str | None:
     return None if is_same else "changed: the weights"
 
 
-def _changed(
-    hub: HuggingFace, revision: str, hashes: dict[str, str], published: Entry
-) -> str | None:
-    """The same for a model on a hub. `hashes`: of the files at `revision`."""
-    if published.model_revision == revision:
+def _changed(hub: HuggingFace, at: str, hashes: dict[str, str], published: Entry) -> str | None:
+    """The same for a model on a hub. `hashes`: of the files `at` a revision."""
+    if published.model_revision == at:
         return None
     try:
         _, before = hub.contents(published.model, published.model_revision)
@@ -175,9 +172,8 @@ def regenerate(
 ) -> dict[str, Any]:
     """Calibrate, evaluate next to the published rotations, if there are any, and validate.
     `evaluation` has the text and the settings; its model and artifacts are filled in here. Raises
-    `RotationZooError` if the new rotations are worse than the published ones on the new revision;
-    `publishing` is the command for the hint.
-    """
+    `RotationZooError`, with the command `publishing` as a hint, if the new rotations are worse than
+    the published ones on the new revision."""
     artifact = calibrate(job, progress)
     name, published = listed_name(artifact.manifest.model), None
     entry = find_newest(loaded.content, name, job.recipe)
