@@ -25,7 +25,7 @@ def regenerate_command(
     machine: options.Machine,
     out: Output,
     model: Annotated[
-        str | None, argument("The model to make rotations for; none with --plan.")
+        str | None, argument("A hub id or a folder, as a recipe has it; none with --plan.")
     ] = None,
     plan: Annotated[bool, option("Only list what is due.")] = False,
     configs: Annotated[Path, option("Folder of recipe files, or one.")] = Path("configs"),
