@@ -22,7 +22,6 @@ from rotationzoo.cli import output
 from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
-from rotationzoo.storage.disks import remedy
 from rotationzoo.words import nearest
 
 _GROUPS = {
@@ -262,6 +261,8 @@ def _known_error(error: Exception) -> RotationZooError:
     if hasattr(error, "format_message"):
         return _usage_error(error)
     if isinstance(error, OSError) and error.strerror:
+        from rotationzoo.storage.disks import remedy  # which waits for torch
+
         place = f"{error.filename}: " if error.filename else ""
         return RotationZooError(f"{place}{error.strerror}", remedy(error) or "check the path")
     name, first = type(error).__name__, first_sentence(error)
