@@ -3,6 +3,7 @@ which must not be worse than the published ones.
 """
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -79,16 +80,13 @@ def find_recipe_file(configs: Path, model: str | None) -> Path:
         hint = "name the folder of yours with --configs"
         raise RotationZooError(f"there are no recipe files in {configs}", hint)
     for path in paths:
-        if model is None or _place(recipes.load(str(path)).model or "") == _place(model):
+        named = recipes.load(str(path)).model
+        # All paths of a folder name the same model; a hub id is a path, too.
+        if model is None or (named and os.path.realpath(named) == os.path.realpath(model)):
             return path
     folder = configs.parent if configs.is_file() else configs
-    hint = f"write {folder}/{_place(model or '').name}.yaml first, with the line: model: {model}"
+    hint = f"write {folder}/{Path(model or '').name}.yaml first, with the line: model: {model}"
     raise RotationZooError(f"{configs} has no recipe for {model}", hint)
-
-
-def _place(model: str) -> Path:
-    """The same for all paths of a folder; also of a hub id, which is a path, too."""
-    return Path(model).expanduser().resolve()
 
 
 def _recipe_files(configs: Path) -> list[Path]:
