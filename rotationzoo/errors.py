@@ -55,6 +55,12 @@ class PartlyDone(RotationZooError):
     exit_code = 3
 
 
+class Undecided(RotationZooError):
+    """A check that could neither be passed nor failed."""
+
+    exit_code = 4
+
+
 class Interrupted(RotationZooError):
     """The user stopped the command; the hint is the command that continues."""
 

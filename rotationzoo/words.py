@@ -22,10 +22,10 @@ def shortened(text: str, longest: int = _LINE) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: a known word that was probably meant, if any is close."""
+def nearest(word: str, known: Iterable[str], start: str = "") -> str:
+    """The end of an error message: `start` and a known word, if one was probably meant."""
     match = difflib.get_close_matches(word[:_LINE], list(known), n=1, cutoff=_LEAST_ALIKE)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    return f" (did you mean {start + match[0]!r}?)" if match else ""
 
 
 def sentence(words: str) -> str:

@@ -20,7 +20,8 @@ from rotationzoo.linalg.moments import Averages
 from rotationzoo.report.card import render_card
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, folders, strict_json
-from rotationzoo.storage.files import digest, disk_errors, sha256
+from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import digest, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
 
 

@@ -4,7 +4,6 @@ A job can be stopped and resumed. The output folder is checked first: whether it
 replaceable, or already finished.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -28,7 +27,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import folders
-from rotationzoo.storage.files import disk_errors, recover
+from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import recover
 from rotationzoo.storage.locks import locked
 from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import Corpus, read_corpus
@@ -50,19 +50,6 @@ def check_output(job: Job) -> None:
             if not (job.restart or job.unfinished or _asked_recipe(artifact) == job.recipe.hash):
                 raise _other_recipe(job, artifact)
     folders.check_writable(job.output)
-
-
-def check_room(known: Plan) -> None:
-    """Raise `RotationZooError` if the disk lacks room for the artifact and a checkpoint."""
-    output = known.job.output
-    free = shutil.disk_usage(folders.existing_parent(output)).free
-    needed = 2 * known.artifact_bytes
-    if free < needed:
-        raise RotationZooError(
-            f"the disk of {output} has {free / 1e6:,.0f} MB free "
-            f"and {needed / 1e6:,.0f} MB are needed",
-            hint="make room, or choose another place with --output",
-        )
 
 
 def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
@@ -149,10 +136,10 @@ def _calibrate(
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
-    text = _read_text(planned)
+    text = read_text(planned)
     if note and text and text.note:
         note(text.note)
-    check_room(planned)
+    folders.check_room(job.output, 2 * planned.artifact_bytes)  # with a checkpoint
     if planned.needs_weights:
         fetch_weights(source, progress)
 
@@ -183,8 +170,9 @@ def _calibrate(
     return artifact
 
 
-def _read_text(planned: Plan) -> Corpus | None:
-    """The calibration text; None if the recipe needs no statistics."""
+def read_text(planned: Plan) -> Corpus | None:
+    """The calibration text; None if the recipe needs no statistics. Raises `RotationZooError` as
+    `read_corpus`."""
     recipe = planned.job.recipe
     if not recipe.needs_statistics:
         return None

@@ -25,6 +25,7 @@ from rotationzoo.codec.budget import check_room
 from rotationzoo.figures import size_words
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find
+from rotationzoo.recipe.schema import RopeScaling
 from rotationzoo.storage.files import read_json
 from rotationzoo.words import counted
 
@@ -49,6 +50,7 @@ class Wish:
     card: Card
     storage: Storage = field(default_factory=Storage)
     revision: str | None = None
+    rope_scaling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,18 @@ def measure_capacity(wish: Wish) -> Capacity:
     weights = weigh(source, config, shape)
     positions = text_config(config).get("max_position_embeddings")
     positions = positions if isinstance(positions, int) and positions > 0 else None
+    if positions and wish.rope_scaling:
+        scaling = RopeScaling.parse(wish.rope_scaling)
+        positions = int(scaling.factor * (scaling.positions or positions))
     context = wish.context or min(_CONTEXT, positions or _CONTEXT)
     return Capacity(wish, source, shape, weights, positions, context)
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
-    """The entries for this model in the index that comes with the package."""
-    entries, name = read_json(_INDEX).get("entries", []), capacity.source.label.lower()
-    return [entry for entry in entries if entry["model"].lower() == name]
+    """The entries for this model, as it is scaled, in the index that comes with the package."""
+    entries = read_json(_INDEX).get("entries", [])
+    wished = capacity.source.label.lower(), capacity.wish.rope_scaling
+    return [each for each in entries if (each["model"].lower(), each.get("rope_scaling")) == wished]
 
 
 @dataclass(frozen=True)
@@ -175,8 +181,12 @@ def remarks(capacity: Capacity) -> list[str]:
     """What prevents the wish on any card or on this one, and what the numbers leave out."""
     wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
     if capacity.positions is not None and capacity.context > capacity.positions:
+        factor = -(-capacity.context // capacity.positions)
         made = counted(capacity.positions, "position")
-        lines.append(f"{wish.model} was made for {made}: {tokens} need RoPE scaling")
+        lines.append(
+            f"{wish.model} was made for {made}: {tokens} need RoPE scaling: "
+            f"--rope-scaling yarn:{factor}"
+        )
     if wish.card.kind in OTHERS:
         lines.append(f"our kernels do not run on {wish.card.kind}, which gets no cache of ours")
     paged = [each.layer for each in capacity.shape.layers if wish.storage.has_pages(each)]

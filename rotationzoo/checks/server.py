@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError, Undecided, UsageError
 from rotationzoo.model.absorbed import model_words
 from rotationzoo.network import limits
 from rotationzoo.network.huggingface_session import limit_sessions
@@ -145,11 +145,14 @@ class Server:
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
         """The error for what a server reads; None if it is the artifact's rotations."""
+        if reading.verdict == "unclear":
+            words = f"it is not decided which rotations the server at {self.address} reads"
+            hint = "see in the server's log how many layers are stored in 2 bits"
+            return Undecided(f"{words}: {reading.words}", hint)
         problems = {
             "exact": "reads an exact cache: the artifact is not in use",
             "other": "reads other rotations, or was started with another model, other windows or "
             "another rounding",
-            "unclear": "answers too little to tell which rotations it reads",
         }
         problem = problems.get(reading.verdict)
         return self.refuse(f"{problem} ({reading.words})") if problem else None

@@ -127,7 +127,7 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command, by default the one on this process's command line, and exit: 0 done; 1
-    failed; 2 wrong usage; 3 partly done; 130 interrupted."""
+    failed; 2 wrong usage; 3 partly done; 4 undecided; 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
     output.start_output()
@@ -261,10 +261,10 @@ def _known_error(error: Exception) -> RotationZooError:
     if hasattr(error, "format_message"):
         return _usage_error(error)
     if isinstance(error, OSError) and error.strerror:
+        from rotationzoo.storage.disks import remedy  # which waits for torch
+
         place = f"{error.filename}: " if error.filename else ""
-        return RotationZooError(
-            f"{place}{error.strerror}", hint="check who may read and write there, and the room"
-        )
+        return RotationZooError(f"{place}{error.strerror}", remedy(error) or "check the path")
     name, first = type(error).__name__, first_sentence(error)
     return RotationZooError(
         name if first == name else f"{name}: {first}",

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from rotationzoo.calibration.calibrate import read_text
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.next_steps import typed_words
 from rotationzoo.cli.output import Output, say
@@ -12,8 +13,6 @@ from rotationzoo.codec.size import CONTEXT, bits_per_element
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.figures import size_words
 from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
-from rotationzoo.model.loading import load_processor, load_tokenizer
-from rotationzoo.model.source import fetch
 from rotationzoo.words import counted
 
 
@@ -21,8 +20,8 @@ def show_plan(out: Output, job: Job, question_tokens: int = 0) -> None:
     """Plan the job from the model's config, and print the plan. `question_tokens`: of the questions
     that may follow, through all caches."""
     known = plan(job)
-    if known.refusal is None and known.job.recipe.needs_statistics:
-        known = replace(known, notes=(*known.notes, *_missing_tokenizer(known)))
+    if known.refusal is None:
+        known = replace(known, notes=(*known.notes, *_notes_on_text(known)))
     data = _plan_json(known) | {"question_tokens": question_tokens}
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
@@ -30,15 +29,14 @@ def show_plan(out: Output, job: Job, question_tokens: int = 0) -> None:
         out.suggest(*typed_words("--dry-run"), *_flag_that_fits(known))
 
 
-def _missing_tokenizer(known: Plan) -> list[str]:
-    """A note for a model whose tokenizer, or the processor of its media, cannot be loaded."""
+def _notes_on_text(known: Plan) -> list[str]:
+    """Notes on the text, or on a model whose tokenizer, or the processor of its media, cannot be
+    loaded. Raises `RotationZooError` for text that cannot be used."""
     try:
-        fetch(known.source, weights=False)
-        load = load_processor if known.job.recipe.data.media else load_tokenizer
-        load(known.source)
+        text = read_text(known)
     except ModelUnavailable as error:
         return [f"it cannot be calibrated yet: {error}"]
-    return []
+    return [text.note] if text and text.note else []
 
 
 def _flag_that_fits(known: Plan) -> list[str]:

@@ -35,19 +35,17 @@ def demo_command(
 
     rotationzoo demo
     """
+    from rotationzoo.api import calibration_job
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.calibrate import calibrate
-    from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.report import add_report
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.evaluation.prepare import Evaluation
     from rotationzoo.evaluation.tasks.prompts import TaskSettings
     from rotationzoo.recipe import Data
-    from rotationzoo.recipe.loading import load, override, quicken
 
     folder = follow_link(output) or Path("rotations") / MODEL
-    recipe = override(quicken(load(RECIPE)), length=PROMPT)
-    job = Job(MODEL, recipe, folder, restart=restart)
+    job = calibration_job(MODEL, folder, RECIPE, quick=True, length=PROMPT, restart=restart)
     with show_progress(out) as progress:
         calibrate(job, progress)
         evaluation = Evaluation(

@@ -79,12 +79,12 @@ def evaluate_command(
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     artifacts = artifacts or []
+    _check_order(model, artifacts)
     if save and not artifacts:
         hint = "name a folder of rotations after the model, or print the report with --json"
         raise UsageError("--save adds the report to artifacts, and none is given", hint)
     if measures.keep is not None and not artifacts:
         raise UsageError("--keep decides on rotations, and none are given", "name their folders")
-    _check_order(model, artifacts)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
@@ -123,10 +123,13 @@ def check_kept(report: "Measured") -> None:
 
 def _check_order(model: str, artifacts: list[Path]) -> None:
     """Raise `UsageError` if an artifact stands in the model's place."""
-    if (Path(model) / "manifest.json").is_file():
-        folders = list(map(str, artifacts))
-        rest = typed_words("evaluate", model, *folders)
-        hint = f"give them as: {shell_line('evaluate', *(folders or ['MODEL']), model, *rest)}"
+    names = [model, *map(str, artifacts)]
+    folders = [name for name in names if (Path(name) / "manifest.json").is_file()]
+    if model in folders:
+        models = [name for name in names if name not in folders] or ["MODEL"]
+        # A path has no slash at its end, as a shell writes it.
+        rest = [word for word in typed_words("evaluate", model) if str(Path(word)) not in names]
+        hint = f"give them as: {shell_line('evaluate', *models, *folders, *rest)}"
         raise UsageError(f"{model} has rotations, and the model comes before them", hint)
 
 
@@ -141,13 +144,9 @@ def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
 
 def parse_questions(text: str) -> int | Literal["auto"]:
     """Parse a number, or `auto`. Raises `UsageError`."""
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError as error:
-        words = f"--questions {text!r} is no number"
-        raise options.wrong_value(words, "--questions 64, or auto") from error
+    if text != "auto" and not text.removeprefix("-").isdecimal():
+        raise options.wrong_value(f"--questions {text!r} is no number", "--questions 64, or auto")
+    return "auto" if text == "auto" else int(text)
 
 
 def parse_layers(text: str | None) -> set[int] | None:

@@ -39,7 +39,7 @@ def list_command(
     for entry in zoo_index.content.entries:
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
-    place = _place_options(index, repo, zoo_index, from_)
+    place = place_options(index, repo, zoo_index, from_)
     if html is not None:
         from rotationzoo.storage.folders import replace_file
         from rotationzoo.zoo.page import render_zoo_page
@@ -52,10 +52,10 @@ def list_command(
         out.suggest("calibrate", entries[0].model if entries else "MODEL")
 
 
-def _place_options(
+def place_options(
     index: str | None, repo: str | None, zoo_index: "LoadedIndex", hub: str
 ) -> list[str]:
-    """The options with which `pull` reads the same index."""
+    """The options with which other commands read the same index."""
     place = []
     if index is not None:
         place = ["--index", index]

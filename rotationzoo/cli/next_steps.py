@@ -45,9 +45,10 @@ def shell_line(*words: str) -> str:
     return shlex.join(["rotationzoo", *words])
 
 
-def named(model: str, revision: str | None) -> list[str]:
-    """The words that name a model."""
-    return [model, "--revision", revision] if revision else [model]
+def named(model: str, revision: str | None, scaling: str | None = None) -> list[str]:
+    """The words that name a model, with the scaling of its RoPE."""
+    words = [model, "--revision", revision] if revision else [model]
+    return [*words, "--rope-scaling", scaling] if scaling else words
 
 
 def served(engine: str | None) -> list[str]:

@@ -215,6 +215,13 @@ class Signing:
     ] = False
     trust_config: _TrustConfig = None
 
+    @property
+    def words(self) -> list[str]:
+        """The options as they are typed."""
+        words = ["--sign", self.sign] if self.sign else []
+        words += ["--trust-config", str(self.trust_config)] if self.trust_config else []
+        return words + ["--adopt-index"] * self.adopt_index
+
 
 IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
 ZooRepo = Annotated[str | None, option("The zoo repository whose index to read.", "--repo")]

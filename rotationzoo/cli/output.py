@@ -32,7 +32,7 @@ _LONGEST = 1000  # characters of an error message, which may quote a hub's endle
 _GAP = 2  # columns between two columns of a table
 _NAME = 16  # columns that a folded column keeps
 _UNLIMITED = 10_000  # columns, for files and programs
-_COMMAND = ": rotationzoo "
+_COMMAND = re.compile(": (?=rotationzoo |pip install )")
 # A model's text is not limited to printable characters: many scripts need others to join letters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _answered: ContextVar[bool] = ContextVar("answered", default=False)
@@ -212,17 +212,15 @@ def _wrap(line: str, stream: TextIO) -> list[str]:
     width = Console(file=stream).width
     if not stream.isatty() or len(line) <= width:  # files and programs get whole lines
         return [line]
-    prose, colon, command = line.partition(_COMMAND)
+    prose, *command = _COMMAND.split(line, maxsplit=1)
     wrapped = textwrap.wrap(
-        prose + colon[:1],
+        prose + ":" * len(command),
         width,
         subsequent_indent="  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
-    if colon:
-        wrapped.append(f"  {colon[2:]}{command}")
-    return wrapped
+    return wrapped + [f"  {words}" for words in command]
 
 
 def _print_json(data: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
-from rotationzoo.cli.options import Json, ModelName, Revision, option
+from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, option
 from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
@@ -34,6 +34,7 @@ def plan_command(
     sink: Annotated[int, option("First tokens kept exact.", min=0)] = 64,
     recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
+    rope_scaling: RopeScaling = None,
     json: Json = False,
     quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
     details: Annotated[bool, option("Show other cards, sizes and commands, too.")] = False,
@@ -57,10 +58,10 @@ def plan_command(
 
     check_budget(Budget(bits), True, format)
     card = several(parse_card(gpu), gpus)
-    job = calibration_job(model, bits=bits, quick=format != BUDGETED)
+    job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
     hush_libraries()
     storage = Storage(SIMULATED[format], sink, recent, bits=job.recipe.bits)
-    wish = Wish(model, context, requests, card, storage, revision)
+    wish = Wish(model, context, requests, card, storage, revision, job.recipe.rope_scaling)
     show_plan(out, measure_capacity(wish), format, job, details)
 
 
@@ -93,7 +94,7 @@ def show_plan(out: Output, capacity: "Capacity", format: str, job: "Job", detail
 
     out.result(data, answer.words, show)
     if any(entry["format"] in _PULLED for entry in data["zoo"]):
-        out.suggest("pull", capacity.wish.model)
+        out.suggest("pull", *named(capacity.wish.model, None, capacity.wish.rope_scaling))
     elif answer.context:
         out.suggest(*retyped({"--context": str(answer.context)}))
     elif answer.cache is not None:
@@ -168,16 +169,18 @@ def _show_steps(answer: "Answer", data: dict[str, Any]) -> None:
 def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
     """The commands that lead to our own cache."""
     wish, storage, artifact = capacity.wish, capacity.wish.storage, str(job.output)
-    model, windows = named(wish.model, wish.revision), f"{storage.sink}/{storage.recent}"
+    model = named(wish.model, wish.revision, wish.rope_scaling)
+    windows = f"{storage.sink}/{storage.recent}"
     calibrate, generate = ["calibrate", *model], ["generate", *model, "--rotations", artifact]
     server = ["export", artifact, "--for", format]
     if format != BUDGETED:
         calibrate.append("--quick")
         generate += ["--format", format]
-    elif job.recipe.name != "oscar":
+    elif not job.fit_budget:  # the user chose one
         calibrate += ["--bits", f"{storage.bits:g}"]
     kept = [f"--sink={storage.sink}", f"--recent={storage.recent}"] * (windows != "64/256")
-    if format in ("fine", "vllm"):
+    is_served = format in (BUDGETED, "vllm")
+    if is_served:
         limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]
         if wish.card.count > 1:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
@@ -185,6 +188,8 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
     elif kept:
         server += ["--windows", windows]
     commands = [calibrate, [*generate, *kept], server]
-    if capacity.shape.layers[0].layer.rope_dim is not None:  # engines do not take latents so
+    # Engines take no latents so, and `serve` no scaled RoPE.
+    has_latents = capacity.shape.layers[0].layer.rope_dim is not None
+    if has_latents or (is_served and wish.rope_scaling):
         commands.pop()
     return [shell_line(*words) for words in commands]

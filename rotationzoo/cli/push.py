@@ -1,5 +1,6 @@
 """`rotationzoo push`: verify an artifact, sign it if asked, and publish it."""
 
+import shlex
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -52,18 +53,18 @@ def publish(
     upload: "Upload",
     destination: "Destination",
     signer: "IndexSigner | None",
-    anew: bool,
+    signing: options.Signing,
 ) -> tuple["Upload", dict[str, "Published"]]:
     """Check, sign and publish an upload of an artifact, and say who signed it. A signature that it
-    came with is kept, unless the user asks to sign it `anew`. Returns it as it was signed, and hub
-    -> its place there."""
+    came with is kept, unless the user says how to sign it. Returns it as it was signed, and hub ->
+    its place there."""
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import check_indexes, push
 
     check_model(artifact)
     if signer is not None:
         check_indexes(upload, destination, signer)
-    if signer is not None and (anew or not upload.is_signed):
+    if signer is not None and (signing.sign or not upload.is_signed):
         upload = upload.signed_by(signer.tool)
         out.note(f"Note: it is signed by {upload.entry.signer}")
     elif upload.is_signed:
@@ -72,8 +73,9 @@ def publish(
         out.note(f"Note: it keeps the signature that it came with{claim}")
     else:
         out.note("Note: it is not signed; to sign it, add: --sign key.pem, or --sign keyless")
+    words = [str(artifact.folder), *signing.words, *["--create-pr"] * destination.create_pr]
     with show_progress(out) as progress:
-        return upload, push(upload, destination, str(artifact.folder), progress, signer)
+        return upload, push(upload, destination, shlex.join(words), progress, signer)
 
 
 def push_command(
@@ -115,7 +117,7 @@ def push_command(
         return
     # After the dry run, because publishing asks a hub for the model's config.
     destination = Destination(repo, options.chosen_hubs(to), create_pr)
-    upload, places = publish(out, opened, upload, destination, signer, anew)
+    upload, places = publish(out, opened, upload, destination, signer, signing)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
     show_push(out, repo, upload.path, places)

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
+from rotationzoo.cli.list import place_options
+from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
-from rotationzoo.errors import HubError, PartlyDone, UsageError
+from rotationzoo.errors import PartlyDone, RotationZooError, UsageError
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB
 
@@ -23,7 +25,7 @@ def regenerate_command(
     machine: options.Machine,
     out: Output,
     model: Annotated[
-        str | None, argument("The model to make rotations for; none with --plan.")
+        str | None, argument("A hub id or a folder, as a recipe has it; none with --plan.")
     ] = None,
     plan: Annotated[bool, option("Only list what is due.")] = False,
     configs: Annotated[Path, option("Folder of recipe files, or one.")] = Path("configs"),
@@ -67,7 +69,9 @@ def regenerate_command(
             name, error = next(iter(unknown.items()))
             more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
             raise PartlyDone(f"whether {name} is due is not known: {error}{more}", error.hint)
-        out.suggest(*(["regenerate", models[0].model] if models else ["list"]))
+        name, *typed = typed_words("--plan", str(model))
+        listing = ["list", *place_options(index, repo, zoo_index, hub)]
+        out.suggest(*([name, models[0].model, *typed] if models else listing))
         return
     from rotationzoo.api import calibration_job, evaluation_job
     from rotationzoo.artifact.store import Artifact
@@ -85,8 +89,10 @@ def regenerate_command(
         lengths=options.parse_lengths(lengths),
         questions=questions,
     )
+    publishing = ["push", str(job.output), repo or "OWNER/REPO", *signing.words]
+    publishing += ["--create-pr", "--to", str(to)] if to else []
     with show_progress(out) as progress:
-        verdict = regenerate(job, zoo_index, evaluation, progress)
+        verdict = regenerate(job, zoo_index, evaluation, progress, shell_line(*publishing))
     add_report(Artifact.open(job.output))
     places: dict[str, Published] = {}
     if to is not None:
@@ -96,22 +102,20 @@ def regenerate_command(
         upload = prepare_upload(artifact, zoo)
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
-        _, places = publish(
-            out, artifact, upload, destination, signer, anew=signing.sign is not None
-        )
+        _, places = publish(out, artifact, upload, destination, signer, signing)
     show_regenerated(out, job.output, verdict, places)
-    if places:
-        out.suggest("list", "--repo", zoo)
-    else:
-        out.suggest("push", str(job.output), "OWNER/REPO")
+    listing = ["list", *place_options(None, zoo, zoo_index, hub)]
+    out.suggest(*(listing if places else publishing))
 
 
-def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]) -> None:
+def show_due(out: Output, models: list["DueModel"], unknown: dict[str, RotationZooError]) -> None:
     """Print the models that are due. `unknown`: model -> why it could not be checked."""
     reasons = {name: str(error) for name, error in unknown.items()}
     data = {"models": [asdict(due) for due in models], "unknown": reasons}
     columns = ["model", "revision", "was", "reason"]
-    rows = [[due.model, due.revision[:12], (due.was or "-")[:12], due.reason] for due in models]
+    rows = [
+        [due.model, (due.revision or "-")[:12], (due.was or "-")[:12], due.reason] for due in models
+    ]
     names, title = [due.model for due in models], f"{len(models)} due"
     out.result(data, "\n".join(names), lambda: table(title, columns, rows, folded=["reason"]))
 

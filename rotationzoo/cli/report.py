@@ -47,8 +47,7 @@ def report_command(
     opened = Artifact.open(artifact)
     others = [Artifact.open(folder) for folder in compare or []]
     report = _draw_report(opened, others, context)
-    with files.disk_errors(output):
-        folders.replace_file(output, report.html(str(artifact)).encode())
+    folders.replace_file(output, report.html(str(artifact)).encode())
     if save:
         add_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files

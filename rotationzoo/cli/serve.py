@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
+from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import SHELL, Output, show_lines
-from rotationzoo.errors import HubError, UsageError
+from rotationzoo.errors import HubError, RotationZooError, UsageError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -54,33 +55,25 @@ def serve_command(
             f"{handed_on[0]} has rotations, which follow an option",
             hint="give them as: rotationzoo serve MODEL --rotations FOLDER",
         )
-    from rotationzoo.api import calibration_job
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.calibrate import run_job
-    from rotationzoo.generation.generate import newest_artifact
     from rotationzoo.geometry import full_attention_layers
     from rotationzoo.model.compatibility import check_weights
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.vllm import KEY
     from rotationzoo.vllm.command import read_command, server_command
-    from rotationzoo.vllm.plugin import claim
+    from rotationzoo.vllm.plugin import choose_package, claim
     from rotationzoo.vllm.settings import Options, make_settings
 
     source = find(model, revision)
     full = full_attention_layers(load_config(source))
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
-    words = server_command(place, has_windows=full is not None)
-    if rotations is None:
-        artifact = _find_rotations(out, model, source)
-        if artifact is None and dry_run:
-            artifact, _ = newest_artifact(Path("rotations"), source)  # for its error
-        if artifact is None:
-            job = calibration_job(model, engine=ENGINE, revision=source.revision)
-            out.note(f"Rotations: none here and none published; calibrating to {job.output}")
-            artifact = run_job(out, job)
-        rotations = artifact.folder
+    package, missing = choose_package()
+    if missing:
+        missing.hint = f"{missing.hint} && {shell_line(*typed_words())}"
+    words = server_command(package, place, has_windows=full is not None)
+    rotations = rotations or _find_rotations(out, model, source, dry_run, missing).folder
     asked = Options(
         artifact=str(rotations.expanduser().absolute()),
         format=format,
@@ -94,7 +87,7 @@ def serve_command(
     words += ["--revision", revision] if revision else []
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += ["--additional-config", dumps(named)]
-    notes = claim(read_command(words, handed_on))
+    notes = [] if missing else claim(read_command(words, handed_on))
     if has_weights(source):
         check_weights([artifact], source, anyway)
     if full is not None and settings.codec.rotations.has_budget:
@@ -106,14 +99,21 @@ def serve_command(
     words += handed_on
     line = shlex.join(words)
     out.result({"command": words}, line, lambda: show_lines(line))
+    if missing:  # the line is for a machine that has it
+        raise missing
     if not dry_run:
         os.execvpe(words[0], words, SHELL)
 
 
-def _find_rotations(out: Output, model: str, source: "Source") -> "Artifact | None":
-    """The newest artifact that this user made or pulled for a model, or else a published one; None
-    where there is none, or no network to a hub."""
-    from rotationzoo.generation.generate import find_artifact
+def _find_rotations(
+    out: Output, model: str, source: "Source", dry_run: bool, missing: RotationZooError | None
+) -> "Artifact":
+    """The newest artifact that this user made or pulled for a model, or else a published one, or
+    one that is made now, unless this is a `dry_run`. Raises `missing` before anything is fetched.
+    """
+    from rotationzoo.api import calibration_job
+    from rotationzoo.cli.calibrate import run_job
+    from rotationzoo.generation.generate import find_artifact, newest_artifact
     from rotationzoo.zoo.lookup import find_index
     from rotationzoo.zoo.pull import pull
 
@@ -122,12 +122,16 @@ def _find_rotations(out: Output, model: str, source: "Source") -> "Artifact | No
         others = f", the newest of {count}" if count > 1 else ""
         out.note(f"Rotations: {artifact.folder}{others}")
         return artifact
-    if source.revision is None:  # no model of a hub
-        return None
+    if missing:
+        raise missing
     with suppress(HubError):
-        entries = find_index(None, None).content.entries
+        entries = find_index(None, None).content.entries if source.revision else []
         if any(each.model == model and each.format == "rotationzoo" for each in entries):
             artifact = pull(model)
             out.note(f"Rotations: pulled to {artifact.folder}")
             return artifact
-    return None
+    if dry_run:
+        return newest_artifact(Path("rotations"), source)[0]  # for its error
+    job = calibration_job(model, engine=ENGINE, revision=source.revision)
+    out.note(f"Rotations: none here and none published; calibrating to {job.output}")
+    return run_job(out, job)

@@ -8,7 +8,7 @@ from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Mode, Output, say
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError, Undecided, UsageError
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def verify_command(
     ] = False,
     server: Annotated[
         str | None,
-        option("Also ask this running vLLM whether it reads these rotations.", metavar="URL"),
+        option("Also ask this running vLLM if it reads them; exit 4 if undecided.", metavar="URL"),
     ] = None,
     revision: options.Revision = None,
 ) -> None:
@@ -66,8 +66,9 @@ def verify_command(
                 [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
     reading = running.read() if running and verification.ok else None
-    if running and reading and (refusal := running.refusal(reading)):
-        verification = replace(verification, problems=[str(refusal)])
+    refused = running and reading and (refusal := running.refusal(reading))
+    if refused and not isinstance(refused, Undecided):
+        verification = replace(verification, problems=[str(refused)])
     show_verification(out, opened, verification, agreement, finding, reading)
     if out.mode is Mode.QUIET and finding is not None:
         out.notes([finding.note])
@@ -123,8 +124,9 @@ def show_verification(
 ) -> None:
     """Print the problems that were found, and everything that was checked: with a model that was
     run its `agreement`, with a running server its `reading`, and what is known of the signature."""
+    ok = verification.ok and (reading is None or reading.verdict == "in use")
     data: dict[str, Any] = {
-        "ok": verification.ok,
+        "ok": ok,
         "problems": verification.problems,
         "orthogonality_error": verification.orthogonality_error,
         "checked": verification.checked,
@@ -151,4 +153,4 @@ def show_verification(
         if verification.checked:
             say(f"Checked: {', '.join(verification.checked)}")
 
-    out.result(data, artifact.identity if verification.ok else "", human)
+    out.result(data, artifact.identity if ok else "", human)

@@ -26,7 +26,7 @@ from rotationzoo.model.rope import same_scaling, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
-from rotationzoo.storage.files import disk_errors
+from rotationzoo.storage.disks import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
 
 _DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}

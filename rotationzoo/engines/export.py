@@ -20,7 +20,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.figures import change, percent
 from rotationzoo.model.absorbed import RECORD, model_words, read_record
 from rotationzoo.storage import folders, strict_json
-from rotationzoo.storage.files import disk_errors, recover, regular_file, sha256, size_of
+from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import recover, regular_file, sha256, size_of
 from rotationzoo.storage.folders import write_new
 
 

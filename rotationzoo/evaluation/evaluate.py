@@ -63,13 +63,13 @@ class Results:
 
 def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_nothing) -> Measured:
     """Evaluate artifacts and baselines, and return everything that was measured. `tell` is given
-    how long the evaluation takes, once that is known.
+    how many tokens there are, if fewer than asked for, and how long it takes, once that is known.
 
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
-    ready = prepare(job, progress)
+    ready = prepare(job, progress, tell)
     job, source = ready.job, ready.source
     fetch_weights(source, progress)
     check_weights(ready.artifacts, source, job.anyway)

@@ -19,6 +19,7 @@ from rotationzoo.codec.reduction import budget_beside_windows, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
 from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text
+from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import Geometry, full_attention_layers, has_latents
 from rotationzoo.model import loading
@@ -30,7 +31,7 @@ from rotationzoo.model.rope import check_positions
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
-from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable
 
@@ -116,8 +117,9 @@ class Prepared:
         return [artifact for artifact in self.artifacts if artifact.folder in self.job.save_to]
 
 
-def prepare(job: Evaluation, progress: Progress) -> Prepared:
-    """Check the settings, the artifacts and the texts against each other and the config."""
+def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
+    """Check the settings, the artifacts and the texts against each other and the config. `tell` is
+    given how many tokens there are, if fewer than asked for."""
     _check_settings(job)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     for artifact in artifacts:
@@ -148,6 +150,8 @@ def prepare(job: Evaluation, progress: Progress) -> Prepared:
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
+    if fewer := shortfall(text.rows, data):
+        tell(fewer)
     loading.check_ids(text.rows, config, job.model)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     return Prepared(

@@ -17,10 +17,11 @@ from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, a
 from rotationzoo.model.files import check_count, entry_file, read_headers, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
-from rotationzoo.model.placement import Placement, is_disk_full, memory_limits
+from rotationzoo.model.placement import Placement, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, license_of
+from rotationzoo.storage.disks import ROOM, remedy
 from rotationzoo.storage.files import read_json
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def load(
             raise ModelUnavailable(
                 f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
             ) from error
-        if placement is not None and is_disk_full(error.__cause__):
+        if placement is not None and remedy(error.__cause__) == ROOM:
             raise ModelUnavailable(
                 f"the disk of {placement.offload_folder} is full, and not all weights fit memory",
                 hint="make room, or name a folder on a larger disk: export TMPDIR=FOLDER",

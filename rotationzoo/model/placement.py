@@ -3,7 +3,6 @@ scratch folder of weights that are offloaded to disk, which the next run removes
 killed.
 """
 
-import errno
 import fcntl
 import os
 import shutil
@@ -32,9 +31,6 @@ _CONTAINER = Path("/sys/fs/cgroup")
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# safetensors reports what the disk says as text.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_WORDS = tuple(f"(os error {number})" for number in _FULL)
 
 
 @contextmanager
@@ -48,13 +44,6 @@ def offload_folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error says that there is no room for a file."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return True
-    return any(words in str(error) for words in _FULL_WORDS)
 
 
 def _make_locked() -> tuple[Path, int]:

@@ -76,6 +76,12 @@ class Source:
         return f"where the hub can be reached, run: {command}" if self.revision else None
 
 
+def is_local(model: str) -> bool:
+    """Whether this is `demo` or a folder, which may be missing: a hub id has at most one slash."""
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return is_path or model == "demo" or Path(model).is_dir()
+
+
 def find(model: str, revision: str | None = None) -> Source:
     """Locate a hub id, a local folder or `demo`. Fetches at most `config.json`. Raises
     `ModelUnavailable`, also for a revision of what is on this machine."""
@@ -94,10 +100,9 @@ def find(model: str, revision: str | None = None) -> Source:
             )
         check_configs(folder, model)
         return Source(model, folder, None)
-    # A hub id has at most one slash, so anything else is a mistyped path.
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if is_local(model):  # a mistyped path
         raise ModelUnavailable(
-            f"there is no folder {model}",
+            f"there is no folder {model}{_alike(model)}",
             hint="check the path, or give a hub id such as Qwen/Qwen3-8B",
         )
     with _hub_errors(model, revision):
@@ -209,9 +214,10 @@ def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
 
 def _alike(model: str) -> str:
     """A folder that was probably meant, as the end of an error message."""
-    parent = Path(model).parent
-    folders = [str(other) for other in parent.glob("*") if other.is_dir()]
-    return nearest(model, folders)
+    path = Path(model).expanduser()
+    folders = [other.name for other in path.parent.glob("*") if other.is_dir()]
+    # Names alone are compared: two paths of one folder are always alike.
+    return nearest(path.name, folders, model.rstrip("/").removesuffix(path.name))
 
 
 def license_of(source: Source) -> str | None:

@@ -150,9 +150,9 @@ def quicken(recipe: Recipe) -> Recipe:
     return without_budget(recipe).model_copy(update={"name": f"{recipe.name}-quick"})
 
 
-def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
-    """The recipe for a model whose RoPE is scaled, under a name that says so. Raises
-    `UsageError`."""
+def with_rope_scaling(recipe: Recipe, scaling: str | None) -> Recipe:
+    """The recipe for a model whose RoPE is scaled, under a name that says so; of None, the recipe.
+    Raises `UsageError`."""
     content = {**recipe.model_dump(), "rope_scaling": scaling}
     scaled = _from_options(content, "--rope-scaling yarn:4")
     if scaled.rope_scaling == recipe.rope_scaling:

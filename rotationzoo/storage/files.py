@@ -10,12 +10,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-
-from safetensors import SafetensorError
 
 from rotationzoo.errors import RotationZooError
 
@@ -103,19 +100,6 @@ def read(path: Path, limit: int) -> bytes:
         raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
 
 
-@contextmanager
-def disk_errors(path: Path, way_out: str = "choose another place with --output") -> Iterator[None]:
-    """Turn a full or read-only disk into a one-sentence error. safetensors reports disk errors with
-    its own exception type. `way_out` says how to name another place."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RotationZooError(
-            f"{path} cannot be written: {reason}", hint=f"make room, or {way_out}"
-        ) from error
-
-
 def digest(data: bytes) -> str:
     """sha256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
@@ -177,6 +161,7 @@ def recover(folder: Path) -> None:
     named = folder.name not in ("", "..")
     if named and not os.path.lexists(folder) and beside(folder, "old").is_dir():
         # A server reads folders, and hardly ever mends one.
+        from rotationzoo.storage.disks import disk_errors
         from rotationzoo.storage.locks import locked
 
         with disk_errors(folder), locked(beside(folder, "lock"), f"writing {folder}"):

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage.files import beside, disk_errors, put_back
+from rotationzoo.storage.disks import ROOM, WAY_OUT, disk_errors
+from rotationzoo.storage.files import beside, put_back
 from rotationzoo.storage.locks import locked
 
 
@@ -138,6 +139,15 @@ def check_writable(folder: Path) -> None:
             tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
 
 
+def check_room(folder: Path, needed: int, way_out: str = WAY_OUT) -> None:
+    """Raise `RotationZooError` if the disk of a folder lacks room for so many bytes."""
+    free = shutil.disk_usage(existing_parent(folder)).free
+    if free < needed:
+        has = f"the disk of {folder} has {free / 1e6:,.0f} MB free"
+        hint = f"{ROOM}, or {way_out}"
+        raise RotationZooError(f"{has} and {needed / 1e6:,.0f} MB are needed", hint)
+
+
 def state_folder() -> Path:
     """Where rotationzoo remembers from one command to the next: below `XDG_STATE_HOME`, or
     `~/.local/state`. It may not exist. Raises `RuntimeError` for a user without a home."""
@@ -146,8 +156,9 @@ def state_folder() -> Path:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest parent folder that exists."""
-    return next(folder for folder in path.absolute().parents if folder.exists())
+    """The folder, or the nearest one above it that exists."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def default_output(model: str, suffix: str) -> Path:

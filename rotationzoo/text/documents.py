@@ -50,9 +50,10 @@ class BadRow(RotationZooError):
 
 @dataclass
 class Tally:
-    """How many rows were read, and what is wrong with those left out, by number."""
+    """How many rows and tokens were read, and what is wrong with rows left out, by number."""
 
     rows: int = 0
+    tokens: int = 0
     bad: dict[int, BadRow] = field(default_factory=dict)
 
     @contextmanager

@@ -143,8 +143,9 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     rows = make_rows(documents, data, start)
     left_out = tally.check()
     if not rows:
+        found = counted(tally.tokens, "token")
         raise RotationZooError(
-            f"{data.label} is too short for a row of {data.length} tokens",
+            f"{data.label} has {found}, too few for a row of {data.length:,}",
             hint="give more text with --data, or shorter rows with --length",
         )
     notes = shortfall(rows, data), left_out, template.note, start_note(tokenizer)
@@ -156,6 +157,7 @@ def _tokenized(data: Data, template: ChatTemplate, tally: Tally) -> Iterator[lis
     for sample in read_documents(data, tally):
         with tally.leaving_out(sample.number):
             if ids := tokenize(sample, template, data):
+                tally.tokens += len(ids)
                 yield ids
 
 

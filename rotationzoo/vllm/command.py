@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import WORKER
-from rotationzoo.vllm.plugin import GPU_PACKAGE, check_version
+from rotationzoo.vllm.plugin import GPU_PACKAGE
 
 EVERY_LAYER = ("--attention-backend", "CUSTOM")
 FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM")
@@ -19,12 +19,12 @@ WRITTEN = ("model", "model_tag", "revision", "worker_cls", "additional_config")
 """What `serve` writes among vLLM's options, and no later option may replace."""
 
 
-def server_command(model: str, has_windows: bool) -> list[str]:
-    """The words that start a server with the installed vLLM. `has_windows`: whether layers of the
-    model have a sliding window. Raises as `check_version`."""
+def server_command(package: str, model: str, has_windows: bool) -> list[str]:
+    """The words that start a server with this package of vLLM. `has_windows`: whether layers of the
+    model have a sliding window."""
     # The config itself names our code: it runs also where no plugin is loaded.
     worker = ["--worker-cls", WORKER]
-    if check_version() == GPU_PACKAGE:
+    if package == GPU_PACKAGE:
         command = ["vllm"]
         if shutil.which("vllm") is None:
             command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]

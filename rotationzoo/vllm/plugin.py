@@ -30,25 +30,24 @@ def find_installed() -> tuple[str, str] | None:
     return None
 
 
-def check_version() -> str:
-    """The installed package. Raises `RotationZooError` for a vLLM that this backend was not run
-    with."""
-    installed = find_installed()
-    if installed is not None and installed[1] in TESTED[installed[0]]:
-        return installed[0]
-    reason, package = "vLLM is not installed", CPU_PACKAGE
+def choose_package() -> tuple[str, RotationZooError | None]:
+    """The package of vLLM for this machine, and the error for one that this backend was not run
+    with, or that is not there."""
+    installed, reason = find_installed(), "vLLM is not installed"
+    package = GPU_PACKAGE if torch.cuda.is_available() else CPU_PACKAGE
     if installed is not None:
         (package, number), tested = installed, " or ".join(TESTED[installed[0]])
+        if number in TESTED[package]:
+            return package, None
         reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
-    elif torch.cuda.is_available():
-        package = GPU_PACKAGE
-    raise RotationZooError(reason, hint=f"run: pip install '{package}=={TESTED[package][-1]}'")
+    return package, RotationZooError(reason, f"run: pip install '{package}=={TESTED[package][-1]}'")
 
 
 def claim(config: Any) -> list[str]:
     """Have a server run our worker, and say what people should know of it. Raises
     `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
-    check_version()
+    if error := choose_package()[1]:
+        raise error
     from rotationzoo.vllm.server import check_server, describe
     from rotationzoo.vllm.settings import read_settings
 

@@ -28,6 +28,11 @@ _OWNERS_HINT = "tell the owners of the repository; to look at what else there is
 _OTHER_NAME_HINT = "give the model's folder a name of its own, and calibrate it again"
 
 
+def folder_name(label: str) -> str:
+    """The name under which an index lists the model of a local folder with this name."""
+    return re.sub(r"[^\w.-]", "-", label) or "model"
+
+
 def listed_name(model: Model) -> str:
     """The name under which an index lists a manifest's `model`: its hub id, `demo`, or the name of
     a local folder, without an owner. Raises `RotationZooError` if the id is not a valid hub id, or
@@ -38,7 +43,7 @@ def listed_name(model: Model) -> str:
                 f"{model.id!r} is no name of a model on a hub", hint="calibrate the model again"
             )
         return model.id
-    name = re.sub(r"[^\w.-]", "-", Path(model.id).name) or "model"
+    name = folder_name(Path(model.id).name)
     if name.lower() != DEMO_NAME:
         return name
     demo = Source(DEMO_NAME, DEMO, None)

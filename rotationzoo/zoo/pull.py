@@ -7,7 +7,6 @@ in `zoo.lock.json` next to the files. Later downloads must agree with them.
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, strict_json
+from rotationzoo.storage.disks import disk_errors
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place
@@ -145,7 +145,7 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
     if lock is not None and recorded is not None and lock.revision == revision:
         return Pulled(target, entry, copy, revision, recorded, [note])
     _check_target(target, entry)
-    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
+    with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = _find_sizes(entry, copy, revision)
         downloaded = _download_files(copy, revision, sizes, work, progress)
         files = {}
@@ -247,7 +247,7 @@ def _pull_copy(
         return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
-    with storage.disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
+    with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = _download_files(copy, revision, sizes, work, progress)
         hashes = {name: storage.sha256(downloaded / name) for name in entry.files}
@@ -322,12 +322,8 @@ def _download_files(
 ) -> Path:
     """Fetch the files of a copy into a folder inside `work` that holds nothing else; `sizes` are in
     bytes, by name. Raises `RotationZooError` if the disk has no room for all of them."""
-    needed, free = sum(sizes.values()), shutil.disk_usage(work).free
-    if needed > free:
-        raise RotationZooError(
-            f"{copy.path} of {copy.repo} is {needed:,} bytes, and {free:,} are free on the disk",
-            hint=f"make room, or {_WAY_OUT}",
-        )
+    needed = sum(sizes.values())
+    folders.check_room(work.parent, needed, _WAY_OUT)
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"

@@ -3,12 +3,15 @@ which must not be worse than the published ones.
 """
 
 import math
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
@@ -20,13 +23,15 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.verdict import judge_answers, prompt_sizes
 from rotationzoo.figures import change, nats, percent
 from rotationzoo.linalg.paired import paired_difference
-from rotationzoo.progress import Progress, silent
+from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
+from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.ownership import folder_name, listed_name
 from rotationzoo.zoo.pull import pull_first
 
 _WORKERS = 8  # parallel, because each request may wait until it times out
@@ -39,7 +44,8 @@ class DueModel:
     """A model that needs new rotations."""
 
     model: str
-    revision: str
+    revision: str | None
+    """None for a model on this machine."""
     was: str | None
     """The model revision that the published rotations were made for; None if nothing is published
     or the index does not say."""
@@ -48,10 +54,10 @@ class DueModel:
     reason: str
 
 
-def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, HubError]]:
-    """The models that are due, and model -> error for those that could not be checked. Models are
-    looked up on Hugging Face, from which they are always fetched. `configs` is the folder of recipe
-    files, or one of them. Raises `HubError` if no model could be checked."""
+def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, RotationZooError]]:
+    """The models that are due, and model -> error for those that could not be checked. Those that
+    are no folders are looked up on Hugging Face, from which they are always fetched. `configs` is
+    the folder of recipe files, or one. Raises `RotationZooError` if no model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
     of_models = [(path, recipe) for path, recipe in loaded.items() if recipe.model]
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -59,7 +65,7 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Hub
     due = [answer for answer in answers if isinstance(answer, DueModel)]
     errors = {}
     for (_, recipe), answer in zip(of_models, answers, strict=True):
-        if isinstance(answer, HubError):
+        if isinstance(answer, RotationZooError):
             errors[recipe.model or ""] = answer
     if errors and len(errors) == len(answers):
         raise next(iter(errors.values()))
@@ -74,13 +80,13 @@ def find_recipe_file(configs: Path, model: str | None) -> Path:
         hint = "name the folder of yours with --configs"
         raise RotationZooError(f"there are no recipe files in {configs}", hint)
     for path in paths:
-        if model is None or recipes.load(str(path)).model == model:
+        named = recipes.load(str(path)).model
+        # All paths of a folder name the same model; a hub id is a path, too.
+        if model is None or (named and os.path.realpath(named) == os.path.realpath(model)):
             return path
-    name = (model or "").split("/")[-1]
     folder = configs.parent if configs.is_file() else configs
-    raise RotationZooError(
-        f"{configs} has no recipe for {model}", hint=f"write {folder}/{name}.yaml first"
-    )
+    hint = f"write {folder}/{Path(model or '').name}.yaml first, with the line: model: {model}"
+    raise RotationZooError(f"{configs} has no recipe for {model}", hint)
 
 
 def _recipe_files(configs: Path) -> list[Path]:
@@ -100,33 +106,50 @@ def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
 
 def _look_at(
     hub: HuggingFace, index: Index, file: tuple[Path, Recipe]
-) -> DueModel | HubError | None:
+) -> DueModel | RotationZooError | None:
     path, recipe = file
-    model = recipe.model or ""
-    published = find_newest(index, model, recipe)
+    model, revision = recipe.model or "", None
     try:
-        revision, hashes = hub.contents(model)
-        reason = _find_reason(hub, recipe, published, revision, hashes)
-    except HubError as error:
+        if is_local(model):
+            source = find(model)
+            name, changed = folder_name(source.label), partial(_changed_here, source)
+        else:
+            revision, hashes = hub.contents(model)
+            name, changed = model, partial(_changed, hub, revision, hashes)
+        published = find_newest(index, name, recipe)
+        reason = _find_reason(published, recipe, changed)
+    except RotationZooError as error:
         return error
     was = published.model_revision if published else None
     return None if reason is None else DueModel(model, revision, was, str(path), reason)
 
 
 def _find_reason(
-    hub: HuggingFace, recipe: Recipe, published: Entry | None, revision: str, hashes: dict[str, str]
+    published: Entry | None, recipe: Recipe, changed: Callable[[Entry], str | None]
 ) -> str | None:
-    """The reason why new rotations are needed, or None. `hashes`: of the files at `revision`."""
+    """The reason why new rotations are needed, or None. `changed` says what of the model has."""
     if published is None:
         return "nothing is published"
     # The artifact of a model whose keys cannot be centered says so in its recipe.
     uncentered = recipe.model_copy(update={"center_keys": False})
     if published.recipe_sha256 not in (recipe.hash, uncentered.hash):
         return "the recipe has changed"
-    if published.model_revision == revision:
+    return changed(published)
+
+
+def _changed_here(source: Source, published: Entry) -> str | None:
+    if published.config_sha256 != hash_config(source.folder):
+        return "changed: config.json"
+    is_same = published.weights_fingerprint in (None, weights_fingerprint(source))
+    return None if is_same else "changed: the weights"
+
+
+def _changed(hub: HuggingFace, at: str, hashes: dict[str, str], published: Entry) -> str | None:
+    """The same for a model on a hub. `hashes`: of the files `at` a revision."""
+    if published.model_revision == at:
         return None
     try:
-        _, before = hub.contents(recipe.model or "", published.model_revision)
+        _, before = hub.contents(published.model, published.model_revision)
     except HubError as error:
         if not error.missing:
             raise
@@ -143,14 +166,15 @@ _SHARED = ("model", "revision", "device", "dtype", "device_map", "max_memory")
 
 
 def regenerate(
-    job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress = silent
+    job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress, publishing: str
 ) -> dict[str, Any]:
     """Calibrate, evaluate next to the published rotations, if there are any, and validate.
     `evaluation` has the text and the settings; its model and artifacts are filled in here. Raises
-    `RotationZooError` if the new rotations are worse than the published ones on the new revision.
-    """
+    `RotationZooError`, with the command `publishing` as a hint, if the new rotations are worse than
+    the published ones on the new revision."""
     artifact = calibrate(job, progress)
-    entry, published = find_newest(loaded.content, job.model, job.recipe), None
+    name, published = listed_name(artifact.manifest.model), None
+    entry = find_newest(loaded.content, name, job.recipe)
     if entry is not None and entry.identity != artifact.identity:
         place = pull_first(loaded, entry, entry.copies[:1], progress=progress).path
         published = Artifact.open(place)
@@ -166,7 +190,7 @@ def regenerate(
     }
     if published is not None:
         identities = artifact.identity, published.identity
-        verdict |= compare_rotations(report, identities, job.model, artifact.folder)
+        verdict |= compare_rotations(report, identities, job.model, publishing)
     # Open the artifact again, because the evaluation has changed its manifest.
     made = Artifact.open(artifact.folder)
     validation = validate_kernel(made, device=job.device, progress=progress)
@@ -181,7 +205,7 @@ def is_worse(difference: float, error: float | None) -> bool:
 
 
 def compare_rotations(
-    report: Measured, identities: tuple[str, str], model: str, folder: Path
+    report: Measured, identities: tuple[str, str], model: str, publishing: str
 ) -> dict[str, Any]:
     """Compare the new rotations with the published ones, whose `identities` are these: answers
     decide, or perplexity where neither clearly answers better. Raises `RotationZooError` if the new
@@ -201,7 +225,7 @@ def compare_rotations(
         precision = "" if error is None else f", standard error {percent(error, 2)}"
         fault = f"are worse than the published ones: {increase}{precision}"
     if fault:
-        hint = f"look at {folder} before you publish it with: rotationzoo push"
+        hint = f"to publish them all the same: {publishing}"
         raise RotationZooError(f"the new rotations of {model} {fault}", hint)
     return {"answers": answers, "log_perplexity_difference": difference, "standard_error": error}
 

@@ -7,6 +7,7 @@ from datetime import UTC, date, datetime, timedelta
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, folders, locks, strict_json
+from rotationzoo.storage.disks import disk_errors
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
@@ -169,7 +170,7 @@ def _check_newest(statement: Statement) -> None:
         ) from error
     lock = path.with_name(f".{path.name}.lock")
     place = f"{statement.hub}/{statement.repo}"
-    with files.disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
+    with disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}
         if files.size_of(path) is not None:
             hint = f"look who changed it; to forget what was seen of indexes: rm {path}"

@@ -22,6 +22,7 @@ from tempfile import mkdtemp
 
 from rotationzoo.vllm import WORKER
 from rotationzoo.vllm.command import EVERY_LAYER, server_command
+from rotationzoo.vllm.plugin import choose_package
 
 # The client's own command is part of `vllm`, which the package for CPUs cannot start.
 CLIENT = """
@@ -44,7 +45,7 @@ def serving(args: argparse.Namespace, rotated: bool, folder: Path) -> Iterator[s
     """The address of a server, while it runs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = server_command(args.model, has_windows=False)
+    words = server_command(choose_package()[0], args.model, has_windows=False)
     if not rotated:
         words = [word for word in words if word not in (*EVERY_LAYER, "--worker-cls", WORKER)]
     words += ["--port", str(port), "--dtype", "bfloat16", "--no-enable-prefix-caching"]

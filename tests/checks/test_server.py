@@ -135,6 +135,31 @@ def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
         assert "The server reads these rotations" in said.stdout
 
 
+def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
+    """Not a refusal, whose hint is to start another server."""
+    probes = {tuple(probe.prompt): probe for probe in recorded.measured.probes}
+
+    def complete(body):
+        probe = probes[tuple(body["prompt"])]
+        said = answers(probe, probe.log_probabilities)
+        return {**said, "tokens": ["token_id:99"] * len(probe.tokens)}
+
+    with running(ModelServer(complete=complete)) as server:
+        words = ["verify", recorded.folder, "--server", server.endpoint]
+        shown, said = inside(*words, "--json"), inside(*words)
+        named = inside(*words, "--quiet")
+    assert shown.returncode == said.returncode == named.returncode == 4
+    result = json.loads(shown.stdout)
+    assert (result["ok"], result["problems"]) == (False, [])
+    assert result["server"]["verdict"] == "unclear"
+    assert "is sound" in said.stdout
+    error, hint = said.stderr.splitlines()
+    assert error.startswith("Error: it is not decided which rotations the server at ")
+    assert hint == "Hint: see in the server's log how many layers are stored in 2 bits"
+    assert named.stdout.strip() == ""
+    assert "exit 4" in inside("verify", "--help").stdout
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

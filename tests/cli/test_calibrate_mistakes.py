@@ -26,6 +26,8 @@ from rotationzoo.recipe.loading import PRESETS
         ),
         ("demo --tokens 1000", "1,000 tokens cannot fill one row of 2,048"),
         ("demo --data other.jsonl --column bodi", "no column bodi: it has body"),
+        ("demo --data other.jsonl --column bodi --dry-run", "no column bodi: it has body"),
+        ("demo --data missing.jsonl --dry-run", "there is no file missing.jsonl"),
         (
             "demo --recipe groups.yaml",
             "groups of 48 channels do not divide heads of 64 channels, but groups of 4, 8, 16, 32,",
@@ -113,12 +115,18 @@ def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
 
 def test_fewer_tokens_than_asked_are_said_before_the_model_runs(inside, monkeypatch):
     (inside.folder / "short.txt").write_text("a few words\n" * 200)
-    monkeypatch.setattr("rotationzoo.calibration.calibrate.check_room", _stop)
-    shown = inside("calibrate", "demo", "--data", "short.txt", "--length", "128")
-    assert "tokens instead of 32,768: all of short.txt" in shown.stderr
+    monkeypatch.setattr("rotationzoo.calibration.calibrate.fetch_weights", _stop)
+    monkeypatch.setattr("rotationzoo.evaluation.evaluate.fetch_weights", _stop)
+    for words in (["calibrate"], ["evaluate", "--windows", "8/8"], ["calibrate", "--dry-run"]):
+        words += ["--data", "short.txt", "--length", "128", "--tokens", "32768"]
+        shown = inside(*words, "demo")
+        assert shown.returncode == (0 if "--dry-run" in words else 1)
+        assert "1,152 tokens instead of 32,768: all of short.txt" in shown.stderr
+    refused = inside("calibrate", "demo", "--data", "short.txt")
+    assert "short.txt has 1,201 tokens, too few for a row of 8,192" in refused.stderr
 
 
-def _stop(_: object) -> None:
+def _stop(*_: object) -> None:
     raise RotationZooError("stopped", hint="go on")
 
 
@@ -202,4 +210,5 @@ def test_a_disk_that_fills_up(command):
         words = ["calibrate", "demo", "--recipe", recipe, *SMALL]
         says = only_error(command(*words, preexec_fn=limit))
         assert "cannot be written" in says
+        assert "Hint: make room, or " in says
         assert left_behind(command) == []

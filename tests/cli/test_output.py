@@ -122,8 +122,9 @@ def test_a_terminal_breaks_lines_between_words_at_its_own_width(terminal, width)
     assert len(lines) == {40: 3, 80: 2, 160: 1}[width]
 
 
-def test_a_command_is_in_one_piece(terminal, capsys):
-    command = f"rotationzoo calibrate {'m' * 90} --tokens 65536 --output {'o' * 30}"
+@pytest.mark.parametrize("start", ["", "pip install 'vllm==0.33.0' && "])
+def test_a_command_is_in_one_piece(terminal, capsys, start):
+    command = f"{start}rotationzoo calibrate {'m' * 90} --tokens 65536 --output {'o' * 30}"
     screen = terminal(80)
     say(f"Hint: go on with: {command}")
     assert screen.getvalue().splitlines() == ["Hint: go on with:", f"  {command}"]

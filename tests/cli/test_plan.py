@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.command_line import only_error, succeeded
+from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family
 from support.popular import CONFIGS, remember_shape
 from support.published import ok
@@ -121,6 +121,26 @@ def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3
     assert "\nNote: without --context, a request has all 40,960 positions of Qwen3-8B\n" in shown
     asked = inside(*LONG).stdout
     assert "made for 40,960 positions: 131,072 tokens need RoPE scaling" in asked
+    assert "--rope-scaling yarn:4" in asked
+
+
+@pytest.mark.parametrize("format", ["sglang", "fine"])
+def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
+    words = ["plan", "demo", "--rope-scaling", "yarn:4.0", "--format", format]
+    planned = inside(*words)
+    quick = " --quick" * (format == "sglang")
+    assert planned.stderr == f"Next: rotationzoo calibrate demo --rope-scaling yarn:4{quick}\n"
+    assert "a request has all 32,768 positions of demo" in planned.stdout
+    calibrate, generate, *last = ok(inside(*words, "--json"))["commands"]
+    assert not last or "serve" not in last[0], "which takes no scaled RoPE"
+    folder = f"rotations/demo-oscar{'-quick' * (format == 'sglang')}-yarn-4"
+    assert generate.startswith(
+        f"rotationzoo generate demo --rope-scaling yarn:4 --rotations {folder}"
+    )
+    made = inside(*shlex.split(calibrate)[1:], *SMALL)
+    assert f"Folder: {folder}\n" in succeeded(made).stdout
+    short = ["-p", "a b c", "--max-new-tokens", "1"]
+    succeeded(inside(*shlex.split(generate)[1:], *short))
 
 
 def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
@@ -134,6 +154,8 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stderr
     report = json.loads(inside("plan", "Qwen/Qwen3-8B", "--json").stdout)
     assert {entry["model"] for entry in report["zoo"]} == {"Qwen/Qwen3-8B"}
+    scaled = inside("plan", "Qwen/Qwen3-8B", "--rope-scaling", "yarn:4")
+    assert "Published" not in scaled.stdout, "these were made for the positions of the config"
 
 
 @pytest.mark.parametrize(
@@ -141,6 +163,7 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     [
         (["demo", "--gpu", "h300"], 2, "did you mean"),
         (["demo", "--context", "0"], 2, "--context"),
+        (["demo", "--rope-scaling", "yarn"], 2, "must be written as yarn:4"),
         (["demo", "--format", "gguf"], 2, "'fine', 'vllm', 'sglang', 'mlx'"),
         (["demo", "--bits", "2.5", "--format", "vllm"], 2, "rows of the format vllm have the same"),
         (["demo", "--bits", "2.1"], 1, "less than codes of 2 bits take with their scales, 2.25"),

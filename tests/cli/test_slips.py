@@ -1,5 +1,8 @@
 """Slips that everybody makes once: a mistyped name, a place that cannot be written, Ctrl-C."""
 
+import errno
+import os
+
 import pytest
 from support.command_line import only_error
 
@@ -43,10 +46,59 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(
     assert says.startswith(f"Error: {place} cannot be written: ")
 
 
-def test_an_artifact_in_the_models_place(inside, artifact):
-    says = only_error(inside("evaluate", artifact, "demo"), 2)
-    assert f"{artifact} has rotations, and the model comes before" in says
-    assert says.endswith(f"Hint: give them as: rotationzoo evaluate demo {artifact}\n")
+@pytest.mark.parametrize(
+    ("number", "helps"),
+    [
+        (errno.ENOSPC, "make room, or "),
+        (errno.EROFS, "mount it for writing, or "),
+        (errno.EACCES, "check who may read and write there, or "),
+        (errno.EPERM, "check who may read and write there, or "),
+        (errno.EIO, ""),
+    ],
+)
+def test_only_a_full_disk_is_called_full(inside, monkeypatch, number, helps):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks, "_open", refuse)
+    says = only_error(inside("calibrate", "demo", "--recipe", "hadamard", "-o", "out"))
+    error = f"Error: out cannot be written: {os.strerror(number)}\n"
+    assert says == f"{error}Hint: {helps}choose another place with --output\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("MADE demo", "demo MADE"),
+        ("MADE owner/model --for vllm", "owner/model MADE --for vllm"),
+        ("MADE/ ./some-model/ --save", "some-model MADE/ --save"),
+        ("MADE MADE/ demo", "demo MADE MADE"),
+        ("MADE --save", "MODEL MADE --save"),
+    ],
+)
+def test_an_artifact_in_the_models_place(inside, artifact, words, right):
+    words, right = (text.replace("MADE", str(artifact)) for text in (words, right))
+    says = only_error(inside("evaluate", *words.split()), 2)
+    assert " has rotations, and the model comes before them\n" in says
+    assert says.endswith(f"Hint: give them as: rotationzoo evaluate {right}\n")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "plan", "evaluate", "serve"])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("./my-modle", " (did you mean './my-model'?)"),
+        ("FOLDER/my-modle/", " (did you mean 'FOLDER/my-model'?)"),
+        ("~/my-modle", " (did you mean '~/my-model'?)"),
+        ("./another", ""),
+    ],
+)
+def test_a_mistyped_folder_of_a_model(inside, monkeypatch, command, typed, meant):
+    monkeypatch.setenv("HOME", str(inside.folder))
+    (inside.folder / "my-model").mkdir()
+    typed, meant = (text.replace("FOLDER", str(inside.folder)) for text in (typed, meant))
+    says = only_error(inside(command, typed))
+    assert says.startswith(f"Error: there is no folder {typed}{meant}\n")
 
 
 def test_a_name_that_nobody_published(inside):

@@ -131,7 +131,7 @@ def test_sizes_are_added_up_before_anything_is_fetched(zoo, listed):
     content["entries"][0]["files"]["statistics.safetensors"]["size"] = 1 << 60
     listed.write_text(json.dumps(content))
     requests = len(zoo.hf.requests)
-    assert "are free on the disk" in refused(zoo.run("pull", "demo", "--index", listed))
+    assert "MB are needed" in refused(zoo.run("pull", "demo", "--index", listed))
     assert len(zoo.hf.requests) == requests, "a pinned revision, and no room"
     assert nothing_left(zoo)
 

@@ -1,6 +1,11 @@
 """New rotations for a new revision: planned, compared with the old, and published."""
 
+import shutil
+from pathlib import Path
+
 import pytest
+from support.command_line import succeeded
+from support.models import edited_weights
 from support.published import CONFIG, EVALUATED, ZOO, change_weights, ok, planned, refused
 
 from rotationzoo.artifact.store import Artifact
@@ -47,6 +52,44 @@ def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
     ) == 1
     (zoo.folder / "configs" / "model.yaml").write_text(CONFIG.replace("2048", "1024"))
     assert planned(zoo)[0]["reason"] == "the recipe has changed"
+
+
+def test_the_commands_that_are_named_keep_the_options(zoo, model, monkeypatch):
+    words = ["--configs", "configs", "--repo", ZOO, *EVALUATED, "--to", "both", "--sign", "none"]
+    shown = zoo.run("regenerate", "--plan", *words)
+    assert shown.stderr.endswith(f"Next: rotationzoo regenerate {model} {' '.join(words)}\n")
+
+    def stop(job, progress):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rotationzoo.zoo.regenerate.calibrate", stop)
+    stopped = zoo.run("regenerate", model, *words)
+    assert stopped.returncode == 130
+    again = f"Hint: run it again with: rotationzoo regenerate {model} {' '.join(words)}\n"
+    assert stopped.stderr.endswith(again)
+
+
+def test_a_model_in_a_folder_is_regenerated_once_it_has_changed(zoo, tiny):
+    folder = Path(shutil.copytree(tiny, zoo.folder / "my model"))
+    (zoo.folder / "configs").mkdir()
+    recipe = CONFIG.replace("someone/model", "./my model").replace("extends", "bits: null\nextends")
+    (zoo.folder / "configs" / "mine.yaml").write_text(recipe)
+    words = ["--repo", ZOO, *EVALUATED]
+    (due,) = planned(zoo)
+    assert list(due.values())[:3] == ["./my model", None, None]
+    made = zoo.run("regenerate", folder, *words, "--sign", "keyless")
+    publish = f"push 'rotations/my model-oscar' {ZOO} --sign keyless"
+    assert succeeded(made).stderr.endswith(f"Next: rotationzoo {publish}\n")
+    ok(zoo.run("push", "rotations/my model-oscar", ZOO, "--json"))
+    assert planned(zoo) == []
+    with edited_weights(folder) as weights:
+        weights["model.layers.0.self_attn.q_proj.weight"][0] *= 1.02
+    (due,) = planned(zoo)
+    assert due["reason"] == "changed: the weights"
+    made = ok(zoo.run("regenerate", "my model/", *words, "--output", "new", "--json"))
+    assert made["compared_with"] is not None
+    shutil.rmtree(folder)
+    assert "there is no folder ./my model" in refused(zoo.run("regenerate", "--plan", *words))
 
 
 @pytest.mark.thorough

@@ -1,0 +1,35 @@
+"""What a disk refuses, in a sentence, and what helps: room, a permission, or another place."""
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from rotationzoo.errors import RotationZooError
+
+ROOM, WAY_OUT = "make room", "choose another place with --output"
+_REMEDIES = {errno.EROFS: "mount it for writing"}
+_REMEDIES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM)
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM), "check who may read and write there")
+
+
+def remedy(error: BaseException | None) -> str | None:
+    """What helps against the error of a disk, whose number safetensors has in its text alone; None
+    for all other errors."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return _REMEDIES.get(int(found[1]) if found else getattr(error, "errno", None) or 0)
+
+
+@contextmanager
+def disk_errors(path: Path, way_out: str = WAY_OUT) -> Iterator[None]:
+    """Turn the error of a disk into one sentence, whose hint is its remedy or `way_out`, which says
+    how to name another place."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        ways = ", or ".join(filter(None, (remedy(error), way_out)))
+        raise RotationZooError(f"{path} cannot be written: {reason}", ways) from error
