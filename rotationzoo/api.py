@@ -27,9 +27,7 @@ from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.continuation import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
-from rotationzoo.model.loaded import source_of_loaded
-from rotationzoo.model.loading import input_device
-from rotationzoo.model.source import Source
+from rotationzoo.model.loaded import take_loaded
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import (
@@ -141,7 +139,9 @@ def calibration_job(
     """The settings of one calibration, as `calibrate` takes them. Raises `RotationZooError` for
     settings that no recipe allows."""
     settings = _given(options)
-    source = _take_loaded(model, settings)
+    if not isinstance(model, str) or "tokenizer" in settings:
+        check_model(model)
+    source = take_loaded(model, settings)
     name = source.name if source else str(model)
     engine = find_engine(settings.pop("engine", DEFAULT))
     recipe = engine.recipe if recipe is None else recipe
@@ -289,9 +289,7 @@ def evaluation_job(
     if rivals := settings.pop("rivals", ()):
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     if settings.pop("fewest_bits", False):
-        if len(folders) != 1:
-            raise UsageError("the fewest bits are found of one artifact", "give its folder alone")
-        settings |= {"rungs": tuple(find_rungs(Artifact.open(folders[0]))), "baselines": ()}
+        settings |= {"rungs": find_rungs(folders), "baselines": ()}
     asked = _take(settings, ("lengths", "questions"))
     if "tasks" in settings:
         asked["names"] = settings.pop("tasks")
@@ -373,23 +371,6 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     whoever runs the job."""
     given = {name: value for name, value in options.items() if value is not None}
     return {name: given[name] for name in given.keys() - {"progress", "write"}}
-
-
-def _take_loaded(model: Any, settings: dict[str, Any]) -> Source | None:
-    """The source of a loaded model, whose device and type become settings; None for a name. Raises
-    `UsageError` for what is no model, and for settings that only loading heeds."""
-    tokenizer = settings.pop("tokenizer", None)
-    if isinstance(model, str) and tokenizer is None:
-        return None
-    check_model(model)
-    if tokenizer is None:
-        raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
-    for name in ("revision", "device", "dtype", "device_map", "max_memory"):
-        if settings.pop(name, "auto") != "auto":
-            raise UsageError(f"a loaded model takes no {name}", hint=f"leave out {name}")
-    settings["device"] = input_device(model).type
-    settings["dtype"] = str(model.dtype).removeprefix("torch.")
-    return source_of_loaded(model, tokenizer)
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:

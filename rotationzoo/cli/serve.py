@@ -61,7 +61,7 @@ def serve_command(
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.vllm import KEY
-    from rotationzoo.vllm.command import read_command, server_command
+    from rotationzoo.vllm.command import read_command, read_options, server_command
     from rotationzoo.vllm.plugin import choose_package, claim
     from rotationzoo.vllm.settings import Options, make_settings
 
@@ -73,6 +73,8 @@ def serve_command(
     if missing:
         missing.hint = f"{missing.hint} && {shell_line(*typed_words())}"
     words = server_command(package, place, has_windows=full is not None)
+    if not missing:
+        read_options(words, handed_on)  # for its error, before anything is calibrated
     rotations = rotations or _find_rotations(out, model, source, dry_run, missing).folder
     asked = Options(
         artifact=str(rotations.expanduser().absolute()),

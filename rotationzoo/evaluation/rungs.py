@@ -8,12 +8,14 @@ is wrong, however many budgets are tried.
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import takewhile
+from pathlib import Path
 
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.codec.budget import has_room, spend_bits
+from rotationzoo.errors import UsageError
 from rotationzoo.figures import percent
 from rotationzoo.recipe.loading import with_budget
 
@@ -22,15 +24,18 @@ RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 
-def find_rungs(artifact: Artifact) -> list[Budget]:
-    """The budgets to choose from, the fewest bits first; none where all layers have the same
-    bits."""
+def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
+    """The budgets of an artifact to choose from, the fewest bits first; none where all layers have
+    the same bits. Raises `UsageError` for several artifacts."""
+    if len(folders) != 1:
+        raise UsageError("the fewest bits are found of one artifact", "give its folder alone")
+    artifact = Artifact.open(folders[0])
     own = artifact.recipe.budget
     if not artifact.rotations.has_budget or own.bits is None:
-        return []
+        return ()
     budgets = [Budget(bits) for bits in sorted({*RUNGS, own.bits})]
     size, geometry = artifact.recipe.group_size, artifact.geometry
-    return [budget for budget in budgets if has_room(budget, size, geometry)]
+    return tuple(budget for budget in budgets if has_room(budget, size, geometry))
 
 
 def open_rungs(decisions: Sequence[Decision]) -> list[str]:

@@ -6,17 +6,36 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from rotationzoo.errors import UsageError
 from rotationzoo.model.compatibility import source_of
 from rotationzoo.model.files import read_headers, weight_files
+from rotationzoo.model.loading import input_device
 from rotationzoo.model.source import Source
 
 
-def source_of_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
+def take_loaded(model: Any, settings: dict[str, Any]) -> Source | None:
+    """The source of a loaded model, whose device and type become settings; None for a name. Raises
+    `UsageError` for one without a tokenizer, and for settings that only loading heeds."""
+    tokenizer = settings.pop("tokenizer", None)
+    if isinstance(model, str) and tokenizer is None:
+        return None
+    if tokenizer is None:
+        raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
+    for name in ("revision", "device", "dtype", "device_map", "max_memory"):
+        if settings.pop(name, "auto") != "auto":
+            raise UsageError(f"a loaded model takes no {name}", hint=f"leave out {name}")
+    settings["device"] = input_device(model).type
+    settings["dtype"] = str(model.dtype).removeprefix("torch.")
+    return _source_of(model, tokenizer)
+
+
+def _source_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
     """The source of a loaded model: its files, or a folder with its config alone where there are
     none, or where the model has changed since it was read from them."""
     source = source_of(model)

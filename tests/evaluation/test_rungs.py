@@ -89,8 +89,8 @@ def budgeted(induction, tmp_path_factory) -> Artifact:
 
 
 def test_the_rungs_are_those_that_rows_have_room_for(budgeted, artifacts):
-    assert [budget.bits for budget in find_rungs(budgeted)] == [2.25, 2.5, 3.0, 3.5, 4.0]
-    assert find_rungs(Artifact.open(artifacts[0])) == []
+    assert [each.bits for each in find_rungs([budgeted.folder])] == [2.25, 2.5, 3.0, 3.5, 4.0]
+    assert find_rungs(artifacts[:1]) == ()
 
 
 def ask(model: Path, artifact: Artifact, keep: float):

@@ -98,6 +98,7 @@ def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
     monkeypatch.setattr(command.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[package][-1]))
     monkeypatch.setattr(command, "read_command", _read_command)
+    monkeypatch.setattr(command, "read_options", lambda words, more: None)
     monkeypatch.setattr(server, "check_server", lambda config: None)
 
 
