@@ -9,9 +9,8 @@ a model family that cannot be calibrated, with the reason in one sentence.
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,8 +29,7 @@ _say_once = cache(logging.getLogger("rotationzoo").warning)
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """The inputs of one layer's attention."""
 
     query: torch.Tensor

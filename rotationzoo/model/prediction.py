@@ -4,7 +4,7 @@ exist at a time, and the tokens that it finds most probable, one after another."
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +121,10 @@ def keeping_outputs(
     def add(module: torch.nn.Module, args: Any, output: Any) -> None:
         outputs.append(keep(output))
 
-    hooks = [module.register_forward_hook(add) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(add))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
