@@ -138,8 +138,7 @@ class HuggingFace(Hub):
         from huggingface_hub import CommitOperationAdd
 
         repo, parent = publication.repo, publication.parent
-        files = publication.files.items()
-        operations = [CommitOperationAdd(path, content) for path, content in files]
+        operations = list(itertools.starmap(CommitOperationAdd, publication.files.items()))
         with self._errors(repo, parent):
             self.retry(self.api.create_repo, repo, exist_ok=True)
             base = parent or self.resolve(repo)

@@ -66,18 +66,14 @@ class LimitedAdapter(HTTPAdapter):
 
         try:
             return limits.call_within(limits.ANSWER_SECONDS, answer, host) if is_read else answer()
-        except (requests.ConnectTimeout, TimeoutError) as error:
-            raise HubError(
-                f"ModelScope ({host}) did not answer within {limits.ANSWER_SECONDS:g} s",
-                hint=limits.NETWORK_HINT,
-            ) from error
-        except requests.ConnectionError as error:
+        except (requests.ConnectionError, TimeoutError) as error:
             # requests has no separate exception types for these two failures.
-            if "NewConnectionError" in str(error) or "NameResolutionError" in str(error):
-                raise HubError(
-                    f"ModelScope ({host}) cannot be reached", hint=limits.NETWORK_HINT
-                ) from error
-            raise
+            says, unreached = "cannot be reached", ("NewConnectionError", "NameResolutionError")
+            if isinstance(error, (requests.ConnectTimeout, TimeoutError)):
+                says = f"did not answer within {limits.ANSWER_SECONDS:g} s"
+            elif not any(name in str(error) for name in unreached):
+                raise
+            raise HubError(f"ModelScope ({host}) {says}", hint=limits.NETWORK_HINT) from error
 
 
 def _read_body(response: requests.Response, host: str) -> None:
