@@ -12,7 +12,7 @@ not hold what attention reads.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,8 @@ class Attention:
         """The softmax `[B, H_q, T_q, T_k]` of this call, at least in float32, as the model's eager
         implementation computes it, with its soft cap and sinks. Needs an additive mask. Raises
         `UnsupportedModel` for a model without an eager implementation."""
+        from accelerate.utils import align_module_device
+
         try:
             eager = eager_attention(self.module)
         except AttributeError as error:
@@ -83,7 +85,9 @@ class Attention:
         dtype = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(dtype), key.to(dtype)
         any_value = key[..., :1]  # the weights do not depend on it
-        with loaded(self.module):
+        # accelerate keeps offloaded parameters, such as sinks, elsewhere unless their module runs.
+        offloaded = any(each.is_meta for each in self.module.parameters(recurse=False))
+        with align_module_device(self.module) if offloaded else nullcontext():
             _, weights = eager(self.module, query, key, any_value, self.mask, **self.options)
         softmax: torch.Tensor = weights
         return softmax
@@ -205,19 +209,6 @@ def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
         base = getattr(model, "model", model)
     assert isinstance(base, PreTrainedModel)
     return base
-
-
-@contextmanager
-def loaded(module: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, the module's own parameters, such as the sinks of an attention, are in
-    memory. accelerate keeps offloaded parameters elsewhere except while their module runs."""
-    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-        yield  # they are in memory already, and stay there when the block ends
-        return
-    from accelerate.utils import align_module_device
-
-    with align_module_device(module):
-        yield
 
 
 def eager_attention(module: torch.nn.Module) -> AttentionFunction:

@@ -38,9 +38,6 @@ class _Call(NamedTuple):
     attend: Attention
 
 
-_Shape = tuple[int, int]  # heads and dimension
-
-
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
     """The attention geometry of a model on `meta`. None where its attention needs values; the
     caller then looks at real weights. Raises `UnsupportedModel` with the reason, and
@@ -200,5 +197,6 @@ def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
     return rows is earlier or (not rows.is_meta and torch.equal(rows.cpu(), earlier.cpu()))
 
 
-def _shape(tensor: torch.Tensor) -> _Shape:
+def _shape(tensor: torch.Tensor) -> tuple[int, int]:
+    """Heads and dimension."""
     return tensor.shape[1], tensor.shape[-1]
