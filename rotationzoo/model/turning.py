@@ -18,8 +18,6 @@ from rotationzoo.model.rope import position_count, scaling_of
 
 _POSITIONS = 256  # that angles are read at
 _CLOSE = 1e-3  # of cosines in float32; 1e-5 was measured
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines `[B, T, D]`."""
 _CHANGING = ("dynamic", "longrope")  # their angles depend on the length of a request
 
 
@@ -66,7 +64,7 @@ def find_turnings(model: PreTrainedModel, geometry: Geometry) -> dict[int, Turni
         return {}
     dims = {layer.index: layer.key_dim for layer in geometry}
     found: dict[int, Turning] = {}
-    unrounded: dict[int, Angles] = {}
+    unrounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # cosines, sines `[B, T, D]`
 
     def compute(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         # Models round the angles to their own type, and a frequency needs more digits.

@@ -33,6 +33,7 @@ from rotationzoo.zoo.signed_index import check_index
 from rotationzoo.zoo.signing import check as signatures
 
 _WAY_OUT = "choose another place with --local-dir"
+_NO_DEMAND = signatures.Demand()
 LOCK = "zoo.lock.json"
 MAX_BYTES = 4 << 30
 """The most bytes to download for an entry whose sizes the hub alone claims."""
@@ -61,9 +62,6 @@ class Lock(strict_json.Strict):
     repo: str = ""
     revision: Place
     files: dict[PlainName, File]
-
-
-_NO_DEMAND = signatures.Demand()
 
 
 def pull(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
+_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
 _NO_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
 _UNREADABLE = *_NO_JSON, KeyError, TypeError, AttributeError
 """The client raises these when it parses an answer that no real hub would send."""
@@ -63,9 +64,6 @@ def _as_hub_error(
 
 def _is_of_transport(error: Exception) -> bool:
     return type(error).__module__.split(".")[0] in _TRANSPORTS
-
-
-_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
 
 
 class HuggingFace(Hub):

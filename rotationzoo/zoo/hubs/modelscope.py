@@ -27,6 +27,17 @@ from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Public
 _STORAGE_PREFIXES = ("lfs.", "pre-lfs.", "www.")
 _CREDENTIALS = ("Authorization", "Cookie")
 _CHUNK_BYTES = 1 << 20
+_BRANCH = "master"
+# The client reads these variables when it is imported. Only `retry` repeats calls: the client
+# itself would wait silently for minutes, or for half an hour if a hub told it to.
+_SETTINGS = {
+    "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # the probe for an internal network costs 0.2 s
+    "MODELSCOPE_UPLOAD_BLOB_MAX_ATTEMPTS": "1",
+    "MODELSCOPE_UPLOAD_COMMIT_MAX_ATTEMPTS": "1",
+    "MODELSCOPE_UPLOAD_COMMIT_MAX_RETRY_AFTER_SECONDS": "10",
+    "MODELSCOPE_UPLOAD_FAILED_FILE_MAX_RETRY_ROUNDS": "1",
+    "MODELSCOPE_UPLOAD_RECOVERY_ENABLED": "false",
+}
 
 
 def may_see_token(endpoint: str, url: str) -> bool:
@@ -142,19 +153,6 @@ def _as_hub_error(error: Exception, where: str) -> HubError:
         says = "sent an answer that no hub would send"
         hint = "check MODELSCOPE_ENDPOINT, and the network's proxy"
     return HubError(f"{where} {says}", hint=hint, missing=hint == SPELLING_HINT)
-
-
-_BRANCH = "master"
-# The client reads these variables when it is imported. Only `retry` repeats calls: the client
-# itself would wait silently for minutes, or for half an hour if a hub told it to.
-_SETTINGS = {
-    "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # the probe for an internal network costs 0.2 s
-    "MODELSCOPE_UPLOAD_BLOB_MAX_ATTEMPTS": "1",
-    "MODELSCOPE_UPLOAD_COMMIT_MAX_ATTEMPTS": "1",
-    "MODELSCOPE_UPLOAD_COMMIT_MAX_RETRY_AFTER_SECONDS": "10",
-    "MODELSCOPE_UPLOAD_FAILED_FILE_MAX_RETRY_ROUNDS": "1",
-    "MODELSCOPE_UPLOAD_RECOVERY_ENABLED": "false",
-}
 
 
 class ModelScope(Hub):
