@@ -57,11 +57,9 @@ def parse_card(text: str) -> Card:
     match = _SEVERAL.fullmatch(text.strip())
     if match and int(match[1]) > 0:
         return several(parse_card(match[2]), int(match[1]))
-    names = {_plain(name): name for name in CARDS}
-    plain = _plain(text)
-    for candidate in (plain, f"rtx{plain}"):
-        if candidate in names:
-            return CARDS[names[candidate]]
+    known, plain = {_plain(name): card for name, card in CARDS.items()}, _plain(text)
+    if card := known.get(plain) or known.get(f"rtx{plain}"):
+        return card
     size = _SIZE.fullmatch(text.strip())
     if size and (memory := int(float(size[1]) * _UNITS[size[2].lower()])) > 0:
         return Card(text.strip(), memory)

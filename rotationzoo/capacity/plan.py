@@ -9,18 +9,7 @@ from typing import Any
 
 from rotationzoo.budget import Budget
 from rotationzoo.capacity.cards import CARDS, OTHERS, Card, several
-from rotationzoo.capacity.shape import (
-    CACHES,
-    Shape,
-    Storage,
-    Weights,
-    elements,
-    longest_context,
-    read_shape,
-    request_bytes,
-    server_bytes,
-    weigh,
-)
+from rotationzoo.capacity.shape import CACHES, Shape, Storage, Weights, read_shape, weigh
 from rotationzoo.codec.budget import check_room
 from rotationzoo.figures import size_words
 from rotationzoo.model.files import text_config
@@ -72,20 +61,20 @@ class Capacity:
 
     def request_bytes(self, cache: str) -> int:
         """Bytes of the cache of one request of the wish."""
-        return request_bytes(self.shape, cache, self.context, self.wish.storage)
+        return self.shape.request_bytes(cache, self.context, self.wish.storage)
 
     def room(self, cache: str, weights: str, card: Card) -> int:
         """Bytes of a card for requests, next to these weights and to what a server takes once."""
         room = card.usable - self.sizes_of_weights[weights]
         if cache != _SMALLEST:
             return room
-        return 0 if card.kind in OTHERS else room - server_bytes(self.shape, self.wish.storage, 0)
+        return 0 if card.kind in OTHERS else room - self.shape.server_bytes(self.wish.storage, 0)
 
     def longest(self, cache: str, weights: str, card: Card, requests: int = 1) -> int | None:
         """The most tokens that each of some requests can have next to these weights on a card. None
         if there is no limit."""
         room = self.room(cache, weights, card) // requests
-        return longest_context(self.shape, cache, room, self.wish.storage)
+        return self.shape.longest_context(cache, room, self.wish.storage)
 
     def most_requests(self, cache: str, weights: str, card: Card) -> int:
         """How many requests of the wished context fit next to these weights on a card."""
@@ -144,7 +133,7 @@ def judge_wish(capacity: Capacity, card: Card) -> Answer:
         if cache != _SMALLEST:
             words += f", and {capacity.most_requests(_SMALLEST, weights, card):,} in {few}"
         return Answer(words, weights, cache)
-    once = server_bytes(capacity.shape, capacity.wish.storage, 0)
+    once = capacity.shape.server_bytes(capacity.wish.storage, 0)
     need = once + requests * capacity.request_bytes(_SMALLEST)
     four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
     if capacity.weights.four_bit > card.usable:
@@ -227,11 +216,11 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "parameters": shape.parameters,
         "weights_bytes": capacity.sizes_of_weights,
         "weights_from": capacity.weights.origin,
-        "bits_per_element": 8 * kept / elements(shape, capacity.context),
+        "bits_per_element": 8 * kept / shape.elements(capacity.context),
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_request": sizes,
         "state_bytes_per_request": states,
-        "server_bytes": server_bytes(shape, wish.storage, wish.requests),
+        "server_bytes": shape.server_bytes(wish.storage, wish.requests),
         "refusal": None,  # whatever can be planned has every cache
         "gpu": chosen,
         "max_context": published["max_context"],

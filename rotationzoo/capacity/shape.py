@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache
 
 from rotationzoo.codec.formats import FINE, VLLM
 from rotationzoo.codec.int2 import bits_per_element
@@ -67,6 +67,47 @@ class Shape:
     """Whether layers without keys and values keep states of a size that is not known here, or
     sparse attention the keys of an index."""
 
+    def elements(self, context: int) -> int:
+        """Cached elements of one request of `context` tokens, without the states of linear
+        attention."""
+        return sum(each.layer.elements * each.tokens_held(context) for each in self.layers)
+
+    def request_bytes(self, cache: str, context: int, storage: "Storage") -> int:
+        """Bytes of the cache of one request of `context` tokens. States of linear attention count
+        in every cache.
+
+        * `bf16`, `fp8`: 16 and 8 bits an element, nothing else.
+        * `int2`: as `storage` says. Our backend for vLLM stores every token in pages, with copies
+          of pages that windows touch, and layers with a sliding window in bf16.
+        """
+        if cache in _PLAIN_BITS:
+            bits: float = _PLAIN_BITS[cache] * self.elements(context)
+        else:
+            bits = sum(_stored_bits(layer, context, storage) for layer in self.layers)
+        return math.ceil(bits / 8) + self.state_bytes
+
+    def server_bytes(self, storage: "Storage", requests: int) -> int:
+        """Bytes that our backend for vLLM takes beside pages for so many requests: exact copies,
+        and once the matrices of rotations and memory to read prompts in."""
+        layers, total = [each.layer for each in self.layers if storage.has_pages(each)], 0
+        for layer in layers:
+            matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2
+            total += matrices * (layer.key_dim**2 + layer.value_dim**2)
+            total += storage.copied_tokens(requests) * layer.elements * _EXACT_BITS // 8
+        for layer in layers[:1]:  # all share this memory
+            room = max(LONG, _STEP + storage.sink + storage.recent)
+            queries = _STEP, layer.query_heads, layer.key_dim
+            sizes = scratch_sizes(queries, layer.kv_heads, room, torch.bfloat16)
+            total += sum(math.prod(size) * dtype.itemsize for size, dtype in sizes)
+        return total
+
+    def longest_context(self, cache: str, free: int, storage: "Storage") -> int | None:
+        """The most tokens that one request can have in `free` bytes; None if there is no limit, as
+        where every layer slides."""
+        sizes = partial(self.request_bytes, cache, storage=storage)
+        too_many = bisect_right(range(_LONGEST + 1), free, key=sizes)
+        return None if too_many > _LONGEST else max(0, too_many - 1)
+
 
 def read_shape(source: Source) -> Shape:
     """Build a model from its config on `meta`, and look at what its attention reads and what
@@ -74,10 +115,17 @@ def read_shape(source: Source) -> Shape:
     `UnsupportedModel` for a cache that holds neither keys and values of KV heads nor latents."""
     config = loading.load_config(source)
     model = loading.on_meta(config, source.name)
-    text: Any = config.get_text_config(decoder=True)
-    layers, without = _cached_layers(source, config, model)
-    state = _linear_state(text)
-    has_index = any(hasattr(each, "update_indexer") for each in DynamicCache(config=config).layers)
+    geometry = geometry_on_meta(model)
+    if geometry is None:
+        raise UnsupportedModel(
+            f"what the layers of {source.name} cache shows only with its weights",
+            hint="fetch them and look at: rotationzoo generate",
+        )
+    kept, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
+    windows = {index: getattr(each, "sliding_window", None) for index, each in enumerate(kept)}
+    layers = [CachedLayer(each, windows.get(each.index)) for each in cached_layers(geometry)]
+    without, state = text.num_hidden_layers - len(geometry), _linear_state(text)
+    has_index = any(hasattr(each, "update_indexer") for each in kept)
     embedding: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()
     routed = [p.numel() for name, p in model.named_parameters() if ".experts." in name]
@@ -90,24 +138,6 @@ def read_shape(source: Source) -> Shape:
         state_bytes=without * state,
         uncounted_states=has_index or (without > 0 and state == 0),
     )
-
-
-def _cached_layers(
-    source: Source, config: PretrainedConfig, model: PreTrainedModel
-) -> tuple[list[CachedLayer], int]:
-    """The layers with a cache of their own, and how many layers have no attention."""
-    geometry = geometry_on_meta(model)
-    if geometry is None:
-        raise UnsupportedModel(
-            f"what the layers of {source.name} cache shows only with its weights",
-            hint="fetch them and look at: rotationzoo generate",
-        )
-    kept = dict(enumerate(DynamicCache(config=config).layers))
-    layers = []
-    for layer in cached_layers(geometry):
-        window = getattr(kept.get(layer.index), "sliding_window", None)
-        layers.append(CachedLayer(layer, window))
-    return layers, config.get_text_config(decoder=True).num_hidden_layers - len(geometry)
 
 
 def _linear_state(text: Any) -> int:
@@ -141,51 +171,6 @@ class Storage(CacheLayout):
     def copied_tokens(self, requests: int) -> int:
         """Tokens whose exact copies a server keeps for so many requests, beside their codes."""
         return _PAGE * count_slots(self, _PAGE, requests)
-
-
-def request_bytes(shape: Shape, cache: str, context: int, storage: Storage) -> int:
-    """Bytes of the cache of one request of `context` tokens. States of linear attention count in
-    every cache.
-
-    * `bf16`, `fp8`: 16 and 8 bits an element, nothing else.
-    * `int2`: as `storage` says. Our backend for vLLM stores every token in pages, with copies of
-      pages that windows touch, and layers with a sliding window in bf16.
-    """
-    if cache in _PLAIN_BITS:
-        bits: float = _PLAIN_BITS[cache] * elements(shape, context)
-    else:
-        bits = sum(_stored_bits(layer, context, storage) for layer in shape.layers)
-    return math.ceil(bits / 8) + shape.state_bytes
-
-
-def server_bytes(shape: Shape, storage: Storage, requests: int) -> int:
-    """Bytes that our backend for vLLM takes beside pages for so many requests: exact copies, and
-    once the matrices of rotations and memory to read prompts in."""
-    layers, total = [each.layer for each in shape.layers if storage.has_pages(each)], 0
-    for layer in layers:
-        matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2
-        total += matrices * (layer.key_dim**2 + layer.value_dim**2)
-        total += storage.copied_tokens(requests) * layer.elements * _EXACT_BITS // 8
-    for layer in layers[:1]:  # all share this memory
-        room = max(LONG, _STEP + storage.sink + storage.recent)
-        queries = _STEP, layer.query_heads, layer.key_dim
-        sizes = scratch_sizes(queries, layer.kv_heads, room, torch.bfloat16)
-        total += sum(math.prod(size) * dtype.itemsize for size, dtype in sizes)
-    return total
-
-
-def elements(shape: Shape, context: int) -> int:
-    """Cached elements of one request of `context` tokens, without the states of linear
-    attention."""
-    return sum(each.layer.elements * each.tokens_held(context) for each in shape.layers)
-
-
-def longest_context(shape: Shape, cache: str, free: int, storage: Storage) -> int | None:
-    """The most tokens that one request can have in `free` bytes; None if there is no limit, as
-    where every layer slides."""
-    sizes = partial(request_bytes, shape, cache, storage=storage)
-    too_many = bisect_right(range(_LONGEST + 1), free, key=sizes)
-    return None if too_many > _LONGEST else max(0, too_many - 1)
 
 
 def _stored_bits(cached: CachedLayer, context: int, storage: Storage) -> float:

@@ -18,6 +18,7 @@ from rotationzoo.linalg.moments import Average
 EDGE_ROWS = 8
 _TAIL_DEGREES = 3  # degrees of freedom of drawn rows' Student t: few of them make heavy tails
 _HINT = "do not publish; report the GPU, the driver and this line as an issue"
+_FEW_ROWS = 16  # of each head
 _FLOAT32_ROUNDING = 2.0**-24
 _SMALLEST_BOUND = 1e-37  # the bound for rows of zeros: products below it are subnormal in float32
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -25,9 +26,6 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 Floats are compared as integers, bit by bit: -0 differs from 0, and NaN equals NaN.
 """
-
-
-_FEW_ROWS = 16  # of each head
 
 
 def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: int) -> torch.Tensor:

@@ -45,8 +45,7 @@ def validate_kernel(
     if on_gpu:
         check_writable(artifact)
     comparison = _compare_layers(artifact, rows, on_gpu, progress)
-    report = comparison.report()
-    report["identity"] = artifact.identity
+    report = comparison.report() | {"identity": artifact.identity}
     if not on_gpu:
         return report
     progress("measuring", 0, 0)

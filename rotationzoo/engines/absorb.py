@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -126,12 +127,12 @@ def _find_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> _Cha
         matrix = artifact.rotations[layer.index].value.matrix.double()
         matrix = matrix.expand(layer.kv_heads, -1, -1)
         for part, tensor in model.get_submodule(value).named_parameters():  # weight and bias
-            changes[f"{value}.{part}"] = _Change(tensor.shape, _multiply_rows(matrix))
+            changes[f"{value}.{part}"] = _Change(tensor.shape, partial(_multiply_rows, matrix))
         shape = model.get_parameter(f"{output}.weight").shape
         # The output projection has a block of columns per query head. With GQA, the query heads of
         # a group all undo the matrix of the same KV head.
         inverse = invert(matrix).repeat_interleave(layer.group, 0)
-        changes[f"{output}.weight"] = _Change(shape, _multiply_columns(inverse))
+        changes[f"{output}.weight"] = _Change(shape, partial(_multiply_columns, inverse))
     return changes
 
 
@@ -153,40 +154,37 @@ def _latent_changes(
         left, _, right = torch.linalg.svd(artifact.rotations[layer.index].key.matrix[0].double())
         matrix, path = left @ right, paths[layer.index]
         for part, tensor in model.get_submodule(f"{path}.{DOWN}").named_parameters():
-            changes[f"{path}.{DOWN}.{part}"] = _Change(tensor.shape, _rotate_first_rows(matrix))
+            rotate = partial(_rotate_first_rows, matrix)
+            changes[f"{path}.{DOWN}.{part}"] = _Change(tensor.shape, rotate)
         norm, up = f"{path}.{NORM}.weight", f"{path}.{UP}.weight"
         changes[norm] = _Change(model.get_parameter(norm).shape, torch.ones_like)
-        changes[up] = _Change(model.get_parameter(up).shape, _read_rotated(matrix), reads=norm)
+        read = partial(_read_rotated, matrix)
+        changes[up] = _Change(model.get_parameter(up).shape, read, reads=norm)
     return changes
 
 
-def _rotate_first_rows(matrix: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _rotate_first_rows(matrix: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Rotate the latent that a projection computes, and leave the key with RoPE after it."""
     rank = len(matrix)
-    return lambda tensor: torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
+    return torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
 
 
-def _read_rotated(matrix: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _read_rotated(matrix: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Read rotated latents that lack the scales of their norm."""
-    return lambda weight, scales: (weight * scales) @ matrix
+    return (weight * scales) @ matrix
 
 
-def _multiply_rows(matrix: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _multiply_rows(matrix: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Multiply what a projection computes for each head, by a weight `[H D, in]` or a bias `[H D]`:
     rows `x` become `x @ matrix`, float64 `[H, D, D]`."""
-
-    def transform(tensor: torch.Tensor) -> torch.Tensor:
-        of_heads = tensor.unflatten(0, matrix.shape[:2])
-        return torch.einsum("hij,hi...->hj...", matrix, of_heads).flatten(0, 1)
-
-    return transform
+    of_heads = tensor.unflatten(0, matrix.shape[:2])
+    return torch.einsum("hij,hi...->hj...", matrix, of_heads).flatten(0, 1)
 
 
-def _multiply_columns(matrix: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _multiply_columns(matrix: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Multiply what a projection reads of each head, by a weight `[out, H D]`: `x @ weight^T`
     becomes `x @ matrix @ weight^T`, with a matrix float64 `[H, D, D]`."""
-    by_rows = _multiply_rows(matrix.mT)
-    return lambda tensor: by_rows(tensor.mT).mT
+    return _multiply_rows(matrix.mT, tensor.mT).mT
 
 
 # ---- the copy

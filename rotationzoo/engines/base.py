@@ -4,17 +4,18 @@ Outside `formats/`, a rotation R is always applied as `x @ R`. Each module in `f
 whether its engine wants R transposed.
 """
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
-from rotationzoo.codec.engines import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers, head_dims
+
+PAGE = "docs/engines.md says what each engine takes"
+"""The hint for limits that no flag can lift."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,6 @@ def clip_text(ratio: float, off: float) -> str:
     """A clip ratio as text. No clipping, 1 in this package, becomes the engine's number `off`."""
     number = off if ratio == 1 else ratio
     return f"{number:g}"
-
-
-def load_engine(name: str) -> Engine:
-    """The module that writes an engine's files. Raises `KeyError` for an unknown name."""
-    module = importlib.import_module(f"rotationzoo.engines.formats.{ENGINES[name].module}")
-    return cast(Engine, module)
-
-
-PAGE = "docs/engines.md says what each engine takes"
-"""The hint for limits that no flag can lift."""
 
 
 def check_limits(

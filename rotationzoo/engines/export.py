@@ -3,17 +3,18 @@
 An export replaces an earlier one as a whole and keeps the user's files.
 """
 
+import importlib
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rotationzoo.artifact.measured import arms_of, plain_arm
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import find_engine
-from rotationzoo.engines.base import Launch, Payload, load_engine
+from rotationzoo.engines.base import Engine, Launch, Payload
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
@@ -106,10 +107,12 @@ class Exported:
 def export(artifact: Artifact, request: Request) -> Exported:
     """Write the files of one engine, without what it does not take, or nothing for an engine that
     reads artifacts themselves. Raises `RotationZooError` for what the engine cannot serve."""
-    if command := find_engine(request.engine).command:
-        return _start_of(artifact, request, command)
+    row = find_engine(request.engine)
+    if row.command:
+        return _start_of(artifact, request, row.command)
     settled = settle_request(artifact, request)
-    engine = load_engine(request.engine)
+    module = importlib.import_module(f"rotationzoo.engines.formats.{row.module}")
+    engine = cast(Engine, module)
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
     # A killed export may have left the previous folder set aside.

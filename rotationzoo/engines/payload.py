@@ -17,6 +17,8 @@ from rotationzoo.storage.files import digest
 # OSCAR has no word for the exact `output` statistic. Files that rotationzoo writes state it under
 # `calibration`.
 _WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output": "sst"}
+PLACEHOLDER = "MODEL"
+"""The placeholder in a launch command for a model whose location is unknown."""
 Provenance = dict[str, str | int | float | bool]
 """Only primitives, so that a `.pt` file loads without running code."""
 
@@ -63,10 +65,6 @@ def provenance(
     return {name: value for name, value in entries.items() if value is not None} | served
 
 
-PLACEHOLDER = "MODEL"
-"""The placeholder in a launch command for a model whose location is unknown."""
-
-
 @dataclass(frozen=True)
 class Request:
     """The settings of one export, as the user gave them, including what may be left out."""
@@ -100,8 +98,7 @@ def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
     ratios: dict[str, set[float]] = {side: set() for side in SIDES}
     for layer in rotations.values():
         for side in SIDES:
-            rotation = layer[LATENT if LATENT in layer.sides else side]
-            ratios[side].update(rotation.clip.tolist())
+            ratios[side].update(layer[side].clip.tolist())
     return tuple(sorted(ratios[side]) for side in SIDES)
 
 

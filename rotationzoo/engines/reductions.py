@@ -46,13 +46,12 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
     dropped = " and ".join(f"{side}s" for side in dropped_means(artifact, request))
     ratios = "/".join(f"{ratio:g}" for ratio in request.clip)
     clips_alike = distinct_clips(rotations) == tuple([ratio] for ratio in request.clip)
+    clips_otherwise = engine.clip != "head" and not clips_alike
     chosen, own = "/".join(map(str, request.windows)), f"{recipe.sink}/{recipe.recent}"
     lost = {
         "one rotation per layer instead of one per KV head": request.pooled and rotations.per_head,
         f"{dropped} that keep their mean": dropped,
-        f"clip ratios {ratios} instead of the artifact's own": (
-            engine.clip != "head" and not clips_alike
-        ),
+        f"clip ratios {ratios} instead of the artifact's own": clips_otherwise,
         f"windows {chosen} instead of {own}": chosen != own,
         "keys' turned mean": recipe.turns_mean("key") and TURNED_MEAN not in engine.means,
         "nearest codes instead of error feedback": rotations.has_feedback and not engine.feedback,

@@ -16,25 +16,11 @@ from rotationzoo.codec.settings import as_engine
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import rope_notes
-from rotationzoo.generation.continuation import (
-    INTERRUPTED,
-    MAX_NEW_TOKENS,
-    Generation,
-    TextStream,
-    Write,
-    compare_texts,
-    continue_prompt,
-    describe_text,
-)
+from rotationzoo.generation import continuation
+from rotationzoo.generation.continuation import Generation, TextStream, Write
 from rotationzoo.generation.prompt import Prompt, encode_prompt, write_example
 from rotationzoo.geometry import check_group_size, head_dims
-from rotationzoo.model import loading
-from rotationzoo.model.compatibility import (
-    check_artifacts,
-    check_weights,
-    other_weights_note,
-    settle_rope_scaling,
-)
+from rotationzoo.model import compatibility, loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
@@ -66,12 +52,12 @@ def generate(
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     artifacts = [artifact] if artifact else []
-    scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
+    scaling = compatibility.settle_rope_scaling(job.rope_scaling, artifacts, source)
     config = loading.load_config(source, scaling)
     check_loadable(config, source.name, device)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
-        check_artifacts(job.model, artifacts, geometry)
+        compatibility.check_artifacts(job.model, artifacts, geometry)
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
@@ -86,15 +72,15 @@ def generate(
             note(said)
         positions = position_count(config)
         ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
-        prompt = Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
+        prompt = Prompt(ids, job.max_new_tokens or continuation.MAX_NEW_TOKENS)
     prompt.check_positions(job.model, config)
     loading.check_ids([prompt.ids], config, job.model)
     fetch_weights(source, progress)
-    check_weights(artifacts, source, job.anyway)
+    compatibility.check_weights(artifacts, source, job.anyway)
     notes = []
     if "engine" in job.cache:
         notes.append(describe_choice(options["engine"], artifacts, job.cache))
-    notes += filter(None, [other_weights_note(each, source) for each in artifacts])
+    notes += filter(None, [compatibility.other_weights_note(each, source) for each in artifacts])
     notes += rope_notes(artifacts, scaling)
     for text in notes:
         note(text)
@@ -109,14 +95,14 @@ def generate(
         counting = partial(_counting, progress, total=prompt.max_new_tokens)
         shown = _after(prompt.question, write) if write else counting("writing")
         written = TextStream(tokenizer, prompt.ids, shown)
-        continue_prompt(model, prompt, job, written, progress, cache)
+        continuation.continue_prompt(model, prompt, job, written, progress, cache)
         sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
         del cache  # the exact model's own needs more room
         exact = None
-        if job.compare and written.stop != INTERRUPTED:
+        if job.compare and written.stop != continuation.INTERRUPTED:
             shown = counting("writing with the exact model")
             exact = TextStream(tokenizer, prompt.ids, shown)
-            continue_prompt(model, prompt, job, exact, progress)
+            continuation.continue_prompt(model, prompt, job, exact, progress)
     report = {
         "model": source.label,
         "revision": source.revision,
@@ -127,10 +113,10 @@ def generate(
         "sink": sink,
         "recent": recent,
         **sizes,
-        **describe_text(prompt, written),
+        **continuation.describe_text(prompt, written),
     }
     if exact is not None:
-        report |= compare_texts(written, exact)
+        report |= continuation.compare_texts(written, exact)
     return report
 
 

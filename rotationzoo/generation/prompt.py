@@ -49,11 +49,7 @@ class Prompt:
 
 
 def encode_prompt(
-    text: str,
-    tokenizer: PreTrainedTokenizerBase,
-    model: str,
-    chat: bool,
-    positions: int | None,
+    text: str, tokenizer: PreTrainedTokenizerBase, model: str, chat: bool, positions: int | None
 ) -> torch.Tensor:
     """The ids `[T]` of a text after the tokenizer's start tokens, or of a chat in which a user has
     said it and the model is to answer. Raises `UsageError` for a chat where there is no template,

@@ -12,8 +12,9 @@ not hold what attention reads.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,8 @@ class Attention:
         """The softmax `[B, H_q, T_q, T_k]` of this call, at least in float32, as the model's eager
         implementation computes it, with its soft cap and sinks. Needs an additive mask. Raises
         `UnsupportedModel` for a model without an eager implementation."""
+        from accelerate.utils import align_module_device
+
         try:
             eager = eager_attention(self.module)
         except AttributeError as error:
@@ -82,7 +85,9 @@ class Attention:
         dtype = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(dtype), key.to(dtype)
         any_value = key[..., :1]  # the weights do not depend on it
-        with loaded(self.module):
+        # accelerate keeps offloaded parameters, such as sinks, elsewhere unless their module runs.
+        offloaded = any(each.is_meta for each in self.module.parameters(recurse=False))
+        with align_module_device(self.module) if offloaded else nullcontext():
             _, weights = eager(self.module, query, key, any_value, self.mask, **self.options)
         softmax: torch.Tensor = weights
         return softmax
@@ -137,39 +142,33 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
         setattr(call, _TAKES_LONG_MASKS, True)
         return call
 
-    hooks = _watch_latents(tower, latents)
     try:
         for registry in attention_registries(tower):
             original = registry.get(name)  # None for eager, which is in no registry
             swapped.append((registry, original))
             registry[name] = replacement(original)
-        with long_masks(name):
+        with _watching_latents(tower, latents), long_masks(name):
             yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for registry, original in swapped:
             registry.pop(name, None)  # uncovers the library's own entry ...
             if registry.get(name) is not original:
                 registry[name] = original  # ... or puts back an override that was there before
 
 
-def _watch_latents(tower: "PreTrainedModel", latents: dict[int, torch.Tensor]) -> list[Any]:
+def _watching_latents(tower: "PreTrainedModel", latents: dict[int, torch.Tensor]) -> ExitStack:
     """Keep what the projection of latents of each attention module reads, by the module's id: the
     latents as its cache returned them."""
 
-    def watch(attention: torch.nn.Module) -> Callable[..., None]:
-        def note(projection: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            latents[id(attention)] = inputs[0].unsqueeze(1) if inputs[0].ndim == 3 else inputs[0]
+    def note(attention: int, projection: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        latents[attention] = inputs[0].unsqueeze(1) if inputs[0].ndim == 3 else inputs[0]
 
-        return note
-
-    projections = [(module, getattr(module, "kv_b_proj", None)) for module in tower.modules()]
-    return [
-        projection.register_forward_pre_hook(watch(module))
-        for module, projection in projections
-        if isinstance(projection, torch.nn.Module)
-    ]
+    hooks = ExitStack()
+    for module in tower.modules():
+        projection = getattr(module, "kv_b_proj", None)
+        if isinstance(projection, torch.nn.Module):
+            hooks.enter_context(projection.register_forward_pre_hook(partial(note, id(module))))
+    return hooks
 
 
 @contextmanager
@@ -212,19 +211,6 @@ def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
     return base
 
 
-@contextmanager
-def loaded(module: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, the module's own parameters, such as the sinks of an attention, are in
-    memory. accelerate keeps offloaded parameters elsewhere except while their module runs."""
-    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-        yield  # they are in memory already, and stay there when the block ends
-        return
-    from accelerate.utils import align_module_device
-
-    with align_module_device(module):
-        yield
-
-
 def eager_attention(module: torch.nn.Module) -> AttentionFunction:
     """The eager implementation. It is in no registry: each modeling file defines its own, and the
     registry look-up falls back to that. Raises `AttributeError` where there is none."""
@@ -236,15 +222,14 @@ def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]
     """Every attention registry that the tower's modeling files use: the library's or their own."""
     from transformers import AttentionInterface
 
-    registries: list[AttentionInterface] = []
+    registries: dict[int, AttentionInterface] = {}
     for module in tower.modules():
         modeling_file = sys.modules[type(module).__module__]
         registry = getattr(modeling_file, "ALL_ATTENTION_FUNCTIONS", None)
-        # By identity, because registries with the same entries compare equal.
-        known = any(registry is earlier for earlier in registries)
-        if isinstance(registry, AttentionInterface) and not known:
-            registries.append(registry)
-    return registries
+        if isinstance(registry, AttentionInterface):
+            # By identity, because registries with the same entries compare equal.
+            registries[id(registry)] = registry
+    return list(registries.values())
 
 
 def check_transparent(

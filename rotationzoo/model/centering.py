@@ -99,7 +99,8 @@ class ShiftCheck:
     check on the real ones is final."""
 
     def __init__(self) -> None:
-        self._moved: dict[int, float] = {}
+        self.layers: list[int] = []
+        """The layers where a shift of all keys changes attention."""
 
     def __call__(
         self,
@@ -113,13 +114,9 @@ class ShiftCheck:
         reading = replace(attend, mask=hidden.to(query.device))
         centered = key.float() - key.float().mean(2, keepdim=True)
         change = reading.weights(query, centered) - reading.weights(query, key)
-        self._moved[layer] = change.abs().max().item()
+        if not change.abs().max().item() <= NONE:
+            self.layers.append(layer)
         return attend(query, key, value)
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers where a shift of all keys changes attention."""
-        return sorted(layer for layer, change in self._moved.items() if not change <= NONE)
 
 
 def reason(layers: Sequence[int]) -> str:

@@ -79,10 +79,8 @@ def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> No
     model's, unless the user wants them anyway. The weights must be on this machine."""
     for note in filter(None, (other_weights_note(artifact, source) for artifact in artifacts)):
         if not anyway:
-            model = shlex.quote(source.name)
-            raise RotationZooError(
-                note, hint=f"make one with: rotationzoo calibrate {model}; or add --anyway"
-            )
+            make = f"make one with: rotationzoo calibrate {shlex.quote(source.name)}"
+            raise RotationZooError(note, hint=f"{make}; or add --anyway")
 
 
 def other_weights_note(artifact: Artifact, source: Source) -> str | None:

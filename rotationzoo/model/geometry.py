@@ -9,9 +9,8 @@ a model family that cannot be calibrated, with the reason in one sentence.
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,17 +29,13 @@ _say_once = cache(logging.getLogger("rotationzoo").warning)
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """The inputs of one layer's attention."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     attend: Attention
-
-
-_Shape = tuple[int, int]  # heads and dimension
 
 
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
@@ -202,5 +197,6 @@ def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
     return rows is earlier or (not rows.is_meta and torch.equal(rows.cpu(), earlier.cpu()))
 
 
-def _shape(tensor: torch.Tensor) -> _Shape:
+def _shape(tensor: torch.Tensor) -> tuple[int, int]:
+    """Heads and dimension."""
     return tensor.shape[1], tensor.shape[-1]

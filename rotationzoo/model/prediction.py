@@ -3,10 +3,11 @@ exist at a time, and the tokens that it finds most probable, one after another."
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -112,35 +113,25 @@ def decoder_layers(model: "PreTrainedModel") -> list[torch.nn.Module]:
 
 
 @contextmanager
-def keeping_outputs(
-    modules: Iterable[torch.nn.Module], keep: Callable[[Any], Any] = lambda output: output
-) -> Iterator[list[Any]]:
-    """Inside the block, each call of a module adds what `keep` makes of its output to the list."""
+def keeping_outputs(modules: Iterable[torch.nn.Module]) -> Iterator[list[Any]]:
+    """Inside the block, each call of a module adds its output to the list."""
     outputs: list[Any] = []
 
     def add(module: torch.nn.Module, args: Any, output: Any) -> None:
-        outputs.append(keep(output))
+        outputs.append(output)
 
-    hooks = [module.register_forward_hook(add) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(add))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
 def returning(modules: Iterable[torch.nn.Module], output: Any) -> Iterator[None]:
     """Inside the block, the modules compute nothing and return `output`."""
-    # accelerate puts a forward of its own on the module itself.
-    hooked = [(module, module.__dict__.get("forward")) for module in modules]
-    for module, _ in hooked:
-        module.forward = lambda *args, **kwargs: output
-    try:
+    with ExitStack() as patches:
+        for module in modules:
+            # A forward that accelerate has put on the module itself comes back.
+            forward = patch.object(module, "forward", lambda *args, **kwargs: output)
+            patches.enter_context(forward)
         yield
-    finally:
-        for module, forward in hooked:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward

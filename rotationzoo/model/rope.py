@@ -46,8 +46,7 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
     trained = position_count(config)
     if not parameters or trained is None:
         raise RotationZooError(
-            f"{name} has no RoPE of full attention, or of all layers, to be scaled",
-            hint=_UNSCALED,
+            f"{name} has no RoPE of full attention, or of all layers, to be scaled", hint=_UNSCALED
         )
     present = scaling_of(config)
     if present is not None:

@@ -4,6 +4,7 @@ A mean of keys before RoPE is turned to each position by it. After RoPE only the
 a mean of their own; what the fast ones share varies with the position, and is lost to a mean.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from rotationzoo.model.rope import position_count, scaling_of
 
 _POSITIONS = 256  # that angles are read at
 _CLOSE = 1e-3  # of cosines in float32; 1e-5 was measured
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines `[B, T, D]`."""
 _CHANGING = ("dynamic", "longrope")  # their angles depend on the length of a request
 
 
@@ -65,7 +64,7 @@ def find_turnings(model: PreTrainedModel, geometry: Geometry) -> dict[int, Turni
         return {}
     dims = {layer.index: layer.key_dim for layer in geometry}
     found: dict[int, Turning] = {}
-    unrounded: dict[int, Angles] = {}
+    unrounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # cosines, sines `[B, T, D]`
 
     def compute(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         # Models round the angles to their own type, and a frequency needs more digits.
@@ -84,19 +83,14 @@ def find_turnings(model: PreTrainedModel, geometry: Geometry) -> dict[int, Turni
             if turning is not None:
                 found[layer] = turning
 
-    hooks = []
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
-            hooks.append(module.register_forward_hook(compute, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            count = min(_POSITIONS, position_count(model.config) or _POSITIONS)
-            run_decoder(model, torch.zeros(1, count, dtype=torch.long))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    count = min(_POSITIONS, position_count(model.config) or _POSITIONS)
+    with ExitStack() as hooks, torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+            if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(compute, with_kwargs=True))
+        run_decoder(model, torch.zeros(1, count, dtype=torch.long))
     return found
 
 

@@ -7,7 +7,6 @@ than values is refused.
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -46,68 +45,56 @@ def find_projections(model: PreTrainedModel, geometry: Geometry, name: str) -> l
     uses = Counter(id(parameter) for _, parameter in parameters)
     projections: dict[str, Projections] = {}
     for layer in geometry:
-        values = trace.path_of(layer.index)
-        problem = _problem(model, layer, values, modules, uses)
-        if problem is None and values.maker in projections:
-            problem = _SHARED
-        if problem is not None:
+        found = _find_pair(model, layer, trace, modules, uses)
+        if isinstance(found, Projections) and found.value in projections:
+            found = _SHARED
+        if isinstance(found, str):
             raise UnsupportedModel(
-                f"layer {layer.index} of {name} has {problem}", hint=SERVE_UNABSORBED
+                f"layer {layer.index} of {name} has {found}", hint=SERVE_UNABSORBED
             )
-        assert values.maker is not None
-        projections[values.maker] = Projections(values.maker, values.output_readers[0])
+        projections[found.value] = found
     return list(projections.values())
 
 
-@dataclass(frozen=True)
-class _ValuePath:
-    """Where the values of one layer come from and where they go.
-
-    A reader is the path of a module, or the name of an operation.
-    """
-
-    values: torch.Tensor
-    maker: str | None
-    """The path of the linear module that computed the values; None if it was anything else."""
-    other_readers: list[str]
-    """Modules that read the values besides the layer's attention."""
-    output_readers: list[str]
-    """Modules that read the output of the layer's attention."""
-    are_queries_or_keys: bool
-
-
-def _problem(
-    model: PreTrainedModel, layer: Layer, path: _ValuePath, modules: set[str], uses: Counter[int]
-) -> str | None:
-    """Why a layer cannot absorb a rotation, in words, or None if it can. There are the paths of all
-    `modules`, and how often each parameter occurs in the model."""
+def _find_pair(
+    model: PreTrainedModel,
+    layer: Layer,
+    trace: "_ReaderTrace",
+    modules: set[str],
+    uses: Counter[int],
+) -> Projections | str:
+    """The projections of a layer, or why it cannot absorb a rotation, in words. There are the paths
+    of all `modules`, and how often each parameter occurs in the model."""
     if layer.owner != layer.index:
         return f"no value projection of its own: it reads the cache of layer {layer.owner}"
-    if path.maker is None:
+    query, key, value, output = map(trace.identity, trace.calls[layer.index])
+    maker = trace.makers.get(value)
+    if maker is None:
         return (
             "a norm or another operation between the value projection and attention, or no value "
             "projection"
         )
-    value_weight = model.get_parameter(f"{path.maker}.weight")
+    value_weight = model.get_parameter(f"{maker}.weight")
     width = layer.kv_heads * layer.value_dim
-    if len(value_weight) != width or path.are_queries_or_keys:
-        return f"a fused value projection, {path.maker}"
+    if len(value_weight) != width or value in (query, key):
+        return f"a fused value projection, {maker}"
     # The projection's rows must be grouped by head: the channels of a head are adjacent in memory,
     # and the heads follow one another.
-    in_order = path.values.stride()[1:] == (layer.value_dim, width, 1)
-    if path.other_readers or not in_order:
-        readers = ", ".join(path.other_readers) or "their order"
+    in_order = trace.calls[layer.index][2].stride()[1:] == (layer.value_dim, width, 1)
+    others = trace.readers[value] - {f"the attention of layer {layer.index}", maker}
+    if others or not in_order:
+        readers = ", ".join(sorted(others)) or "their order"
         return f"another use of its values than its attention, in {readers}"
-    readers = ", ".join(path.output_readers)
+    readers = ", ".join(sorted(trace.readers[output]))
     gated = f"a gate or a norm between attention and the output projection, {readers}"
-    if len(path.output_readers) != 1 or readers not in modules:
+    if len(trace.readers[output]) != 1 or readers not in modules:
         return gated
     output_weight = model.get_parameter(f"{readers}.weight")
     if output_weight.shape[1] != layer.query_heads * layer.value_dim:
         return gated
     if uses[id(value_weight)] > 1 or uses[id(output_weight)] > 1:
         return _SHARED
-    return None
+    return Projections(maker, readers)
 
 
 @torch.no_grad()
@@ -162,7 +149,8 @@ class _ReaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
         """Layer -> query, key and value of its attention, and the output."""
         self.makers: dict[int, str] = {}
         """Identity of a tensor -> the linear module that computed it."""
-        self._readers: dict[int, set[str]] = defaultdict(set)
+        self.readers: dict[int, set[str]] = defaultdict(set)
+        """Identity of a tensor -> what reads it."""
         self._multiple_of: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
 
@@ -178,21 +166,8 @@ class _ReaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
         # Making a view does not count as reading; changing a tensor in place does.
         views = set() if function._schema.is_mutable else set(map(self.identity, outputs))
         for identity in set(map(self.identity, inputs)) - views:
-            self._readers[identity].add(self.inside or str(function))
+            self.readers[identity].add(self.inside or str(function))
         return result
-
-    def path_of(self, layer: int) -> _ValuePath:
-        """Where the values of a layer came from and went, after the run."""
-        query, key, value, output = map(self.identity, self.calls[layer])
-        maker = self.makers.get(value)
-        expected = {f"the attention of layer {layer}", maker}
-        return _ValuePath(
-            values=self.calls[layer][2],
-            maker=maker,
-            other_readers=sorted(self._readers[value] - expected),
-            output_readers=sorted(self._readers[output]),
-            are_queries_or_keys=value in (query, key),
-        )
 
     def identity(self, tensor: torch.Tensor) -> int:
         """A number that stands for a tensor, its views and its multiples."""

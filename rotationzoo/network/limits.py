@@ -24,6 +24,8 @@ ERROR_BYTES = 1 << 20  # of an error or a redirect
 ANSWER_BYTES = 16 << 20  # of a listing or an index
 SLOWEST_BYTES_PER_SECOND = 32 << 10  # slower downloads are given up
 NETWORK_HINT = "check the network, then run the same command again"
+# Cached, so that each host is named once, however many calls wait for it.
+_say_once = cache(logging.getLogger("rotationzoo").warning)
 
 
 def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
@@ -42,16 +44,10 @@ def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
     thread = threading.Thread(target=run, daemon=True, name=f"rotationzoo: {host}")
     thread.start()
     if not wait([future], min(NOTICE_SECONDS, seconds)).done:
-        _say_waiting(host)
+        _say_once("Waiting for %s", host)
         if not wait([future], max(0.0, seconds - NOTICE_SECONDS)).done:
             raise TimeoutError(f"{host} did not answer within {seconds:g} s")
     return future.result()
-
-
-# Cached, so that each host is named once, however many calls wait for it.
-@cache
-def _say_waiting(host: str) -> None:
-    logging.getLogger("rotationzoo").warning("Waiting for %s", host)
 
 
 def limit_chunks(

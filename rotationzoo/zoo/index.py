@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from datetime import date
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -158,8 +157,8 @@ class Entry(_Growing):
         if (measured := self.measured) is None:
             return None
         own = {arm.name for arm in arms_of(measured.arms, self.identity)}
-        decisions = (each for each in measured.verdict.decisions if each.arm in own)
-        return next(filter(attrgetter("interval"), decisions), None)
+        decisions = measured.verdict.decisions
+        return next((each for each in decisions if each.arm in own and each.interval), None)
 
     @property
     def identity(self) -> str:
@@ -212,13 +211,13 @@ class Index(_Growing):
             changes["copies"] = list(copies.values())
             changes["created"] = listed.created or entry.created  # the earlier day of publication
             entry = entry.model_copy(update=changes)
-        return self.model_copy(update={"entries": _sorted([*others, entry])})
+        return self.model_copy(update={"entries": sorted([*others, entry], key=_order)})
 
     def text(self) -> str:
         """The index as JSON, with sorted entries and keys to keep diffs between versions small.
         Fields that are None are left out, except in copies and files, where null says unknown."""
         entries = []
-        for entry in _sorted(self.entries):
+        for entry in sorted(self.entries, key=_order):
             row = entry.model_dump(exclude_none=True)
             row["copies"] = [copy.model_dump() for copy in entry.copies]
             row["files"] = {name: file.model_dump() for name, file in entry.files.items()}
@@ -267,8 +266,5 @@ def read(path: Path) -> Index:
     return parse(files.read(Path(os.path.realpath(path)), strict_json.LIMIT), str(path))
 
 
-def _sorted(entries: list[Entry]) -> list[Entry]:
-    def key(entry: Entry) -> tuple[str, bool, str, str]:
-        return entry.model.lower(), entry.format != "rotationzoo", entry.recipe, entry.identity
-
-    return sorted(entries, key=key)
+def _order(entry: Entry) -> tuple[str, bool, str, str]:
+    return entry.model.lower(), entry.format != "rotationzoo", entry.recipe, entry.identity

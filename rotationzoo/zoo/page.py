@@ -4,6 +4,7 @@ links to its files and the command that fetches it."""
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from urllib.parse import quote
 
@@ -147,10 +148,7 @@ def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | N
     words = ["rotationzoo", "pull", entry.model, "--recipe", entry.recipe]
     if entry.rope_scaling:
         words += ["--rope-scaling", entry.rope_scaling]
-
-    def named(listed: Entry) -> tuple[str, str, str | None]:
-        return listed.model, listed.recipe, listed.rope_scaling
-
+    named = attrgetter("model", "recipe", "rope_scaling")
     alike = [other for other in loaded.content.entries if named(other) == named(entry)]
     if len(alike) > 1 and entry.model_revision:
         words += ["--revision", entry.model_revision]

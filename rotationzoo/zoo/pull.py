@@ -30,22 +30,13 @@ from rotationzoo.zoo.index import Copy, Entry, File, Place
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry
 from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing.check import (
-    Demand,
-    Finding,
-    Signed,
-    check_signature,
-    make_demand,
-    read_signature,
-)
+from rotationzoo.zoo.signing import check as signatures
 
 _WAY_OUT = "choose another place with --local-dir"
+_NO_DEMAND = signatures.Demand()
 LOCK = "zoo.lock.json"
 MAX_BYTES = 4 << 30
 """The most bytes to download for an entry whose sizes the hub alone claims."""
-_UNHASHED_NOTE = (
-    "no hash was published for these files: revision and hashes are recorded next to them"
-)
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Pulled:
     notes: list[str] = field(default_factory=list)
     artifact: Artifact | None = None
     """The opened artifact, with whatever the checks have read of it. None for OSCAR's own files."""
-    signature: Finding | None = None
+    signature: signatures.Finding | None = None
     """None for OSCAR's own files, which have none."""
 
 
@@ -71,9 +62,6 @@ class Lock(strict_json.Strict):
     repo: str = ""
     revision: Place
     files: dict[PlainName, File]
-
-
-_NO_DEMAND = Demand()
 
 
 def pull(
@@ -105,7 +93,7 @@ def pull(
     Raises `RotationZooError` where no rotations match, for files that differ from what the index
     lists, and for a signature that is wrong or not as asked.
     """
-    demand = make_demand(signers, issuer, require_signature, trust_config)
+    demand = signatures.make_demand(signers, issuer, require_signature, trust_config)
     hubs: list[str] = list(HUB_NAMES) if hub == "any" else [hub]
     index = find_index(None, repo, hubs[0])
     check_index(index, demand)
@@ -165,7 +153,8 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
         folders.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
         folders.install(downloaded, target)
     hashes = {name: file.sha256 or "" for name, file in files.items()}
-    return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
+    note = "no hash was published for these files: revision and hashes are recorded next to them"
+    return Pulled(target, entry, copy, revision, hashes, [note])
 
 
 def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
@@ -197,7 +186,7 @@ def pull_first(
     copies: list[Copy],
     local_dir: Path | None = None,
     progress: Progress = silent,
-    demand: Demand = _NO_DEMAND,
+    demand: signatures.Demand = _NO_DEMAND,
 ) -> Pulled:
     """Pull the first of an entry's copies that exists: download it unless it is here already, check
     it, and move it into place, which is `local_dir` or a folder in the cache.
@@ -222,7 +211,7 @@ def _pull_copy(
     copy: Copy,
     local_dir: Path | None,
     progress: Progress,
-    demand: Demand,
+    demand: signatures.Demand,
 ) -> Pulled:
     revision = loaded.revision_of(copy)
     what = f"{copy.path} of {copy.repo}"
@@ -272,15 +261,15 @@ def _pull_copy(
 
 
 def _check(
-    loaded: LoadedIndex, entry: Entry, artifact: Artifact, what: str, demand: Demand
-) -> Finding:
+    loaded: LoadedIndex, entry: Entry, artifact: Artifact, what: str, demand: signatures.Demand
+) -> signatures.Finding:
     """Check the model and the signature of an artifact whose files were just hashed."""
     check_entry(entry, artifact, what)
     hashes = {name: artifact.hashes[name] for name in entry.files}
     # One that the index does not list is of no entry.
-    signature = read_signature(artifact.folder) if SIGNATURE in hashes else None
-    signed = Signed(what, hashes, signature, entry.signer, loaded.hub is None)
-    return check_signature(signed, demand)
+    signature = signatures.read_signature(artifact.folder) if SIGNATURE in hashes else None
+    signed = signatures.Signed(what, hashes, signature, entry.signer, loaded.hub is None)
+    return signatures.check_signature(signed, demand)
 
 
 def _cache_folder(copy: Copy, revision: str | None) -> Path:

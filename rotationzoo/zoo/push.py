@@ -66,9 +66,8 @@ class Upload:
 
     def _with_signature(self, signature: bytes, signer: Signer | None) -> "Upload":
         files = {**self.entry.files, SIGNATURE: _describe_file(signature)}
-        entry = self.entry.model_copy(
-            update={"files": dict(sorted(files.items())), "signer": signer}
-        )
+        changes = {"files": dict(sorted(files.items())), "signer": signer}
+        entry = self.entry.model_copy(update=changes)
         return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
 
     def with_earlier_signature(self, folder: Path) -> "Upload":

@@ -4,14 +4,7 @@ import pytest
 import torch
 from support.popular import PARAMETERS, shape_of
 
-from rotationzoo.capacity.shape import (
-    CachedLayer,
-    Shape,
-    Storage,
-    longest_context,
-    request_bytes,
-    server_bytes,
-)
+from rotationzoo.capacity.shape import CachedLayer, Shape, Storage
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG, VLLM
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.geometry import Layer
@@ -38,51 +31,51 @@ BF16 = {
 def test_models_with_full_attention(name):
     shape, storage = shape_of(name), Storage()
     bf16 = BF16[name]
-    assert request_bytes(shape, "bf16", CONTEXT, storage) == CONTEXT * bf16
-    assert request_bytes(shape, "fp8", CONTEXT, storage) == CONTEXT * bf16 // 2
+    assert shape.request_bytes("bf16", CONTEXT, storage) == CONTEXT * bf16
+    assert shape.request_bytes("fp8", CONTEXT, storage) == CONTEXT * bf16 // 2
     # In the format of sglang 32 and two float32: 40.
     exact = 64 + 256
     quantized = (CONTEXT - exact) * bf16 * 40 // 256
-    assert request_bytes(shape, "int2", CONTEXT, storage) == exact * bf16 + quantized
-    assert request_bytes(shape, "int2", 300, storage) == 300 * bf16, "all of it is exact"
+    assert shape.request_bytes("int2", CONTEXT, storage) == exact * bf16 + quantized
+    assert shape.request_bytes("int2", 300, storage) == 300 * bf16, "all of it is exact"
 
 
 def test_a_server_stores_every_token_and_copies_pages_that_windows_touch():
     """Qwen3-8B: 36 layers x 2 sides x 8 heads; a row of 128 takes 36 bytes, and 256 in bf16. The
     windows of a request touch 1 + 5 pages of 64 tokens."""
     shape, copies = shape_of("Qwen3-8B"), 6 * 64 * 147_456
-    assert request_bytes(shape, "int2", CONTEXT, Storage(VLLM)) == CONTEXT * 20_736 + copies
-    assert request_bytes(shape, "int2", 65, Storage(VLLM)) == 128 * 20_736 + copies
+    assert shape.request_bytes("int2", CONTEXT, Storage(VLLM)) == CONTEXT * 20_736 + copies
+    assert shape.request_bytes("int2", 65, Storage(VLLM)) == 128 * 20_736 + copies
     budget = Storage(FINE, bits=3.0)
-    assert request_bytes(shape, "int2", CONTEXT, budget) == CONTEXT * 147_456 * 3 // 16 + copies
+    assert shape.request_bytes("int2", CONTEXT, budget) == CONTEXT * 147_456 * 3 // 16 + copies
     # A chunk of a prompt has a window of its own, and slot 0 no request. Queries and what they read
     # are kept five times, keys and values once; a head and side has five matrices in float32, and
     # a query head has one in bf16.
     scratch = 2 * (5 * 8192 * 32 * 128 + 2 * 32_768 * 8 * 128)
     matrices = 36 * 2 * 128 * 128 * (5 * 4 * 8 + 2 * 32)
     expected = 64 * copies + 6 * 64 * 147_456 + scratch + matrices
-    assert server_bytes(shape, budget, 64) == expected
-    assert server_bytes(shape, Storage(SGLANG), 64) == 0
+    assert shape.server_bytes(budget, 64) == expected
+    assert shape.server_bytes(Storage(SGLANG), 64) == 0
 
 
 def test_a_server_keeps_layers_with_a_sliding_window_exact():
     oss, full = shape_of("gpt-oss-20b"), 12 * 2048
     pages = CONTEXT * full * 3 // 16 + 6 * 64 * full
-    assert request_bytes(oss, "int2", CONTEXT, Storage(FINE, bits=3.0)) == pages + 128 * full
+    assert oss.request_bytes("int2", CONTEXT, Storage(FINE, bits=3.0)) == pages + 128 * full
 
 
 def test_layers_with_a_sliding_window():
     # gemma-2-9b: 21 layers keep all, 21 keep 4,096; a layer has 2 x 8 x 256 elements a token.
     gemma = shape_of("gemma-2-9b")
-    assert request_bytes(gemma, "bf16", 8192, Storage()) == 21 * 8192 * (8192 + 4096)
-    assert request_bytes(gemma, "bf16", 4096, Storage()) == 42 * 8192 * 4096
+    assert gemma.request_bytes("bf16", 8192, Storage()) == 21 * 8192 * (8192 + 4096)
+    assert gemma.request_bytes("bf16", 4096, Storage()) == 42 * 8192 * 4096
     # gpt-oss-20b: 12 keep all, 12 keep 128; a layer has 2 x 8 x 64 elements a token.
     oss = shape_of("gpt-oss-20b")
-    assert request_bytes(oss, "bf16", CONTEXT, Storage()) == 12 * 2048 * (CONTEXT + 128)
+    assert oss.request_bytes("bf16", CONTEXT, Storage()) == 12 * 2048 * (CONTEXT + 128)
     # In int2, a layer with 128 tokens keeps them all exact: they are among the last 256.
     row = 16 + 8  # bytes of 64 channels, and two float32
     full = 320 * 2048 + (CONTEXT - 320) * 16 * row
-    assert request_bytes(oss, "int2", CONTEXT, Storage()) == 12 * (full + 128 * 2048)
+    assert oss.request_bytes("int2", CONTEXT, Storage()) == 12 * (full + 128 * 2048)
 
 
 def test_a_window_forgets_the_sink():
@@ -93,19 +86,19 @@ def test_a_window_forgets_the_sink():
         last = torch.tensor([context - 1])
         exact = CacheLayout(SGLANG, 4, 10).exact_for(last, context).sum().item()
         expected = exact * 32 + (context - exact) * 20
-        assert request_bytes(shape, "int2", context, storage) == expected
+        assert shape.request_bytes("int2", context, storage) == expected
     for context, exact in ((102, 12), (104, 10), (100_000, 10)):
-        assert request_bytes(shape, "int2", context, storage) == exact * 32 + (100 - exact) * 20
+        assert shape.request_bytes("int2", context, storage) == exact * 32 + (100 - exact) * 20
 
 
 def test_a_latent_is_one_row_and_the_key_beside_it_stays_exact():
     """DeepSeek-V3: 61 layers x (512 + 64) elements; a quantized latent takes 512 / 4 bytes and two
     float32, and its key 128 bytes."""
     latent = shape_of("DeepSeek-V3")
-    assert request_bytes(latent, "bf16", CONTEXT, Storage()) == CONTEXT * 70_272
-    assert request_bytes(latent, "fp8", CONTEXT, Storage()) == CONTEXT * 35_136
+    assert latent.request_bytes("bf16", CONTEXT, Storage()) == CONTEXT * 70_272
+    assert latent.request_bytes("fp8", CONTEXT, Storage()) == CONTEXT * 35_136
     quantized = (CONTEXT - 320) * 61 * (128 + 8 + 128)
-    assert request_bytes(latent, "int2", CONTEXT, Storage()) == 320 * 70_272 + quantized
+    assert latent.request_bytes("int2", CONTEXT, Storage()) == 320 * 70_272 + quantized
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -113,17 +106,17 @@ def test_a_latent_is_one_row_and_the_key_beside_it_stays_exact():
 @pytest.mark.parametrize("name", ["Qwen3-8B", "gemma-2-9b"])
 def test_the_longest_context_fits_and_one_more_token_does_not(name, cache, format):
     shape, storage, free = shape_of(name), Storage(FORMATS[format]), 8 << 30
-    longest = longest_context(shape, cache, free, storage)
-    assert request_bytes(shape, cache, longest, storage) <= free
-    assert request_bytes(shape, cache, longest + 1, storage) > free
-    assert longest_context(shape, cache, 0, storage) == 0
-    assert longest_context(shape, cache, -1, storage) == 0
+    longest = shape.longest_context(cache, free, storage)
+    assert shape.request_bytes(cache, longest, storage) <= free
+    assert shape.request_bytes(cache, longest + 1, storage) > free
+    assert shape.longest_context(cache, 0, storage) == 0
+    assert shape.longest_context(cache, -1, storage) == 0
 
 
 def test_a_model_of_sliding_layers_alone_has_no_longest_context():
     shape = Shape((CachedLayer(layer(8, 128), 4096),) * 32, 1, False)
-    assert longest_context(shape, "bf16", 1 << 30, Storage()) is None
-    assert longest_context(shape, "bf16", (1 << 29) - 1, Storage()) == 4096 - 1
+    assert shape.longest_context("bf16", 1 << 30, Storage()) is None
+    assert shape.longest_context("bf16", (1 << 29) - 1, Storage()) == 4096 - 1
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -165,9 +165,8 @@ def read_gguf(path: Path) -> list[RotationFile]:
             said = "written for an engine that adds a Hadamard transform; it has been added here"
             remarks.append(said)
             rotation = {i: _with_engine_hadamard(side, matrix) for i, matrix in rotation.items()}
-        content = SideMatrices(
-            rotation, rotation_file.objective_name(notes.get(f"{side}_objective"))
-        )
+        objective = rotation_file.objective_name(notes.get(f"{side}_objective"))
+        content = SideMatrices(rotation, objective)
         files.append(RotationFile(path, "GGUF", side, content, notes, tuple(remarks)))
     return files
 

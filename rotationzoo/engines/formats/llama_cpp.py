@@ -164,40 +164,36 @@ def _launch(
     file: Path, architecture: str, payload: Payload, options: Options, compared: str
 ) -> Launch:
     kind = _CACHE_TYPE[architecture]
-    command = (
-        f"llama-server -m {shlex.quote(str(file))} --cache-type-k {kind} --cache-type-v {kind}"
-    )
+    of_oscar, turned_off = kind == "q2_0", not options.engine_hadamard
+    types = f"--cache-type-k {kind} --cache-type-v {kind}"
+    command = f"llama-server -m {shlex.quote(str(file))} {types} -fa on"
     # The first variable turns off a Hadamard transform in the quantizer, the second one in the
     # graph.
     environment = {"LLAMA_KV_NO_HADAMARD": "1"}
-    if not options.engine_hadamard:
+    if turned_off:
         environment["LLAMA_ATTN_ROT_DISABLE"] = "1"
-    if kind == "q2_0":
+    if of_oscar:
         environment["LLAMA_KV_CLIP_RATIO"] = clip_text(payload.clip[0], off=1)
         environment["LLAMA_KV_HP_SINK"] = str(payload.sink)
         environment["LLAMA_KV_HP_RECENT"] = str(payload.recent)
     if architecture == "gemma4" and payload.value is not None:
         environment["LLAMA_KV_V_ROT"] = "1"
     notes = {
-        "needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)": kind == "q2_0",
-        "needs llama-cpp-turboquant": kind == "oscar2",
+        "needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)": of_oscar,
+        "needs llama-cpp-turboquant": not of_oscar,
         "these rotations need llama.cpp's own attention rotation (its pull request 21038): see "
         "that it is on": options.engine_hadamard,
-        "without these variables llama.cpp applies a Hadamard transform of its own, which "
-        "cancels the calibrated one; --engine-hadamard writes rotations that count on it": (
-            not options.engine_hadamard
-        ),
+        "without these variables llama.cpp applies a Hadamard transform of its own, which cancels "
+        "the calibrated one; --engine-hadamard writes rotations that count on it": turned_off,
         "its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of "
         "`evaluate`; as it ships, with outer levels a third too small, rotations can serve worse "
-        "than none (docs/engines.md has figures), and without exact windows it is of no use": (
-            kind == "q2_0"
-        ),
+        "than none (docs/engines.md has figures), and without exact windows it is of no "
+        "use": of_oscar,
         compared: True,
         "keep the base: llama.cpp itself refuses the copy, whose rotations it does not know (wrong "
         "number of tensors)": True,
-        "no value rotation is written: the base must be converted from weights that carry it": (
-            payload.value is None
-        ),
+        "no value rotation is written: the base must be converted from weights that carry "
+        "it": payload.value is None,
     }
     applying = [note for note, applies in notes.items() if applies]
-    return Launch([f"{command} -fa on"], environment, applying)
+    return Launch([command], environment, applying)

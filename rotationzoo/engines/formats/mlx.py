@@ -44,17 +44,8 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "needs mlx-lm with pull request 1789, which was closed unmerged",
         "clips within each group, not within the row",
     ]
-    return Launch(_command(final, payload), {}, notes)
-
-
-def _clip_or_none(ratio: float) -> float | None:
-    """The clip ratio as MLX wants it, which is None for no clipping."""
-    return None if ratio == 1 else ratio
-
-
-def _command(final: Path, payload: Payload) -> list[str]:
     key_clip, value_clip = map(_clip_or_none, payload.clip)
-    return [
+    command = [
         "from pathlib import Path",
         "from mlx_lm.models.oscar import OscarConfig",
         "",
@@ -64,3 +55,9 @@ def _command(final: Path, payload: Payload) -> list[str]:
         f"rotation_dir=Path({json.dumps(str(final))})",
         ")",
     ]
+    return Launch(command, {}, notes)
+
+
+def _clip_or_none(ratio: float) -> float | None:
+    """The clip ratio as MLX wants it, which is None for no clipping."""
+    return None if ratio == 1 else ratio

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rotationzoo.engines import rotation_file
-from rotationzoo.engines.base import Payload, SideMatrices
+from rotationzoo.engines.base import Payload, SideMatrices, clip_text
 from rotationzoo.engines.rotation_file import RotationFile, as_mapping
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
@@ -29,8 +29,9 @@ from rotationzoo.rotations import LATENT, SIDES
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 
 
-def write_pair(work: Path, payload: Payload) -> tuple[str, str]:
-    """Write both sides, and return the names of the two files.
+def write_pair(work: Path, final: Path, payload: Payload, prefix: str) -> dict[str, str]:
+    """Write both sides to `work`, and return the variables that a server reads, whose names begin
+    with `prefix`: the paths of the two files in `final`, and the clip ratios.
 
     With a key mean both sides have version 3, otherwise each has the lowest that can hold it, and
     so has the identity of values whose rotation is in the weights.
@@ -42,7 +43,13 @@ def write_pair(work: Path, payload: Payload) -> tuple[str, str]:
         value_version, value_name = version, key_name.replace("k_", "v_", 1)
     write_pt(work / key_name, _content("k", key, payload.provenance, version))
     write_pt(work / value_name, _content("v", value, payload.provenance, value_version))
-    return key_name, value_name
+    key_clip, value_clip = payload.clip
+    return {
+        f"{prefix}_K_ROTATION_PATH": str(final / key_name),
+        f"{prefix}_V_ROTATION_PATH": str(final / value_name),
+        f"{prefix}_K_CLIP_RATIO": clip_text(key_clip, off=0),
+        f"{prefix}_V_CLIP_RATIO": clip_text(value_clip, off=0),
+    }
 
 
 def _file_name(letter: str, side: SideMatrices) -> str:
@@ -51,8 +58,7 @@ def _file_name(letter: str, side: SideMatrices) -> str:
     calibrated = re.match(_CALIBRATED, name)
     if side.mean:
         name = "oscar2_center" if calibrated else f"{name}_center"
-        return f"{letter}_rotation_{name}.pt"
-    if side.per_head:
+    elif side.per_head:
         name = "perhead" if calibrated else f"{name}_perhead"
     return f"{letter}_rotation_{name}.pt"
 
@@ -60,8 +66,25 @@ def _file_name(letter: str, side: SideMatrices) -> str:
 def _content(
     letter: str, side: SideMatrices, provenance: Mapping[str, Any], version: int
 ) -> dict[str, Any]:
-    """The content of one side's file, of keys (`letter` is `k`) or values (`v`)."""
-    content = _header(letter, side, version)
+    """The content of one side's file, of keys (`letter` is `k`) or values (`v`), in the order of
+    OSCAR's own tools."""
+    objective, grouping = side.objective, "layer"
+    if version == 2:
+        grouping = "per_kv_head"
+        objective = f"{objective.removesuffix('_perhead')}_perhead"
+    if version == 3:
+        grouping = "head" if side.per_head else "layer"
+        objective = f"{objective}_center"
+        if re.match(_CALIBRATED, objective):
+            objective = "oscar2_center" if letter == "k" else "oscar2_v_pre_wo"
+    content: dict[str, Any] = {
+        "format_version": version,
+        "objective": objective,
+        "source_grouping": grouping,
+    }
+    if version == 3:
+        name = "key" if letter == "k" else "value"
+        content["transform"] = {name: "center", "centered": bool(side.mean), "orthogonal": True}
     if provenance:
         content["calibration"] = dict(provenance)
     content["layers"] = {layer: _entry(side, layer) for layer in sorted(side.rotation)}
@@ -84,28 +107,6 @@ def _lowest_version(side: SideMatrices) -> int:
     if side.mean:
         return 3
     return 2 if side.per_head else 1
-
-
-def _header(letter: str, side: SideMatrices, version: int) -> dict[str, Any]:
-    """The entries before a file's layers, in the order of OSCAR's own tools."""
-    objective, grouping = side.objective, "layer"
-    if version == 2:
-        grouping = "per_kv_head"
-        objective = f"{objective.removesuffix('_perhead')}_perhead"
-    if version == 3:
-        grouping = "head" if side.per_head else "layer"
-        objective = f"{objective}_center"
-        if re.match(_CALIBRATED, objective):
-            objective = "oscar2_center" if letter == "k" else "oscar2_v_pre_wo"
-    header: dict[str, Any] = {
-        "format_version": version,
-        "objective": objective,
-        "source_grouping": grouping,
-    }
-    if version == 3:
-        name = "key" if letter == "k" else "value"
-        header["transform"] = {name: "center", "centered": bool(side.mean), "orthogonal": True}
-    return header
 
 
 def _entry(side: SideMatrices, layer: int) -> dict[str, Any]:
@@ -147,9 +148,8 @@ def read_pt(path: Path) -> RotationFile:
     if "layers" not in table:
         version = "tensors"
     side = _side(path, objective, as_mapping(table.get("transform")))
-    return RotationFile(
-        path, version, side, content, rotation_file.primitives(table.get("calibration"))
-    )
+    calibration = rotation_file.primitives(table.get("calibration"))
+    return RotationFile(path, version, side, content, calibration)
 
 
 def latent_files(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ files by two environment variables.
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import Launch, Options, Payload, check_limits, clip_text
+from rotationzoo.engines.base import Launch, Options, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
@@ -33,14 +33,9 @@ def check_payload(payload: Payload) -> None:
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write the pair to `work`. The environment variables name the files in `final`."""
-    key, value = (final / name for name in write_pair(work, payload))
-    key_clip, value_clip = payload.clip
     environment = {
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
-        "SGLANG_OSCAR_K_ROTATION_PATH": str(key),
-        "SGLANG_OSCAR_V_ROTATION_PATH": str(value),
-        "SGLANG_OSCAR_K_CLIP_RATIO": clip_text(key_clip, off=0),
-        "SGLANG_OSCAR_V_CLIP_RATIO": clip_text(value_clip, off=0),
+        **write_pair(work, final, payload, "SGLANG_OSCAR"),
         **windows_of(payload),
     }
     return Launch([_command(payload)], environment, _notes(payload))

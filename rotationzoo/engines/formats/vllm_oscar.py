@@ -4,7 +4,7 @@ layer."""
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import PAGE, Launch, Options, Payload, check_limits, clip_text
+from rotationzoo.engines.base import PAGE, Launch, Options, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
@@ -26,15 +26,8 @@ def check_payload(payload: Payload) -> None:
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write the pair to `work`. The environment variables name the files in `final`."""
-    key, value = write_pair(work, payload)
-    key_clip, value_clip = payload.clip
-    environment = {
-        "VLLM_OSCAR_K_ROTATION_PATH": str(final / key),
-        "VLLM_OSCAR_V_ROTATION_PATH": str(final / value),
-        "VLLM_OSCAR_K_CLIP_RATIO": clip_text(key_clip, off=0),
-        "VLLM_OSCAR_V_CLIP_RATIO": clip_text(value_clip, off=0),
-        "VLLM_OSCAR_GROUP_SIZE": str(payload.largest_group),
-    }
+    environment = write_pair(work, final, payload, "VLLM_OSCAR")
+    environment["VLLM_OSCAR_GROUP_SIZE"] = str(payload.largest_group)
     notes = [
         "these files need a vLLM with pull request 46774",
         "a path that is wrong, or a layer that is missing, serves without rotation and says so "

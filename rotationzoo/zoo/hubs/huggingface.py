@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
+_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
 _NO_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
 _UNREADABLE = *_NO_JSON, KeyError, TypeError, AttributeError
 """The client raises these when it parses an answer that no real hub would send."""
@@ -63,9 +64,6 @@ def _as_hub_error(
 
 def _is_of_transport(error: Exception) -> bool:
     return type(error).__module__.split(".")[0] in _TRANSPORTS
-
-
-_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
 
 
 class HuggingFace(Hub):
@@ -138,8 +136,7 @@ class HuggingFace(Hub):
         from huggingface_hub import CommitOperationAdd
 
         repo, parent = publication.repo, publication.parent
-        files = publication.files.items()
-        operations = [CommitOperationAdd(path, content) for path, content in files]
+        operations = list(itertools.starmap(CommitOperationAdd, publication.files.items()))
         with self._errors(repo, parent):
             self.retry(self.api.create_repo, repo, exist_ok=True)
             base = parent or self.resolve(repo)

@@ -27,6 +27,17 @@ from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Public
 _STORAGE_PREFIXES = ("lfs.", "pre-lfs.", "www.")
 _CREDENTIALS = ("Authorization", "Cookie")
 _CHUNK_BYTES = 1 << 20
+_BRANCH = "master"
+# The client reads these variables when it is imported. Only `retry` repeats calls: the client
+# itself would wait silently for minutes, or for half an hour if a hub told it to.
+_SETTINGS = {
+    "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # the probe for an internal network costs 0.2 s
+    "MODELSCOPE_UPLOAD_BLOB_MAX_ATTEMPTS": "1",
+    "MODELSCOPE_UPLOAD_COMMIT_MAX_ATTEMPTS": "1",
+    "MODELSCOPE_UPLOAD_COMMIT_MAX_RETRY_AFTER_SECONDS": "10",
+    "MODELSCOPE_UPLOAD_FAILED_FILE_MAX_RETRY_ROUNDS": "1",
+    "MODELSCOPE_UPLOAD_RECOVERY_ENABLED": "false",
+}
 
 
 def may_see_token(endpoint: str, url: str) -> bool:
@@ -66,18 +77,14 @@ class LimitedAdapter(HTTPAdapter):
 
         try:
             return limits.call_within(limits.ANSWER_SECONDS, answer, host) if is_read else answer()
-        except (requests.ConnectTimeout, TimeoutError) as error:
-            raise HubError(
-                f"ModelScope ({host}) did not answer within {limits.ANSWER_SECONDS:g} s",
-                hint=limits.NETWORK_HINT,
-            ) from error
-        except requests.ConnectionError as error:
+        except (requests.ConnectionError, TimeoutError) as error:
             # requests has no separate exception types for these two failures.
-            if "NewConnectionError" in str(error) or "NameResolutionError" in str(error):
-                raise HubError(
-                    f"ModelScope ({host}) cannot be reached", hint=limits.NETWORK_HINT
-                ) from error
-            raise
+            says, unreached = "cannot be reached", ("NewConnectionError", "NameResolutionError")
+            if isinstance(error, (requests.ConnectTimeout, TimeoutError)):
+                says = f"did not answer within {limits.ANSWER_SECONDS:g} s"
+            elif not any(name in str(error) for name in unreached):
+                raise
+            raise HubError(f"ModelScope ({host}) {says}", hint=limits.NETWORK_HINT) from error
 
 
 def _read_body(response: requests.Response, host: str) -> None:
@@ -146,19 +153,6 @@ def _as_hub_error(error: Exception, where: str) -> HubError:
         says = "sent an answer that no hub would send"
         hint = "check MODELSCOPE_ENDPOINT, and the network's proxy"
     return HubError(f"{where} {says}", hint=hint, missing=hint == SPELLING_HINT)
-
-
-_BRANCH = "master"
-# The client reads these variables when it is imported. Only `retry` repeats calls: the client
-# itself would wait silently for minutes, or for half an hour if a hub told it to.
-_SETTINGS = {
-    "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # the probe for an internal network costs 0.2 s
-    "MODELSCOPE_UPLOAD_BLOB_MAX_ATTEMPTS": "1",
-    "MODELSCOPE_UPLOAD_COMMIT_MAX_ATTEMPTS": "1",
-    "MODELSCOPE_UPLOAD_COMMIT_MAX_RETRY_AFTER_SECONDS": "10",
-    "MODELSCOPE_UPLOAD_FAILED_FILE_MAX_RETRY_ROUNDS": "1",
-    "MODELSCOPE_UPLOAD_RECOVERY_ENABLED": "false",
-}
 
 
 class ModelScope(Hub):
