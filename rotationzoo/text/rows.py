@@ -137,7 +137,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     template, tally = ChatTemplate(tokenizer), Tally()
     documents = _tokenized(data, template, tally)
     make_rows = _document_rows if data.packing == "document" else _packed_rows
-    rows = make_rows(documents, data, start_tokens(tokenizer))
+    rows = list(make_rows(documents, data, start_tokens(tokenizer)))
     left_out = tally.check()
     if not rows:
         raise RotationZooError(
@@ -176,30 +176,26 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
 
 def _packed_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
-) -> list[torch.Tensor]:
+) -> Iterator[torch.Tensor]:
     """Join the documents and cut them into rows of the lengths that `data` asks for, each of which
     begins with the start tokens, as each request does."""
     stream = (token for document in documents for token in document)
-    rows: list[torch.Tensor] = []
     for length in data.row_lengths:
         row = start + list(islice(stream, length - len(start)))
         if len(row) < length:
             break
-        rows.append(torch.tensor(row))
-    return rows
+        yield torch.tensor(row)
 
 
 def _document_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
-) -> list[torch.Tensor]:
+) -> Iterator[torch.Tensor]:
     """One row per document, holding its first `length` tokens, until there are `tokens` in all."""
     left = data.tokens
-    rows: list[torch.Tensor] = []
     for document in documents:
         row = [*start, *document][: min(data.length, left)]
         if len(row) > 1:  # a single token attends to nothing
-            rows.append(torch.tensor(row))
+            yield torch.tensor(row)
             left -= len(row)
         if left < 2:
             break
-    return rows
