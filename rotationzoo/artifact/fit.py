@@ -5,9 +5,11 @@ factors with which a writer chooses codes by error feedback.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 
+from rotationzoo.artifact.layout import matrix_count
 from rotationzoo.artifact.tensor_check import Problem
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
@@ -19,7 +21,7 @@ from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
 
 LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 """Kind -> moment of one layer, as sums or as averages."""
-Moments = Mapping[int, Mapping[str, Moment]] | Mapping[int, Mapping[str, Average]]
+Moments = Mapping[int, LayerMoments]
 """Layer -> kind -> moment."""
 
 METRIC_KINDS = {"key": ("query",), "value": ("output",), LATENT: ("query", "output")}
@@ -66,19 +68,17 @@ def factor_problems(
     do not make. The tensors must have the shapes that the recipe asks for, and be finite."""
     if not recipe.feedback:
         return
-    expected = None if statistics is None else add_factors(rotations, statistics, recipe)
+    expected = rotations if statistics is None else add_factors(rotations, statistics, recipe)
     for layer, side, rotation in rotations.each():
-        factor = rotation.feedback
+        factor, wanted = rotation.feedback, expected[layer][side]
         assert factor is not None, "a missing factor is a problem of the layout"
         if not torch.equal(factor, factor.triu()):
             yield f"{side} feedback not upper triangular", layer
         elif not (factor.diagonal(dim1=-2, dim2=-1) > 0).all():
             yield f"{side} feedback without a positive diagonal", layer
-        elif expected is not None and not _agree(factor, expected[layer][side].feedback):
+        elif not _agree(factor, wanted.feedback):
             yield f"{side} feedback not that of the statistics and the rotation", layer
-        elif expected is not None and not _agree(
-            rotation.whitening, expected[layer][side].whitening
-        ):
+        elif not _agree(rotation.whitening, wanted.whitening):
             yield f"{side} whitening not that of the statistics", layer
 
 
@@ -113,10 +113,7 @@ def target_moment(moments: LayerMoments, recipe: Recipe, side: str) -> torch.Ten
 
 def sum_moments(moments: LayerMoments, kinds: Sequence[str]) -> torch.Tensor:
     """The sum of the second moments `[H, D, D]` of some kinds, on the CPU."""
-    total = moments[kinds[0]].second_moment.cpu()
-    for kind in kinds[1:]:
-        total = total + moments[kind].second_moment.cpu()
-    return total
+    return reduce(torch.add, [moments[kind].second_moment.cpu() for kind in kinds])
 
 
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> Rotation:
@@ -158,13 +155,10 @@ def _compose_side(
         moment = target_moment(statistics[layer.index], recipe, side)
         eigenvalues, basis = compositions.eigenbasis(moment)
         return eigenvalues, compositions.compose(basis, recipe.composition, recipe.group(dim))
-    heads = range(1 if recipe.pooling == "layer" else layer.kv_heads)
-    seeds = [_seed(recipe.seed, layer.index, side, head) for head in heads]
-    matrices = [compositions.data_free(dim, recipe.composition, seed) for seed in seeds]
-    return torch.ones(len(heads), dim, dtype=torch.float64), torch.stack(matrices)
-
-
-def _seed(*parts: int | str) -> int:
-    """A seed for each layer, side and head, whatever other matrices are made."""
-    words = ".".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.sha256(words).digest()[:7], "little")
+    matrices = []
+    for head in range(matrix_count(recipe, layer.kv_heads)):
+        # Each layer, side and head has a seed of its own, whatever other matrices are made.
+        words = f"{recipe.seed}.{layer.index}.{side}.{head}".encode()
+        seed = int.from_bytes(hashlib.sha256(words).digest()[:7], "little")
+        matrices.append(compositions.data_free(dim, recipe.composition, seed))
+    return torch.ones(len(matrices), dim, dtype=torch.float64), torch.stack(matrices)

@@ -3,7 +3,6 @@ head."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
@@ -53,9 +52,9 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     # Means are not fitted again but copied from the artifact, since statistics recovered from
     # imported files have none.
     left_out = dict.fromkeys(("center_keys", "center_values", "feedback"), False)
-    changes: dict[str, Any] = {"pooling": "layer", **left_out}
+    recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
     moments = None if artifact.statistics is None else sums(artifact.statistics)
-    fitted = fit(moments, artifact.recipe.model_copy(update=changes), artifact.geometry)
+    fitted = fit(moments, recipe, artifact.geometry)
 
     def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
         own = artifact.rotations[layer][side]

@@ -5,6 +5,7 @@ an evaluation have in common.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -153,11 +154,8 @@ def kept_share(exact: Mapping[str, ExactTaskRecall], arm: Mapping[str, TaskRecal
 
 def _split(correct: str, lengths: Sequence[LengthScore]) -> dict[int, str]:
     """The digits of each length of prompts."""
-    parts, start = {}, 0
-    for length in lengths:
-        parts[length.length] = correct[start : start + length.questions]
-        start += length.questions
-    return parts
+    digits = iter(correct)
+    return {each.length: "".join(islice(digits, each.questions)) for each in lengths}
 
 
 class PairedAnswers(Figures):

@@ -9,6 +9,8 @@ from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.moments import TURNED, Average, Averages
 from rotationzoo.recipe import Recipe
 
+_OF_KEY_ENERGY = {"second_moment": "key_energy_moment", "count": "key_energy"}
+
 
 def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
     """The tensors of `statistics.safetensors` by name. Averages have their counts, so that
@@ -16,11 +18,9 @@ def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for layer, kinds in averages.items():
         for kind, average in kinds.items():
-            tensors[_moment_name(layer, kind)] = average.second_moment
-            if average.mean is not None:
-                tensors[tensor_name(layer, kind, "mean")] = average.mean
-            if average.count is not None:
-                tensors[_count_name(layer, kind)] = average.count
+            for field in ("second_moment", "mean", "count"):
+                if (tensor := getattr(average, field)) is not None:
+                    tensors[_name(layer, kind, field)] = tensor
     return tensors
 
 
@@ -33,26 +33,17 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
         if field not in ("second_moment", "key_energy_moment"):
             continue
         kind = "key_energy" if field == "key_energy_moment" else kind
-        mean = tensors.get(tensor_name(layer, kind, "mean"))
-        count = tensors.get(_count_name(layer, kind))
+        mean, count = (tensors.get(_name(layer, kind, rest)) for rest in ("mean", "count"))
         averages.setdefault(layer, {})[kind] = Average(second_moment, mean, count)
     return averages
 
 
-# The key-energy moment is a weighted moment of values. Its tensors are therefore named with those
-# of the value side, and its total weight is called `key_energy` and not `count`.
-
-
-def _moment_name(layer: int, kind: str) -> str:
-    if kind == "key_energy":
-        return tensor_name(layer, "value", "key_energy_moment")
-    return tensor_name(layer, kind, "second_moment")
-
-
-def _count_name(layer: int, kind: str) -> str:
-    if kind == "key_energy":
-        return tensor_name(layer, "value", "key_energy")
-    return tensor_name(layer, kind, "count")
+def _name(layer: int, kind: str, field: str) -> str:
+    # The key-energy moment is a weighted moment of values. Its tensors are therefore named with
+    # those of the value side, and its total weight is called `key_energy` and not `count`.
+    if kind == "key_energy" and field in _OF_KEY_ENERGY:
+        return tensor_name(layer, "value", _OF_KEY_ENERGY[field])
+    return tensor_name(layer, kind, field)
 
 
 def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
@@ -67,13 +58,13 @@ def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Lay
             dims[TURNED] = layer.key_dim
         for kind, dim in dims.items():
             moment = torch.float64, (layer.kv_heads, dim, dim)
-            shapes[_moment_name(layer.index, kind)] = moment
-            shapes[tensor_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)
-            shapes[_count_name(layer.index, kind)] = torch.int64, ()
+            shapes[_name(layer.index, kind, "second_moment")] = moment
+            shapes[_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)
+            shapes[_name(layer.index, kind, "count")] = torch.int64, ()
         if recipe.value_statistic == "key_energy":
             moment = torch.float64, (layer.kv_heads, layer.value_dim, layer.value_dim)
-            shapes[_moment_name(layer.index, "key_energy")] = moment
-            shapes[_count_name(layer.index, "key_energy")] = torch.float64, (layer.kv_heads,)
+            shapes[_name(layer.index, "key_energy", "second_moment")] = moment
+            shapes[_name(layer.index, "key_energy", "count")] = torch.float64, (layer.kv_heads,)
     return Layout(shapes)
 
 
@@ -83,7 +74,7 @@ def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     for layer in cached_layers(geometry):
         heads = matrix_count(recipe, layer.kv_heads)
         for side in layer.sides:
-            dim = layer.dims[side]
+            moment = torch.float64, (heads, layer.dims[side], layer.dims[side])
             for kind in recipe.target_kinds(side):
-                shapes[_moment_name(layer.index, kind)] = torch.float64, (heads, dim, dim)
+                shapes[_name(layer.index, kind, "second_moment")] = moment
     return shapes

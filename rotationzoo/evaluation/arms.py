@@ -3,7 +3,7 @@ one rotation per layer if that is asked; and baselines that need no calibration.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Literal
 
 from rotationzoo.artifact.fit import fit
@@ -15,12 +15,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.simulation.rivals import (
-    ENGINE_CACHES,
-    RivalCodec,
-    check_engine_cache,
-    store_as_kivi,
-)
+from rotationzoo.simulation import rivals
 from rotationzoo.simulation.simulated import SimulatedCodec
 
 DATA_FREE = ("identity", "hadamard", "random")
@@ -28,7 +23,7 @@ DATA_FREE = ("identity", "hadamard", "random")
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures."""
-RIVALS = tuple(ENGINE_CACHES)
+RIVALS = tuple(rivals.ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
 _VARIANTS = "", "+feedback", "+pooled"  # the ends of the names of an artifact's arms
 
@@ -67,9 +62,7 @@ def build_arms(
     - `uncentered`: the sides that artifacts' arms store with their mean.
     - `budgets`: other budgets of bits than the artifacts' own, which None stands for.
     """
-    plain: list[Arm] = []
-    with_feedback: list[Arm] = []
-    one_per_layer: list[Arm] = []
+    made: dict[str, list[Arm]] = {ending: [] for ending in _VARIANTS}
     names: list[str] = []
     for artifact in artifacts:
         names.append(_unique_name(artifact, names))
@@ -80,16 +73,16 @@ def build_arms(
             reduced_rotations(artifact, False, uncentered, budget), artifact.recipe.group_size
         )
         about = AboutArm(name=name, kind="artifact", artifact=artifact.identity)
-        plain.append(Arm(about, codec))
+        made[""].append(Arm(about, codec))
         if codec.rotations.has_feedback:
             changed = about.model_copy(update={"name": f"{name}+feedback", "rounding": "feedback"})
-            with_feedback.append(Arm(changed, replace(codec, rounding="feedback")))
+            made["+feedback"].append(Arm(changed, replace(codec, rounding="feedback")))
         if pooled and codec.rotations.per_head:
             changed = about.model_copy(update={"name": f"{name}+pooled", "pooled": True})
             rotations = reduced_rotations(artifact, True, uncentered)
-            one_per_layer.append(Arm(changed, replace(codec, rotations=rotations)))
+            made["+pooled"].append(Arm(changed, replace(codec, rotations=rotations)))
     others = build_baselines(shared_recipe(artifacts), geometry, baselines)
-    return [*plain, *with_feedback, *one_per_layer, *others]
+    return [*chain.from_iterable(made.values()), *others]
 
 
 def judged_arms(
@@ -100,10 +93,8 @@ def judged_arms(
     names = [arm.name for arm in arms]
     endings = ["+pooled"] * pooled + ["+feedback"] * (rounding != "nearest") + [""]
     judged = []
-    for about in (arm.about for arm in arms):
-        if about.kind == "artifact" and about.rounding == "nearest" and not about.pooled:
-            candidates = [about.name + ending for ending in endings]
-            judged.append(next(name for name in candidates if name in names))
+    for plain in (arm.name for arm in arms if arm.about.is_plain):
+        judged.append(next(plain + ending for ending in endings if plain + ending in names))
     return judged
 
 
@@ -119,13 +110,10 @@ def build_baselines(
         rotations = fit(None, PRESETS[name].model_copy(update=settings), geometry)
         codecs[name] = RotatedCodec(rotations, shared.group_size)
     # What a user may pick instead of any rotation.
-    codecs[KIVI] = RivalCodec(store_as_kivi)
-    codecs |= {name: RivalCodec.of_engine(name) for name in RIVALS}
-    arms = []
-    for name, codec in codecs.items():
-        if name in names:
-            arms.append(Arm(AboutArm(name=name, kind="baseline"), codec))
-    return arms
+    codecs[KIVI] = rivals.RivalCodec(rivals.store_as_kivi)
+    codecs |= {name: rivals.RivalCodec.of_engine(name) for name in RIVALS}
+    chosen = {name: codec for name, codec in codecs.items() if name in names}
+    return [Arm(AboutArm(name=name, kind="baseline"), codec) for name, codec in chosen.items()]
 
 
 def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
@@ -145,4 +133,4 @@ def check_rivals(baselines: Collection[str], geometry: Geometry) -> None:
     """Raise `UsageError` for a rival among the baselines that cannot store this model's heads."""
     for name in RIVALS:
         if name in baselines:
-            check_engine_cache(name, geometry)
+            rivals.check_engine_cache(name, geometry)

@@ -31,13 +31,12 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
             hint="give some of these, as --layers 0,4-7",
         )
     # A shared cache is stored once, with its owner's rotations, so only the owner can be chosen.
-    sharing = sorted(layer for layer in layers if owners[layer] != layer)
-    if sharing:
-        owner = owners[sharing[0]]
-        raise UsageError(
-            f"layer {sharing[0]} of {model} stores nothing: it reads the cache of layer {owner}",
-            hint=f"name that layer: --layers {owner}",
-        )
+    for layer in sorted(layers):
+        if (owner := owners[layer]) != layer:
+            raise UsageError(
+                f"layer {layer} of {model} stores nothing: it reads the cache of layer {owner}",
+                hint=f"name that layer: --layers {owner}",
+            )
 
 
 def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
@@ -45,11 +44,9 @@ def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
     without."""
     if scaling is None:
         return []
-    notes = [f"the model's RoPE is scaled by {scaling}"]
-    for artifact in artifacts:
-        if artifact.recipe.rope_scaling is None:
-            notes.append(f"{artifact.folder.resolve().name} was calibrated without that scaling")
-    return notes
+    plain = [each.folder.resolve().name for each in artifacts if each.recipe.rope_scaling is None]
+    notes = [f"{name} was calibrated without that scaling" for name in plain]
+    return [f"the model's RoPE is scaled by {scaling}", *notes]
 
 
 def notes_for_reader(

@@ -9,15 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from rotationzoo.artifact.measured import (
-    ArmCosts,
-    BucketMeasures,
-    ExactCosts,
-    HeadMeasures,
-    LayerMeasures,
-    Measures,
-    RangePerplexity,
-)
+from rotationzoo.artifact import measured
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.out_of_memory import Undo
 from rotationzoo.rotations import LATENT
@@ -108,9 +100,8 @@ class Metrics:
         """Add one layer's attention outputs `[B, T, H, N]` by KV head: the arm's and the exact
         ones."""
         start = self.buckets.start
-        sums = []
-        for error, norm in _squares(output[:, start:], exact[:, start:]):
-            sums.append(torch.stack([error.sum(1), norm.sum(1)], dim=-1))
+        squares = _squares(output[:, start:], exact[:, start:])
+        sums = [torch.stack([error.sum(1), norm.sum(1)], dim=-1) for error, norm in squares]
         self._parts[f"{_ERROR} {layer}"].append(torch.stack(sums).sum(0).cpu())
 
     def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
@@ -131,34 +122,34 @@ class Metrics:
         """The number of tokens that have a loss."""
         return int(torch.cat(self._parts["count"]).sum())
 
-    def measure_exact(self) -> ExactCosts:
+    def measure_exact(self) -> measured.ExactCosts:
         """The report on the exact model, which has only losses."""
         loss, count = torch.cat(self._parts["loss"]), torch.cat(self._parts["count"])
         by_length = []
         for i, (low, high) in enumerate(self.buckets.ranges):
             perplexity = _perplexity(loss[:, i].sum(), count[:, i].sum())
-            by_length.append(RangePerplexity(from_=low, to=high, perplexity=perplexity))
-        return ExactCosts(
+            by_length.append(measured.RangePerplexity(from_=low, to=high, perplexity=perplexity))
+        return measured.ExactCosts(
             text_tokens=count.sum(1).long().tolist(),
             perplexity=_perplexity(loss.sum(), count.sum()),
             by_length=by_length,
             text_losses=self._text_losses(),
         )
 
-    def measure_arm(self, exact: "Metrics") -> ArmCosts:
+    def measure_arm(self, exact: "Metrics") -> measured.ArmCosts:
         """The report on an arm, compared with the exact model on the same texts."""
         by_length = []
         for i, (low, high) in enumerate(self.buckets.ranges):
-            measures = self._measure(exact, slice(i, i + 1))
-            by_length.append(BucketMeasures(from_=low, to=high, **dict(measures)))
-        return ArmCosts(
+            measures = dict(self._measure(exact, slice(i, i + 1)))
+            by_length.append(measured.BucketMeasures(from_=low, to=high, **measures))
+        return measured.ArmCosts(
             **dict(self._measure(exact, slice(None))),
             by_length=by_length,
             by_layer=[self._measure_layer(layer) for layer in self.layers],
             text_losses=self._text_losses(),
         )
 
-    def _measure(self, exact: "Metrics", buckets: slice) -> Measures:
+    def _measure(self, exact: "Metrics", buckets: slice) -> measured.Measures:
         """The measures over all texts, restricted to some of the buckets."""
         loss, exact_loss = self._sum("loss", buckets), exact._sum("loss", buckets)
         count = self._sum("count", buckets)
@@ -167,9 +158,14 @@ class Metrics:
         increase = math.expm1(extra)
         # To first order, the standard error of exp(x) - 1 is exp(x) times that of x.
         increase_error = None if extra_error is None else (1 + increase) * extra_error
-        output_error, output_error_error = weighted_mean(self._relative_errors(buckets), count)
-        kl, kl_error = self._attention_kl(buckets)
-        return Measures(
+        # Each text's relative RMS error of the block outputs, averaged over layers: `[texts]`.
+        squares = self._sum_layers("error", buckets) / self._sum_layers("norm", buckets)
+        output_error, output_error_error = weighted_mean(squares.sqrt().mean(0), count)
+        kl, kl_error = None, None
+        if self._parts["sampled"] and (sampled := self._sum("sampled", buckets)).any():
+            divergence = self._sum_layers("divergence", buckets).mean(0)
+            kl, kl_error = weighted_mean(divergence / sampled, sampled)
+        return measured.Measures(
             perplexity=_perplexity(loss.sum(), count.sum()),
             perplexity_increase=increase,
             attention_kl=kl,
@@ -181,23 +177,7 @@ class Metrics:
             },
         )
 
-    def _relative_errors(self, buckets: slice) -> torch.Tensor:
-        """Each text's relative RMS error of the block outputs, averaged over layers: `[texts]`."""
-        errors = torch.stack([self._sum(f"error {layer}", buckets) for layer in self.layers])
-        norms = torch.stack([self._sum(f"norm {layer}", buckets) for layer in self.layers])
-        return (errors / norms).sqrt().mean(0)
-
-    def _attention_kl(self, buckets: slice) -> tuple[float | None, float | None]:
-        """The mean over layers and sampled queries, and its standard error."""
-        if not self._parts["sampled"]:
-            return None, None
-        sampled = self._sum("sampled", buckets)
-        if not sampled.sum():
-            return None, None
-        divergences = [self._sum(f"divergence {layer}", buckets) for layer in self.layers]
-        return weighted_mean(torch.stack(divergences).mean(0) / sampled, sampled)
-
-    def _measure_layer(self, layer: int) -> LayerMeasures:
+    def _measure_layer(self, layer: int) -> measured.LayerMeasures:
         # No standard error is reported by layer, so all texts are summed before the root is taken.
         error = torch.cat(self._parts[f"error {layer}"]).sum().item()
         norm = torch.cat(self._parts[f"norm {layer}"]).sum().item()
@@ -205,18 +185,18 @@ class Metrics:
         if self._parts["sampled"]:
             total = torch.cat(self._parts[f"divergence {layer}"]).sum()
             kl = (total / torch.cat(self._parts["sampled"]).sum()).item()
-        return LayerMeasures(
+        return measured.LayerMeasures(
             layer=layer,
             output_error=(error / norm) ** 0.5,
             attention_kl=kl,
             heads=self.measure_heads(layer),
         )
 
-    def measure_heads(self, layer: int) -> HeadMeasures:
+    def measure_heads(self, layer: int) -> measured.HeadMeasures:
         """The report on the KV heads of one layer."""
         ratios = {name: self._ratios(name, layer) for name in (_KL, _ERROR, *_RANGES.values())}
         missing: list[float | None] = [None] * max(map(len, ratios.values()))
-        return HeadMeasures(
+        return measured.HeadMeasures(
             attention_kl=_numbers(ratios[_KL]) or missing,
             output_error=_numbers(ratios[_ERROR].sqrt()) or missing,
             key_row_range=_numbers(ratios[_RANGES["key"]]) or missing,
@@ -244,6 +224,10 @@ class Metrics:
     def _sum(self, name: str, buckets: slice = slice(None)) -> torch.Tensor:
         """Sums `[texts]` over some buckets, or all."""
         return torch.cat(self._parts[name])[:, buckets].sum(1)
+
+    def _sum_layers(self, name: str, buckets: slice) -> torch.Tensor:
+        """The same of each layer, `[layers, texts]`."""
+        return torch.stack([self._sum(f"{name} {layer}", buckets) for layer in self.layers])
 
     def _member_from_start(self, count: int) -> torch.Tensor:
         """Membership `[count, buckets]` of the first `count` positions from the start on."""

@@ -90,6 +90,11 @@ class Evaluation(RunSettings):
         """The share of the exact model's answers that artifacts must keep."""
         return self.keep / 100
 
+    @property
+    def fills_cache(self) -> bool:
+        """Whether anything is read through a real cache."""
+        return bool(self.real_cache or self.drift)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -173,17 +178,16 @@ def _check_settings(job: Evaluation) -> None:
         formats = ", ".join(int2.SIMULATED)
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
     known = (*BASELINES, *RIVALS)
-    for name in job.baselines:
-        if name not in known:
-            raise UsageError(
-                f"there is no rival {name!r}{nearest(name, known)}",
-                hint=f"give some of {', '.join(RIVALS)}",
-            )
+    if unknown := [name for name in job.baselines if name not in known]:
+        raise UsageError(
+            f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}",
+            hint=f"give some of {', '.join(RIVALS)}",
+        )
     if job.prefill_layout and job.prefill_chunk is None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    if (job.real_cache or job.drift) and (job.layers is not None or len(job.sides) < 2):
+    if job.fills_cache and (job.layers is not None or len(job.sides) < 2):
         raise UsageError(
             "a real cache stores keys and values of all layers",
             hint=f"leave out {'--real-cache' if job.real_cache else '--drift'}",
@@ -218,7 +222,7 @@ def _leave_windows(
         job = replace(job, budget=budget_beside_windows(job.budget, own, has_windows=True))
         rungs = [budget_beside_windows(rung, own, has_windows=True) for rung in job.rungs]
         job = replace(job, rungs=tuple(filter(None, rungs)))
-    if job.layers or job.real_cache or job.drift:
+    if job.layers or job.fills_cache:
         return job
     if not full:
         raise UsageError(
@@ -239,8 +243,7 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
         said = ["Beside layers with a sliding window, all others get the same bits of the budget"]
     elif job.budget:
         said = [f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"]
-    job = replace(job, notes=[*job.notes, *said])
-    return replace(job, format=name)
+    return replace(job, format=name, notes=[*job.notes, *said])
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
@@ -252,16 +255,10 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
         spent = reduced_rotations(artifacts[0], False, (), job.budget)
         if spent.has_budget:  # the baselines take as many bytes as the first artifact
             format = format_of_equal_bits(spent, format)
-    if (
-        (job.real_cache or job.drift)
-        and artifacts
-        and format.bits > int2.SIMULATED[job.format].bits
-    ):
+    if job.fills_cache and format.bits > int2.SIMULATED[job.format].bits:
         raise UsageError(
             "a real cache has no rows of equal bits that take as many bytes as this budget",
             hint="leave it to a simulation, or add: --bits 3",
         )
-    layout = job.prefill_layout or "server"
-    return [
-        CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows
-    ]
+    chunk, layout = job.prefill_chunk, job.prefill_layout or "server"
+    return [CacheLayout(format, sink, recent, chunk, layout) for sink, recent in windows]

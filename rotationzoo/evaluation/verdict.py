@@ -1,32 +1,18 @@
 """The verdict of an evaluation: which arms clearly differ from an artifact, by paired differences
 over the same questions and the same texts, and what error feedback adds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, product
 
 import torch
 from scipy.special import stdtr
 
-from rotationzoo.artifact.measured import (
-    Comparison,
-    Exact,
-    FeedbackComparison,
-    MeasuredArm,
-    Verdict,
-)
-from rotationzoo.artifact.scores import (
-    AnswerComparison,
-    AnswerVerdict,
-    Decision,
-    Outcome,
-    PairedAnswers,
-    TaskRecall,
-)
+from rotationzoo.artifact import measured, scores
 from rotationzoo.linalg.paired import paired_difference
 
 # The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
-Answered = Mapping[str, TaskRecall]
+Answered = Mapping[str, scores.TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order, and those that
 decide nothing may be asked only the first questions of each task and length."""
 Sizes = Mapping[str, Sequence[int]]
@@ -34,11 +20,11 @@ Sizes = Mapping[str, Sequence[int]]
 
 
 def judge_window(
-    arms: Mapping[str, MeasuredArm],
+    arms: Mapping[str, measured.MeasuredArm],
     judged: Sequence[str],
-    exact: Exact,
-    decisions: Sequence[Decision] = (),
-) -> Verdict:
+    exact: measured.Exact,
+    decisions: Sequence[scores.Decision] = (),
+) -> measured.Verdict:
     """Compare each of the `judged` arms with every other arm: answers, and perplexity. Arms with
     error feedback are only compared with the same rotations and the nearest codes. The words are
     those of the `decisions`."""
@@ -48,25 +34,25 @@ def judge_window(
     losses = {name: arm.text_losses for name, arm in nearest.items()}
     answered = {name: arm.tasks for name, arm in nearest.items()}
     words = [line for decision in decisions for line in decision.words]
-    return Verdict(
+    return measured.Verdict(
         texts=len(tokens),
         words=words,
         decisions=list(decisions),
         level=LEVEL,
-        comparisons=judge_perplexity(losses, judged, tokens),
+        comparisons=list(judge_perplexity(losses, judged, tokens)),
         answers=judge_answers(answered, judged, prompts) if prompts else None,
-        feedback=compare_feedback(arms, tokens, prompts),
+        feedback=list(compare_feedback(arms, tokens, prompts)),
     )
 
 
-def prompt_sizes(exact: Exact, tasks: Iterable[str]) -> Sizes:
+def prompt_sizes(exact: measured.Exact, tasks: Iterable[str]) -> Sizes:
     """How many questions each prompt of some tasks asks."""
     return {task: exact.tasks[task].prompts for task in tasks}
 
 
 def judge_perplexity(
     losses: Mapping[str, list[float]], judged: Sequence[str], tokens: list[int]
-) -> list[Comparison]:
+) -> Iterator[measured.Comparison]:
     """Compare the log perplexity of each of the `judged` arms with that of every other arm, by the
     mean `losses` of the same texts and their numbers of `tokens`. The difference is clear if the p
     value of Student's t test over texts, after Holm's correction for the number of comparisons
@@ -74,9 +60,8 @@ def judge_perplexity(
     pairs = _pair_up(losses, judged)
     differences = [paired_difference(losses[arm], losses[other], tokens) for arm, other in pairs]
     values = holm([_p_value(*difference, len(tokens)) for difference in differences])
-    comparisons = []
     for (arm, other), (difference, error), value in zip(pairs, differences, values, strict=True):
-        comparison = Comparison(
+        yield measured.Comparison(
             arm=arm,
             other=other,
             log_perplexity_difference=difference,
@@ -84,13 +69,11 @@ def judge_perplexity(
             p_value=value,
             clear=value is not None and value < LEVEL,
         )
-        comparisons.append(comparison)
-    return comparisons
 
 
 def judge_answers(
     arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sizes
-) -> AnswerVerdict:
+) -> scores.AnswerVerdict:
     """Compare the answers of each of the `judged` arms with every other arm's. Both tests of all
     comparisons together are corrected for their number (Holm 1979)."""
     pairs = _pair_up(arms, judged)
@@ -101,9 +84,10 @@ def judge_answers(
     comparisons = []
     for (arm, other), single, both in zip(pairs, paired, values, strict=True):
         each = single.model_copy(update=dict(zip(keys, both, strict=True)))
-        outcome = _outcome_of(each)
-        comparisons.append(AnswerComparison(arm=arm, other=other, outcome=outcome, **dict(each)))
-    return AnswerVerdict(
+        comparisons.append(
+            scores.AnswerComparison(arm=arm, other=other, outcome=_outcome_of(each), **dict(each))
+        )
+    return scores.AnswerVerdict(
         questions=sum(map(sum, prompts.values())),
         prompts=sum(map(len, prompts.values())),
         level=LEVEL,
@@ -111,7 +95,7 @@ def judge_answers(
     )
 
 
-def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> PairedAnswers:
+def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> scores.PairedAnswers:
     """Two arms' answers to the questions that both were asked, with the p values of single tests.
     Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
     by `sign_flip`, and log probabilities by Student's t, weighted by questions."""
@@ -122,7 +106,7 @@ def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> Paired
     difference, error = paired_difference(
         _prompt_means(first, sizes), _prompt_means(second, sizes), sizes
     )
-    return PairedAnswers(
+    return scores.PairedAnswers(
         answered=int(correct.sum()),
         other_answered=int(other_correct.sum()),
         only_arm=int((correct & ~other_correct).sum()),
@@ -134,7 +118,7 @@ def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> Paired
     )
 
 
-def _cut(arm: Answered, other: Answered) -> dict[str, TaskRecall]:
+def _cut(arm: Answered, other: Answered) -> dict[str, scores.TaskRecall]:
     """An arm's answers to the questions that the other arm was asked, too."""
     cut = dict(arm)
     for task, recall in arm.items():
@@ -162,29 +146,26 @@ def _cut_sizes(arm: Answered, prompts: Sizes) -> list[int]:
 
 
 def compare_feedback(
-    arms: Mapping[str, MeasuredArm], tokens: list[int], prompts: Sizes
-) -> list[FeedbackComparison]:
+    arms: Mapping[str, measured.MeasuredArm], tokens: list[int], prompts: Sizes
+) -> Iterator[measured.FeedbackComparison]:
     """Compare every arm that has error feedback with the nearest codes of its artifact."""
-    with_feedback: dict[str | None, MeasuredArm] = {}
+    with_feedback: dict[str | None, measured.MeasuredArm] = {}
     for arm in arms.values():
         if arm.rounding == "feedback":
             with_feedback.setdefault(arm.artifact, arm)
-    comparisons = []
     for other in arms.values():
         if not other.is_plain or other.artifact not in with_feedback:
             continue
         arm = with_feedback[other.artifact]
         answers = compare_answers(arm.tasks, other.tasks, prompts) if prompts else None
         difference, error = paired_difference(arm.text_losses, other.text_losses, tokens)
-        comparison = FeedbackComparison(
+        yield measured.FeedbackComparison(
             arm=arm.name,
             other=other.name,
             answers=answers,
             log_perplexity_difference=difference,
             standard_error=error,
         )
-        comparisons.append(comparison)
-    return comparisons
 
 
 # ---- statistics
@@ -230,14 +211,13 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     ranked = sorted((value, index) for index, value in enumerate(values) if value is not None)
     corrected: list[float | None] = [None] * len(values)
     largest = 0.0
-    for rank, (value, index) in enumerate(ranked):
+    for left, (value, index) in zip(range(len(ranked), 0, -1), ranked, strict=True):
         # A corrected value is never less than that of a smaller p value.
-        largest = max(largest, min(1.0, (len(ranked) - rank) * value))
-        corrected[index] = largest
+        corrected[index] = largest = max(largest, min(1.0, left * value))
     return corrected
 
 
-def _outcome_of(paired: PairedAnswers) -> Outcome:
+def _outcome_of(paired: scores.PairedAnswers) -> scores.Outcome:
     """The finding: by the number of answers if that is clear, and else by their log probability."""
     if paired.answers_p_value < LEVEL:
         return "more" if paired.only_arm > paired.only_other else "fewer"

@@ -1,6 +1,6 @@
 """The recall tasks: what each hides in a text, and what it asks for at the end.
 
-To add a task, add a function, a row to `_EXERCISES` and a row to `TASKS`. Statements look
+To add a task, add a function, a row to `EXERCISES` and a row to `TASKS`. Statements look
 like source code and its comments, because code models and chat models read both.
 """
 
@@ -49,30 +49,24 @@ class Exercise:
     questions: list[Asked]
 
 
-def write_exercise(task: str, count: int, words: Sequence[str], seed: str) -> Exercise:
-    """The exercise of a task that `_EXERCISES` names, with `count` questions in random order."""
-    return _EXERCISES[task](random.Random(seed), words, count)
-
-
 def _needles(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
     """Facts at places of their own, as in the needle-in-a-haystack test."""
-    lines, questions = [], []
+    facts = []
     for name in _draw_names(draw, words, round(count * _UNASKED)):
         prefix, answer = f"# the code of {name} is", f" {_draw_number(draw)}"
-        lines.append(prefix + answer)
-        questions.append(Asked(prefix, answer, prefix + answer))
-    return Exercise([[(line,)] for line in lines], draw.sample(questions, count))
+        facts.append(Asked(prefix, answer, prefix + answer))
+    return Exercise([[(fact.line,)] for fact in facts], draw.sample(facts, count))
 
 
 def _key_value(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
     """A table of keys and values at one place."""
-    lines, questions = [], []
+    pairs = []
     for name in _draw_names(draw, words, round(count * _UNASKED)):
         number = _draw_number(draw)
         line = f'    "{name}": {number},'
-        lines.append(line)
-        questions.append(Asked(f'assert CODES["{name}"] ==', f" {number}", line))
-    return Exercise([[("CODES = {", *lines, "}")]], draw.sample(questions, count))
+        pairs.append(Asked(f'assert CODES["{name}"] ==', f" {number}", line))
+    table = "CODES = {", *(pair.line for pair in pairs), "}"
+    return Exercise([[table]], draw.sample(pairs, count))
 
 
 def _copy(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
@@ -80,14 +74,13 @@ def _copy(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
     can do it."""
     # No word occurs twice before all have occurred, so each word of a passage tells the next one.
     order = itertools.chain.from_iterable(draw.sample(words, len(words)) for _ in range(count))
-    lines, questions = [], []
+    passages = []
     for _ in range(count):
         passage = list(itertools.islice(order, _PASSAGE))
         cue = f"# {' '.join(passage[:_CUE])}"
         answer = "".join(f" {word}" for word in passage[_CUE:])
-        lines.append(cue + answer)
-        questions.append(Asked(cue, answer, cue + answer))
-    return Exercise([[(line,)] for line in lines], draw.sample(questions, count))
+        passages.append(Asked(cue, answer, cue + answer))
+    return Exercise([[(each.line,)] for each in passages], draw.sample(passages, count))
 
 
 def _assignments(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
@@ -115,12 +108,13 @@ def _draw_number(draw: random.Random) -> str:
     return f"{draw.randrange(10**6):06d}"
 
 
-_EXERCISES: dict[str, Callable[[random.Random, Sequence[str], int], Exercise]] = {
+EXERCISES: dict[str, Callable[[random.Random, Sequence[str], int], Exercise]] = {
     "needles": _needles,
     "key-value": _key_value,
     "copy": _copy,
     "assignments": _assignments,
 }
+"""Task -> what writes its exercise, with words and so many questions in random order."""
 
 QUOTE = "quote"
 """The task that hides nothing: it asks for passages of the text itself, word for word."""

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recall.exercises import POOLS, QUOTE, TASKS, Asked, Exercise, write_exercise
+from rotationzoo.recall.exercises import EXERCISES, POOLS, QUOTE, TASKS, Asked, Exercise
 from rotationzoo.text.rows import start_tokens
 
 _QUOTE_CUE, _QUOTED = 12, 16  # tokens of the passage that are given, and that are asked for
@@ -113,7 +113,7 @@ class _Writer:
         if self.settings.task == QUOTE:
             return self._write_quotes(draw)
         words = POOLS[self.settings.pool]
-        exercise = write_exercise(self.settings.task, self.questions, words, seed)
+        exercise = EXERCISES[self.settings.task](random.Random(seed), words, self.questions)
         pieces = [self._question(asked) for asked in exercise.questions]
         blocks = [block for group in exercise.groups for block in group]
         hidden = sum(len(self._encode(line + "\n")) for block in blocks for line in block)

@@ -82,6 +82,6 @@ def label_arms(
             label = f"{name} ({count})"
         shown[label] = arm
     decided = {decision.arm for decision in evaluation.window.verdict.decisions}
-    chosen = [arm for arm in of_artifact if arm.name in decided]
-    one = chosen[0] if chosen else plain_arm(arms, identity)
+    chosen = (arm for arm in of_artifact if arm.name in decided)
+    one = next(chosen, plain_arm(arms, identity))
     return Arms(evaluation, one, {**shown, **baselines}, list(left_out))

@@ -20,20 +20,15 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.figures import numbers, perplexity
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
+from rotationzoo.report import tables
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
-from rotationzoo.report.tables import (
-    Table,
-    cost_table,
-    describe_arms,
-    describe_prefill,
-    recall_tables,
-)
+from rotationzoo.report.tables import Table
 from rotationzoo.rotations import LATENT
 from rotationzoo.words import counted, sentence
 
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
 _LIBRARIES = ("torch", "transformers", "python")
-_WORDS = (counted, describe_prefill, numbers, perplexity, sentence, tensor_name)
+_WORDS = (counted, tables.describe_prefill, numbers, perplexity, sentence, tensor_name)
 
 
 def render_card(manifest: Manifest, repo: str | None = None) -> str:
@@ -42,13 +37,16 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     recipe = Recipe.model_validate(manifest.recipe)
     layers = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
     title = f"2-bit KV cache rotations for {model_title(manifest.model)}"
-    bits = {
-        name: bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
-        for name, format in int2.FORMATS.items()
-    }
+    bits, sizes = list[float](), list[list[str]]()
+    for name, format in int2.FORMATS.items():
+        value = bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
+        bits.append(value)
+        sizes.append([name, format.metadata, f"{value:.2f}", f"{EXACT_BITS / value:.1f} times"])
     versions = manifest.versions.model_dump()
     libraries = [f"{name} {versions[name]}" for name in _LIBRARIES if name in versions]
     sides = LATENT if manifest.has_latents else "{key,value}"
+    files = sorted(manifest.files.items())
+    checksums = [[name, f"{file.size:,}", f"`{file.sha256}`"] for name, file in files]
     return _template().render(
         **_evaluation_values(manifest),
         manifest=manifest,
@@ -62,11 +60,11 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         first_command=_first_command(manifest, repo),
         command=reproduce_command(manifest),
         context=f"{CONTEXT:,}",
-        bits=[f"{value:.2f}" for value in sorted(bits.values())],
-        sizes=_sizes(bits),
+        bits=[f"{value:.2f}" for value in sorted(bits)],
+        sizes=Table("size", ["format", "scale, offset", "bits", "smaller than bfloat16"], sizes),
         serving=describe_serving(manifest, recipe),
         libraries=", ".join(libraries),
-        checksums=_checksums(manifest),
+        checksums=Table("files", ["file", "bytes", "sha256"], checksums),
     )
 
 
@@ -96,9 +94,9 @@ def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
     alike = {name: arm for name, arm in all_arms if _count_questions(arm) == asked}
     return {
         "evaluation": evaluation,
-        "recall": recall_tables(exact.tasks, exact.all_tasks, alike),
-        "costs": cost_table(evaluation.arms),
-        "about_arms": describe_arms(evaluation.arms.values()),
+        "recall": tables.recall_tables(exact, alike),
+        "costs": tables.cost_table(evaluation.arms),
+        "about_arms": tables.describe_arms(evaluation.arms.values()),
         "asked": most if most and _count_questions(most) else None,
     }
 
@@ -121,21 +119,6 @@ def describe_serving(manifest: Manifest, recipe: Recipe) -> str:
     if manifest.has_latents:
         ratios = f"a clip ratio of {recipe.clip(LATENT):g} for latents"
     return f"{ratios}, the first {recipe.sink} and the last {recipe.recent} tokens exact"
-
-
-def _sizes(bits: dict[str, float]) -> Table:
-    rows = []
-    for name, value in bits.items():
-        metadata = int2.FORMATS[name].metadata
-        rows.append([name, metadata, f"{value:.2f}", f"{EXACT_BITS / value:.1f} times"])
-    return Table("size", ["format", "scale, offset", "bits", "smaller than bfloat16"], rows)
-
-
-def _checksums(manifest: Manifest) -> Table:
-    rows = []
-    for name, file in sorted(manifest.files.items()):
-        rows.append([name, f"{file.size:,}", f"`{file.sha256}`"])
-    return Table("files", ["file", "bytes", "sha256"], rows)
 
 
 # ---- what hubs read

@@ -2,7 +2,7 @@
 from a decision."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,15 +13,7 @@ from rotationzoo.budget import MOST
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
-from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.loading import (
-    PRESETS,
-    override,
-    quicken,
-    with_budget,
-    with_feedback,
-    with_rope_scaling,
-)
+from rotationzoo.recipe import Recipe, loading
 
 FOLDER = "FOLDER"
 """Stands for the folder of an artifact, which readers of a page have elsewhere."""
@@ -44,9 +36,8 @@ def model_title(model: Model) -> str:
 
 
 def _name(model: Model) -> str:
-    if model.config_sha256 is None:
-        return "MODEL"
-    return model.id if model.revision or model.id == "demo" else "MODEL"
+    is_found = model.config_sha256 is not None and (model.revision or model.id == "demo")
+    return model.id if is_found else "MODEL"
 
 
 def asked_options(measured: Conditions) -> list[str]:
@@ -137,11 +128,10 @@ def reproduce_command(manifest: Manifest) -> str | None:
 
 def _recipe_words(recipe: Recipe) -> list[str]:
     # The longest name first: oscar-v1-nearest is the preset oscar-v1 with an option.
-    for name in sorted(PRESETS, key=len, reverse=True):
-        if recipe.name == name or recipe.name.startswith(f"{name}-"):
-            words = _preset_words(PRESETS[name], recipe)
-            if words is not None:
-                return words
+    for name in sorted(loading.PRESETS, key=len, reverse=True):
+        is_named = recipe.name == name or recipe.name.startswith(f"{name}-")
+        if is_named and (words := _preset_words(loading.PRESETS[name], recipe)):
+            return words
     return ["--recipe", RECIPE_FILE]
 
 
@@ -154,38 +144,36 @@ def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
             words += ["--data" if key == "source" else f"--{key}", str(value)]
             changes[key] = value
     try:
-        made = override(preset, **changes)
+        made = loading.override(preset, **changes)
     except UsageError:  # settings that only a file can have
         return None
     if recipe.feedback != made.feedback:
-        made = with_feedback(made, recipe.feedback)
+        made = loading.with_feedback(made, recipe.feedback)
         words.append("--feedback" if recipe.feedback else "--no-feedback")
     if recipe.budget != made.budget:
-        made = with_budget(made, recipe.budget) if recipe.budget else quicken(made)
+        made = loading.with_budget(made, recipe.budget) if recipe.budget else loading.quicken(made)
         given = {key: bits for key, bits in asdict(recipe.budget).items() if bits is not None}
         bits = [f"--{key.replace('_', '-')}={bits:g}" for key, bits in given.items()]
         words += bits or ["--quick"]
     if recipe.rope_scaling is not None:
-        made = with_rope_scaling(made, recipe.rope_scaling)
+        made = loading.with_rope_scaling(made, recipe.rope_scaling)
         words += ["--rope-scaling", recipe.rope_scaling]
     return words if made.hash == recipe.hash else None
 
 
-def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> list[str]:
+def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iterator[str]:
     """How the model ran, where that is not what every machine would choose. Recipes that need no
     statistics ran no model."""
     if "batch" not in identity:
-        return []
-    words = []
+        return
     for key in _RUN_KEYS:
         value = identity.get(key)
         if value is not None and (key != "batch" or str(value) != str(batch)):
-            words += [f"--{key.replace('_', '-')}", str(value)]
+            yield from (f"--{key.replace('_', '-')}", str(value))
     on_cpu = str(device).endswith(" CPU")  # else the name of a GPU
     if on_cpu:
-        words += ["--device", "cpu"]
+        yield from ("--device", "cpu")
     # The type is written as `torch.float32`, or `auto` where it is the checkpoint's own.
     _, torch, dtype = str(identity.get("dtype")).partition("torch.")
     if torch and not (on_cpu and dtype == "float32"):
-        words += ["--dtype", dtype]
-    return words
+        yield from ("--dtype", dtype)

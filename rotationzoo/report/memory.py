@@ -104,9 +104,8 @@ def describe_memory(artifact: Artifact, measured: Measured | None, context: int)
         rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])
     about = (
         f"Of one request, with scales and offsets, the first {layout.sink} and the last "
-        f"{layout.recent} tokens in bfloat16, and "
-        "keys and values of all layers in few bits. Layers "
-        "with a sliding window keep fewer tokens than this: rotationzoo plan counts them."
+        f"{layout.recent} tokens in bfloat16, and keys and values of all layers in few bits. "
+        "Layers with a sliding window keep fewer tokens than this: rotationzoo plan counts them."
     )
     columns = ["tokens", "bfloat16", f"{layout.format.bits} bits", "smaller"]
     table = Table("Memory of the cache", columns, rows)

@@ -18,6 +18,7 @@ from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
+from rotationzoo.report import tables
 from rotationzoo.report.arms import EXACT, Arms, gather_arms
 from rotationzoo.report.card import describe_serving, template_environment
 from rotationzoo.report.charts import Figure, Point, Section, draw_answers, draw_png
@@ -31,16 +32,8 @@ from rotationzoo.report.commands import (
     use_commands,
 )
 from rotationzoo.report.memory import Request, describe_memory, stored_bits
-from rotationzoo.report.tables import (
-    Table,
-    describe_conditions,
-    evaluation_tables,
-    list_caveats,
-    list_exact_parts,
-)
 from rotationzoo.words import counted
 
-_FOLDER = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
 _VERDICT = "Verdict"
@@ -125,14 +118,13 @@ def files_of_report(report: Report) -> dict[str, bytes]:
 def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Section:
     """The first section: what to do and why, the memory that it saves, and the chart. `layers`: all
     that have a cache, if they are known."""
-    measured = arms.evaluation
-    decision = arms.decision
+    measured, decision = arms.evaluation, arms.decision
     reasons, lead = list(measured.window.verdict.words), ""
     if decision is not None and decision.words:
         lead, *reasons = decision.words
     if arms.chosen is not None:
         reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
-    reasons += list_exact_parts(measured, layers)
+    reasons += tables.list_exact_parts(measured, layers)
     if arms.left_out:
         reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
     figure = _draw_answers(arms, request)
@@ -151,9 +143,9 @@ def describe_measurement(arms: Arms) -> Section:
     return Section(
         anchor="measured",
         title="How it was measured, in numbers",
-        words=[describe_conditions(measured)],
-        tables=evaluation_tables(measured, window),
-        listed=list_caveats(measured),
+        words=[tables.describe_conditions(measured)],
+        tables=tables.evaluation_tables(measured, window),
+        listed=tables.list_caveats(measured),
     )
 
 
@@ -209,26 +201,23 @@ def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
 
 def validation_badge(summary: ValidationSummary | None) -> Badge:
     """The validation of the CUDA codec, in words."""
-    kind: Literal["good", "warning", "plain"] = "plain"
+    about, codec = "Validation", "The CUDA codec"
     if summary is None:
-        words = "The CUDA codec has not been run on these matrices"
-    elif not summary.on_gpu:
-        words = f"Validated without a GPU, on {summary.device}"
-    elif summary.codes_equal and summary.dequantized_equal:
-        kind = "good"
-        words = f"The CUDA codec agrees bit by bit with its definition, on {summary.device}"
-    else:
-        kind, words = "warning", f"The CUDA codec differs from its definition on {summary.device}"
-    return Badge("Validation", kind, words)
+        return Badge(about, "plain", f"{codec} has not been run on these matrices")
+    device = summary.device
+    if not summary.on_gpu:
+        return Badge(about, "plain", f"Validated without a GPU, on {device}")
+    if summary.codes_equal and summary.dequantized_equal:
+        return Badge(about, "good", f"{codec} agrees bit by bit with its definition, on {device}")
+    return Badge(about, "warning", f"{codec} differs from its definition on {device}")
 
 
 def describe_making(artifact: Artifact) -> Section:
     """The command that makes it again, and the hashes of its files."""
     manifest = artifact.manifest
-    rows = []
-    for name, file in sorted(manifest.files.items()):
-        if name not in (ANSWERS, REPORT):  # which are made from the others
-            rows.append([name, f"{file.size:,}", file.sha256])
+    # Without what is made from the others.
+    files = [each for each in sorted(manifest.files.items()) if each[0] not in (ANSWERS, REPORT)]
+    rows = [[name, f"{file.size:,}", file.sha256] for name, file in files]
     command, commands = reproduce_command(manifest), []
     words = [f"Imported by rotationzoo {manifest.versions.rotationzoo}, matrices unchanged."]
     if command is not None:
@@ -242,9 +231,13 @@ def describe_making(artifact: Artifact) -> Section:
         if RECIPE_FILE in command:
             words.append(f"{RECIPE_FILE} holds the recipe that stands below.")
             commands.append(artifact.recipe.yaml().strip())
-    tables = [Table("Files", ["file", "bytes", "sha256"], rows)]
-    title = "How it was made"
-    return Section(anchor="made", title=title, words=words, commands=commands, tables=tables)
+    return Section(
+        anchor="made",
+        title="How it was made",
+        words=words,
+        commands=commands,
+        tables=[tables.Table("Files", ["file", "bytes", "sha256"], rows)],
+    )
 
 
 def _describe_text(artifact: Artifact) -> str:
@@ -290,4 +283,4 @@ def _environment(*folders: Path) -> Environment:
 
 @cache
 def _read(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

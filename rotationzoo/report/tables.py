@@ -1,7 +1,7 @@
 """The tables of an evaluation, and sentences on how it was measured and what it does not show: the
 terminal, the card and the page show the same."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import (
@@ -10,13 +10,14 @@ from rotationzoo.artifact.measured import (
     Comparison,
     Conditions,
     Exact,
+    ExactSummary,
     FeedbackComparison,
     Measured,
     MeasuredArm,
     Verdict,
     Window,
 )
-from rotationzoo.artifact.scores import Drift, PairedAnswers, Recall, Score
+from rotationzoo.artifact.scores import Drift, PairedAnswers, Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
 from rotationzoo.rotations import SIDES
@@ -51,24 +52,23 @@ def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
     return Table("cost", ["arm", *(column.title for column in columns.values())], rows)
 
 
-def recall_tables(
-    exact_tasks: Mapping[str, Score], exact: Recall | None, arms: Mapping[str, ArmSummary]
-) -> list[Table]:
+def recall_tables(exact: ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
     """The answers of the exact model, in the first row, and of every arm: to all tasks together,
     and to each by itself. No tables where no arm was asked."""
     models = [(label, arm.all_tasks, arm.tasks) for label, arm in arms.items()]
     asked = [(label, recall, scores) for label, recall, scores in models if recall is not None]
-    if exact is None or not asked:
+    if exact.all_tasks is None or not asked:
         return []
     # Arms are asked the tasks that the exact model can do, which are the same for all.
     of_arms = {task for arm in arms.values() for task in arm.tasks}
-    tasks = [task for task in exact_tasks if task in of_arms]
+    tasks = [task for task in exact.tasks if task in of_arms]
     together, by_task = list[list[str]](), list[list[str]]()
-    for label, recall, scores in [(EXACT, exact, exact_tasks), *asked]:
-        answered = share_words(recall, exact.share, 1, recall.standard_error.get("answered"))
-        error = recall.standard_error.get("log_probability")
-        together.append([label, answered, nats(recall.log_probability, error)])
-        by_task.append([label, *(_score(scores[task], exact_tasks[task]) for task in tasks)])
+    for label, recall, scores in [(EXACT, exact.all_tasks, exact.tasks), *asked]:
+        errors, most = recall.standard_error, exact.all_tasks.share
+        answered = share_words(recall, most, 1, errors.get("answered"))
+        lost = nats(recall.log_probability, errors.get("log_probability"))
+        together.append([label, answered, lost])
+        by_task.append([label, *(_score(scores[task], exact.tasks[task]) for task in tasks)])
     return [
         Table("recall: all tasks", ["arm", "answered", "log probability"], together),
         Table("recall by task", ["arm", *tasks], by_task),
@@ -79,13 +79,12 @@ def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
     """The same by the distance from a statement to its answer."""
     models = {EXACT: exact.all_tasks, **{name: arm.all_tasks for name, arm in arms.items()}}
     recalls = {name: recall for name, recall in models.items() if recall is not None}
-    starts = [f"from {score.from_:,}" for score in next(iter(recalls.values())).by_distance]
-    rows = []
+    ranges, rows = recalls[EXACT].by_distance, []
     for name, recall in recalls.items():
         scores = {score.from_: score for score in recall.by_distance}
-        pairs = [(scores.get(most.from_), most) for most in recalls[EXACT].by_distance]
-        rows.append([name, *(_score(*pair) for pair in pairs)])
-    return Table("recall by distance", ["arm", *starts], rows)
+        rows.append([name, *(_score(scores.get(most.from_), most) for most in ranges)])
+    columns = [f"from {score.from_:,}" for score in ranges]
+    return Table("recall by distance", ["arm", *columns], rows)
 
 
 def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
@@ -102,7 +101,7 @@ def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
 def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     """All tables of one pair of windows, answers first."""
     exact = measured.exact
-    tables = recall_tables(exact.tasks, exact.all_tasks, window.arms)
+    tables = recall_tables(exact, window.arms)
     if tables:
         tables.append(distance_table(exact, window.arms))
     tables += [cost_table(window.arms), length_table(window.arms)]
@@ -113,17 +112,15 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     return [*tables, compared] if compared.rows else tables
 
 
-def drift_tables(drift: Drift) -> list[Table]:
+def drift_tables(drift: Drift) -> Iterator[Table]:
     """The drift of every arm by generated tokens."""
-    tables = []
     for key, title, format in (("agreement", "same next token", ".1%"), ("kl", "KL", ".4f")):
         columns, rows = [], []
         for name, arm in drift.arms.items():
             columns = [f"{part.from_ + 1}-{part.to}" for part in arm.by_step]
             parts = [(getattr(part, key), part.standard_error.get(key)) for part in arm.by_step]
             rows.append([name, *(number(mean, format, error) for mean, error in parts)])
-        tables.append(Table(f"drift: {title}", ["arm", *columns], rows))
-    return tables
+        yield Table(f"drift: {title}", ["arm", *columns], rows)
 
 
 def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
@@ -134,7 +131,6 @@ def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
     paired: dict[tuple[str, str], PairedAnswers | None]
     paired = {(each.arm, each.other): each for each in answers}
     paired |= {(each.arm, each.other): each.answers for each in verdict.feedback}
-    costs = {(each.arm, each.other): each.p_value for each in verdict.comparisons}
     rows = []
     compared: list[Comparison | FeedbackComparison] = [*verdict.comparisons, *verdict.feedback]
     for each in compared:
@@ -147,7 +143,7 @@ def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
             cells = [alone, number(values[0], ".2g"), error, number(values[1], ".2g")]
         cost = number(each.log_perplexity_difference, "+.4f", each.standard_error)
         row = " against ".join(names.get(name, name) for name in pair)
-        rows.append([row, *cells, cost, number(costs.get(pair), ".2g")])
+        rows.append([row, *cells, cost, number(getattr(each, "p_value", None), ".2g")])
     columns = ["arms", "answered by one alone", "p", "nats", "p", "log perplexity", "p"]
     return Table("paired comparisons", columns, rows)
 
@@ -235,17 +231,16 @@ def describe_recall(measured: Measured) -> list[str]:
     ]
 
 
-def describe_drift(measured: Measured) -> list[str]:
+def describe_drift(measured: Measured) -> Iterator[str]:
     """A sentence on the drift of each arm that was decided on; nothing if it was not measured."""
-    sentences, arms = [], measured.drift.arms if measured.drift else {}
+    arms = measured.drift.arms if measured.drift else {}
     for arm in (each.arm for each in measured.window.verdict.decisions if each.arm in arms):
         words = []
         for part in (arms[arm].by_step[0], arms[arm].by_step[-1]):
             share = percent(part.agreement, 1, part.standard_error.get("agreement"))
             cost = number(part.kl, ".4f", part.standard_error.get("kl"))
             words.append(f"at {share} of tokens {part.from_ + 1:,} to {part.to:,} (KL {cost})")
-        sentences.append(f"{arm} generates the exact model's token {' and '.join(words)}.")
-    return sentences
+        yield f"{arm} generates the exact model's token {' and '.join(words)}."
 
 
 def describe_conditions(measured: Measured) -> str:
@@ -263,15 +258,13 @@ def describe_conditions(measured: Measured) -> str:
     )
 
 
-def list_exact_parts(measured: Measured, layers: Iterable[int]) -> list[str]:
+def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:
     """Sentences on what of a model with these cached `layers` was not in few bits."""
-    parts = []
     if set(measured.sides) != set(SIDES):
-        parts.append(f"Only {measured.sides[0]}s were in 2 bits; the others stayed exact.")
+        yield f"Only {measured.sides[0]}s were in 2 bits; the others stayed exact."
     exact = [str(layer) for layer in layers if layer not in measured.layers]
     if measured.layers and exact:
-        parts.append(f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact.")
-    return parts
+        yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."
 
 
 def list_caveats(measured: Measured) -> list[str]:

@@ -148,8 +148,7 @@ class ChatTemplate:
     def _start(self) -> Connection:
         context: Any = multiprocessing.get_context(_METHOD)
         ends: tuple[Connection, Connection] = context.Pipe()
-        words = self.tokenizer, *ends
-        self._process = context.Process(target=_serve, args=words, daemon=True)
+        self._process = context.Process(target=_serve, args=(self.tokenizer, *ends), daemon=True)
         self._process.start()
         ends[1].close()
         return ends[0]

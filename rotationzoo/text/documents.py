@@ -216,8 +216,7 @@ def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[S
     """The documents in an order that the seed fixes. They are shuffled within blocks of `budget`
     characters: more than will be used, but not so much that a large data set is read to its end."""
     generator = random.Random(seed)
-    block: list[Sample] = []
-    size = 0
+    block, size = list[Sample](), 0
     for document in documents:
         block.append(document)
         size += _characters(document)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -124,13 +124,11 @@ class Corpus:
     def batches(self, size: int) -> list[torch.Tensor]:
         """Batches `[B, T]` of up to `size` rows of equal length. Shorter rows come first; rows of
         one length keep their order."""
-        batches: list[list[torch.Tensor]] = []
+        batches: list[torch.Tensor] = []
         # Sorted, because a batch needs rows of one length.
-        for row in sorted(self.rows, key=len):
-            if not batches or len(batches[-1]) == size or batches[-1][0].shape != row.shape:
-                batches.append([])
-            batches[-1].append(row)
-        return [torch.stack(batch) for batch in batches]
+        for _, rows in groupby(sorted(self.rows, key=len), len):
+            batches += torch.stack(list(rows)).split(size)
+        return batches
 
 
 def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
@@ -138,9 +136,8 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     wrong column, or too little text for one row."""
     template, tally = ChatTemplate(tokenizer), Tally()
     documents = _tokenized(data, template, tally)
-    start = start_tokens(tokenizer)
     make_rows = _document_rows if data.packing == "document" else _packed_rows
-    rows = make_rows(documents, data, start)
+    rows = list(make_rows(documents, data, start_tokens(tokenizer)))
     left_out = tally.check()
     if not rows:
         found = counted(tally.tokens, "token")
@@ -181,30 +178,26 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
 
 def _packed_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
-) -> list[torch.Tensor]:
+) -> Iterator[torch.Tensor]:
     """Join the documents and cut them into rows of the lengths that `data` asks for, each of which
     begins with the start tokens, as each request does."""
     stream = (token for document in documents for token in document)
-    rows: list[torch.Tensor] = []
     for length in data.row_lengths:
         row = start + list(islice(stream, length - len(start)))
         if len(row) < length:
             break
-        rows.append(torch.tensor(row))
-    return rows
+        yield torch.tensor(row)
 
 
 def _document_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
-) -> list[torch.Tensor]:
+) -> Iterator[torch.Tensor]:
     """One row per document, holding its first `length` tokens, until there are `tokens` in all."""
     left = data.tokens
-    rows: list[torch.Tensor] = []
     for document in documents:
         row = [*start, *document][: min(data.length, left)]
         if len(row) > 1:  # a single token attends to nothing
-            rows.append(torch.tensor(row))
+            yield torch.tensor(row)
             left -= len(row)
         if left < 2:
             break
-    return rows

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, product
+from itertools import chain, islice, pairwise, product
 
 from transformers import PreTrainedModel
 
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
@@ -45,7 +44,7 @@ class ExactAnswers:
 
     def first(self, questions: int) -> "ExactAnswers":
         """The answers to the first questions alone, in whole prompts."""
-        series = replace(self.series, prompts=self.series.part(0, questions).prompts)
+        series = self.series.part(0, questions)
         return replace(self, series=series, answers=self.answers.first(series.questions))
 
 
@@ -84,11 +83,10 @@ class TaskAnswers:
         notes = [*self.plan.notes]
         for exact in self.exact:
             if not exact.can_do:
-                series = exact.series
+                task, length = exact.series.task, exact.series.length
                 notes.append(
-                    f"the exact model cannot do {series.task} in {series.length:,} tokens, so no "
-                    f"arm is asked: {_describe(exact.answers)} (without the statements: "
-                    f"{_describe(exact.blind)})"
+                    f"the exact model cannot do {task} in {length:,} tokens, so no arm is asked: "
+                    f"{_describe(exact.answers)} (without the statements: {_describe(exact.blind)})"
                 )
         return notes
 
@@ -156,9 +154,7 @@ def answer_tasks(
     `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.looks
     series = [each.part(0, first) for each in plan.series]
-    requests = []
-    for each in series:
-        requests += [Request(each.prompts), Request(each.blind)]
+    requests = [Request(prompts) for each in series for prompts in (each.prompts, each.blind)]
     replies = asking.ask("answering with the exact cache", requests)
     exact = [ExactAnswers(*each) for each in zip(series, replies[::2], replies[1::2], strict=True)]
     able = [each.series for each in exact if each.can_do]
@@ -179,8 +175,8 @@ def answer_tasks(
 
 def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int) -> TaskAnswers:
     """The answers with those of another round, up to so many questions."""
-    whole = {(series.task, series.length): series for series in answers.plan.series}
-    able = [whole[each.series.task, each.series.length] for each in answers.asked]
+    pairs = list(zip(answers.plan.series, answers.exact, strict=True))
+    able = [series for series, each in pairs if each.can_do]
     added = [series.part(answers.questions, questions) for series in able]
     looks = answers.plan.settings.looks
     number = looks.index(questions) + 1
@@ -188,17 +184,15 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     deciding = [arm.name for arm in trial.arms]
     asking.pace.tell(describe_rounds(asking.pace, able, looks, deciding, number))
     requests = [Request(series.prompts) for series in added]
-    replies = asking.ask(f"answering with the exact cache{ending}", requests)
+    replies = iter(asking.ask(f"answering with the exact cache{ending}", requests))
     arms = dict(answers.arms)
     for key, more_answers in _ask_arms(asking, trial, added, ending).items():
         arms[key] = [join_answers(pair) for pair in zip(arms[key], more_answers, strict=True)]
-    exact, of_round = [], zip(added, replies, strict=True)
-    for each in answers.exact:
+    exact = []
+    for series, each in pairs:
         if each.can_do:
-            more, reply = next(of_round)
-            prompts = each.series.prompts + more.prompts
-            joined = join_answers([each.answers, reply])
-            each = replace(each, series=replace(each.series, prompts=prompts), answers=joined)
+            joined = join_answers([each.answers, next(replies)])
+            each = replace(each, series=series.part(0, questions), answers=joined)
         exact.append(each)
     counts = {**answers.counts, **dict.fromkeys(deciding, questions)}
     return TaskAnswers(answers.plan, questions, exact, arms, counts)
@@ -216,31 +210,22 @@ def ask_also(asking: Asking, trial: Trial, answers: TaskAnswers) -> TaskAnswers:
 def _ask_arms(
     asking: Asking, trial: Trial, series: Sequence[Series], ending: str = ""
 ) -> dict[tuple[CacheLayout, str], list[Answers]]:
-    """The answers of every arm with every cache to each of the series."""
-    prompts = [each.prompts for each in series]
-    asked = list(product(trial.caches, trial.arms, prompts))
-    requests = [_request(asking.model, trial, *each) for each in asked]
-    # A stage of its own, because a 2-bit cache is slower than the exact one.
-    replies = asking.ask(f"answering{ending}", requests)
-    arms: dict[tuple[CacheLayout, str], list[Answers]] = {}
+    """The answers of every arm with every cache to each of the series: from a real cache if the
+    trial asks for it, and if ours stores what the arm does."""
+    requests: list[Request] = []
     for cache, arm in product(trial.caches, trial.arms):
-        arms[cache, arm.name] = []
-    for (cache, arm, _), answers in zip(asked, replies, strict=True):
-        arms[cache, arm.name].append(answers)
-    return arms
-
-
-def _request(
-    model: PreTrainedModel, trial: Trial, cache: CacheLayout, arm: Arm, prompts: list[Prompt]
-) -> Request:
-    """The prompts of a series, read from an arm's cache: a real one if the trial asks for it, and
-    if ours stores what the arm does."""
-    place = cache, arm.name
-    if trial.real_cache and isinstance(arm.codec, RotatedCodec):
-        return Request(prompts, reader=ThroughCache(model, arm.codec, cache), timed_as=place)
-    layers = set(trial.layers)
-    simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
-    return Request(prompts, simulation, timed_as=place)
+        simulation = reader = None
+        if trial.real_cache and isinstance(arm.codec, RotatedCodec):
+            reader = ThroughCache(asking.model, arm.codec, cache)
+        else:
+            layers = set(trial.layers)
+            simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
+        place = cache, arm.name
+        requests += [Request(each.prompts, simulation, reader, place) for each in series]
+    # A stage of its own, because a 2-bit cache is slower than the exact one.
+    replies = iter(asking.ask(f"answering{ending}", requests))
+    pairs = product(trial.caches, trial.arms)
+    return {(cache, arm.name): list(islice(replies, len(series))) for cache, arm in pairs}
 
 
 def describe_rounds(
@@ -269,6 +254,5 @@ def _tokens(prompts: Sequence[Prompt]) -> int:
 
 def _describe(answers: Answers) -> str:
     """How many of the answers are right, and the mean log probability of the right ones."""
-    log_probability = answers.log_probability.mean().item()
-    correct = answers.correct
-    return f"{int(correct.sum())} of {len(correct)} right, {log_probability:.1f} nats an answer"
+    correct, nats = answers.correct, answers.log_probability.mean()
+    return f"{int(correct.sum())} of {len(correct)} right, {nats:.1f} nats an answer"

@@ -159,7 +159,7 @@ def plan_tasks(
                 "outside the exact windows"
             )
     # Lengths that the user gave and that leave nothing to ask are a mistake, found in time.
-    if settings.lengths and settings.names and not plan.series:
+    if settings.lengths and not plan.series:
         raise RotationZooError(
             plan.notes[-1], hint="give greater --lengths, smaller --windows, or --tasks none"
         )
@@ -184,12 +184,10 @@ def _blind_prompts(prompts: list[Prompt], recent: int, start: list[int]) -> list
     """
     # A statement ends `recent` tokens before the first question begins, or earlier.
     cuts = [prompt.questions[0].answer.start - min(recent, _LEAD) for prompt in prompts]
-    ends = [prompt.ids[cut:] for prompt, cut in zip(prompts, cuts, strict=True)]
-    longest = max(map(len, ends))
     blind = []
-    for prompt, cut, end in zip(prompts, cuts, ends, strict=True):
-        padding = end[-1:].repeat(longest - len(end))
-        ids = torch.cat([torch.tensor(start, dtype=end.dtype), end, padding])
+    for prompt, cut in zip(prompts, cuts, strict=True):
+        padding = prompt.ids[-1:].repeat(cut - min(cuts))  # for all prompts have one length
+        ids = torch.cat([torch.tensor(start, dtype=padding.dtype), prompt.ids[cut:], padding])
         moved, by = [], len(start) - cut
         for question in prompt.questions:
             answer = slice(question.answer.start + by, question.answer.stop + by)

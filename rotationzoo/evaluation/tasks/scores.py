@@ -1,9 +1,9 @@
 """The score of answers to recall questions: how many are right, and how probable the right ones
 are; of the exact model and of every arm, task by task."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from rotationzoo.evaluation.metrics import Buckets
 from rotationzoo.evaluation.tasks.answering import ExactAnswers, TaskAnswers
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.linalg.paired import weighted_mean
-from rotationzoo.recall.answers import Answers
+from rotationzoo.recall.answers import Answers, join_answers
 
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DECIMALS = 6  # of the log probabilities that are kept for every question
@@ -52,21 +52,15 @@ class Scorer:
     def of(cls, replies: Sequence[Reply]) -> "Scorer":
         """The answers to all questions of several series."""
         prompts = [(series.length, prompt) for series, _ in replies for prompt in series.prompts]
-        numbers, lengths, distances, depths = [], [], [], []
+        rows = []
         for number, (length, prompt) in enumerate(prompts):
-            numbers += [number] * len(prompt.questions)
-            lengths += [length] * len(prompt.questions)
-            distances += [question.distance for question in prompt.questions]
-            depths += [prompt.depth(question) for question in prompt.questions]
-        correct = torch.cat([answers.correct for _, answers in replies])
-        return cls(
-            correct,
-            torch.cat([answers.log_probability for _, answers in replies]),
-            torch.tensor(numbers),
-            torch.tensor(lengths),
-            torch.tensor(distances),
-            torch.tensor(depths, dtype=torch.float64),
-        )
+            for question in prompt.questions:
+                rows.append((number, length, question.distance, prompt.depth(question)))
+        *columns, depths = zip(*rows, strict=True)
+        numbers, lengths, distances = map(torch.tensor, columns)
+        depth = torch.tensor(depths, dtype=torch.float64)
+        given = join_answers([answers for _, answers in replies])
+        return cls(given.correct, given.log_probability, numbers, lengths, distances, depth)
 
     def score(self, among: torch.Tensor | None = None) -> Score:
         """The score of all questions, or of those `among` selects, `[questions]`."""
@@ -90,7 +84,7 @@ class Scorer:
             standard_error=self._standard_errors(),
             by_distance=by_distance,
             by_depth=by_depth,
-            by_cell=self._score_cells(),
+            by_cell=list(self._score_cells()),
         )
 
     def task_recall(self, by_length: Sequence[LengthScore]) -> TaskRecall:
@@ -112,9 +106,8 @@ class Scorer:
     def _depths(self) -> list[tuple[tuple[float, float], torch.Tensor]]:
         return _fill(pairwise(_DEPTHS), self.depth)
 
-    def _score_cells(self) -> list[CellScore]:
+    def _score_cells(self) -> Iterator[CellScore]:
         lengths = [(length, self.length == length) for length in self.length.unique().tolist()]
-        cells = []
         for cell in product(lengths, self._distances(), self._depths()):
             (length, of_length), (distances, near), (depths, deep) = cell
             among = of_length & near & deep
@@ -126,8 +119,7 @@ class Scorer:
                     "depth_from": depths[0],
                     "depth_to": depths[1],
                 }
-                cells.append(CellScore(**places, **dict(self.score(among))))
-        return cells
+                yield CellScore(**places, **dict(self.score(among)))
 
     def _standard_errors(self) -> Errors:
         """Over prompts, because the questions of one prompt share its text."""
@@ -149,23 +141,15 @@ def score_arm(
     answers: TaskAnswers, cache: CacheLayout, arm: str
 ) -> tuple[dict[str, TaskRecall], RecallDetails | None]:
     """The scores of an arm with one cache: of each task, and of all together."""
-    asked = [exact.series for exact in answers.asked]
-    given = answers.arms[cache, arm]
+    asked = zip(answers.asked, answers.arms[cache, arm], strict=True)
     # Of arms that decide nothing, only the first questions.
-    replies = [(_answered(*each), each[1]) for each in zip(asked, given, strict=True)]
+    replies = [(exact.series.part(0, len(given.correct)), given) for exact, given in asked]
     tasks: dict[str, TaskRecall] = {}
-    for task in dict.fromkeys(series.task for series in asked):
-        same = [(series, reply) for series, reply in replies if series.task == task]
+    for task in dict.fromkeys(series.task for series, _ in replies):
+        same = [reply for reply in replies if reply[0].task == task]
         lengths = [_score_length(reply) for reply in same]
         tasks[task] = Scorer.of(same).task_recall(lengths)
-    return tasks, _recall_all(replies)
-
-
-def _answered(series: Series, answers: Answers) -> Series:
-    """The first prompts of the series: those that are answered."""
-    ends = list(accumulate(len(prompt.questions) for prompt in series.prompts))
-    last = ends.index(len(answers.correct))
-    return replace(series, prompts=series.prompts[: last + 1])
+    return tasks, Scorer.of(replies).recall() if replies else None
 
 
 def score_exact(answers: TaskAnswers) -> tuple[dict[str, ExactTaskRecall], RecallDetails | None]:
@@ -174,7 +158,7 @@ def score_exact(answers: TaskAnswers) -> tuple[dict[str, ExactTaskRecall], Recal
     for task in dict.fromkeys(exact.series.task for exact in answers.exact):
         tasks[task] = _score_task([exact for exact in answers.exact if exact.series.task == task])
     asked = [(exact.series, exact.answers) for exact in answers.asked]
-    return tasks, _recall_all(asked)
+    return tasks, Scorer.of(asked).recall() if asked else None
 
 
 def _score_task(lengths: list[ExactAnswers]) -> ExactTaskRecall:
@@ -183,7 +167,11 @@ def _score_task(lengths: list[ExactAnswers]) -> ExactTaskRecall:
     replies = [(exact.series, exact.answers) for exact in done or lengths]
     questions = [prompt.questions for series, _ in replies for prompt in series.prompts]
     scorer = Scorer.of(replies)
-    by_length = [_score_exact_length(exact) for exact in lengths]
+    by_length = []
+    for exact in lengths:
+        score = dict(_score_length((exact.series, exact.answers)))
+        blind = Scorer.of([(exact.series, exact.blind)]).score()
+        by_length.append(ExactLengthScore(**score, can_do=exact.can_do, without_statements=blind))
     return ExactTaskRecall(
         **dict(scorer.task_recall(by_length)),
         can_do=bool(done),
@@ -194,15 +182,3 @@ def _score_task(lengths: list[ExactAnswers]) -> ExactTaskRecall:
 
 def _score_length(reply: Reply) -> LengthScore:
     return LengthScore(length=reply[0].length, **dict(Scorer.of([reply]).score()))
-
-
-def _score_exact_length(exact: ExactAnswers) -> ExactLengthScore:
-    return ExactLengthScore(
-        **dict(_score_length((exact.series, exact.answers))),
-        can_do=exact.can_do,
-        without_statements=Scorer.of([(exact.series, exact.blind)]).score(),
-    )
-
-
-def _recall_all(replies: list[Reply]) -> RecallDetails | None:
-    return Scorer.of(replies).recall() if replies else None
