@@ -46,6 +46,9 @@ NOT_RUN = {
     "rotationzoo pull Qwen/Qwen3-8B --repo my-org/rotationzoo --require-signature --signer": (
         "only GitHub signs as one of its workflows; tests/zoo/signing has a local Sigstore"
     ),
+    "python -m http.server": "it serves until it is stopped; tests/zoo/hubs has such a server",
+    "curl": "it asks that server",
+    "export HF_ENDPOINT": "it names that server",
     "python -m sglang.launch_server": "it starts a server on a GPU",
     "python3 -m venv": "tests of the wheel make environments",
     ". .venv/bin/activate": "the same",

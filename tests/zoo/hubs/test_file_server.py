@@ -1,0 +1,47 @@
+"""Pulled rotations are copied into a folder that any file server serves, as docs/zoo.md says."""
+
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from support.command_line import succeeded
+from support.published import ZOO, ok, point_clients, refused
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+
+
+class _Noting(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        self.server.asked.append((self.path, self.headers["Authorization"]))
+
+
+@pytest.fixture
+def file_server(tmp_path):
+    """The address of a server of the folder `served`, and what it was asked, with which token."""
+    serve = partial(_Noting, directory=str(tmp_path / "served"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", server.asked
+        server.shutdown()
+
+
+def test_a_file_server_stands_in_for_a_hub(zoo, listed, file_server, monkeypatch, tmp_path):
+    pulled = Path(succeeded(zoo.run("pull", "demo", "--index", listed, "--quiet")).stdout.strip())
+    shutil.copytree(pulled.parents[2], tmp_path / "served" / ZOO / "resolve")
+    zoo.forget()
+    address, asked = file_server
+    point_clients(monkeypatch, address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    assert ok(zoo.run("list", "--index", listed, "--json"))
+    ok(zoo.run("pull", "demo", "--index", listed, "--local-dir", "here", "--json"))
+    assert verify(Artifact.open(zoo.folder / "here"), "demo").ok
+    assert {path.rpartition("/")[0] for path, _ in asked} == {
+        f"/{ZOO}/resolve/{'/'.join(pulled.parts[-3:])}"
+    }
+    assert {token for _, token in asked} == {None}
+    assert "answered 404" in refused(zoo.run("pull", "demo", "--repo", ZOO))
