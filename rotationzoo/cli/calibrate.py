@@ -85,7 +85,7 @@ def calibrate_command(
     ] = None,
     output: options.OutputFolder = None,
     keep: Annotated[
-        float | None, option("Find the fewest bits that keep this percent of answers; else exit 1.")
+        float | None, option("Find the fewest bits that keep N percent of answers.")
     ] = None,
     lengths: options.Lengths = None,
     dry_run: Annotated[bool, option("Say what would be done; read no weights.")] = False,
@@ -93,8 +93,6 @@ def calibrate_command(
     """Compute the rotations of a causal language model.
 
     rotationzoo calibrate demo
-
-    rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
 
     rotationzoo calibrate Qwen/Qwen3-8B --for vllm --keep 95
 

@@ -118,7 +118,7 @@ def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look)
     model = Qwen3ForCausalLM(copy.deepcopy(demo.config))
     model.name_or_path = ""
-    assert compatibility._source_of(model) is None, "made in code"
+    assert compatibility.source_of(model) is None, "made in code"
     model.name_or_path, model.config._commit_hash = "someone/model", "1" * 40
-    assert compatibility._source_of(model) == Source("someone/model", tmp_path, "1" * 40)
+    assert compatibility.source_of(model) == Source("someone/model", tmp_path, "1" * 40)
     assert asked == [("someone/model", "config.json", "1" * 40)]

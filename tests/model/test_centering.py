@@ -192,4 +192,4 @@ def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     other = CENTERED.model_copy(update={"key_clip": 0.9})
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
     for recipe, reason in ((CENTERED, None), (other, "the recipe has changed")):
-        assert regenerate._find_reason(None, recipe, entry, "1" * 40, {}) == reason
+        assert regenerate._find_reason(entry, recipe, lambda _: None) == reason
