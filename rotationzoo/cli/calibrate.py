@@ -1,6 +1,8 @@
 """`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
+import shlex
 import signal
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +20,8 @@ from rotationzoo.cli.next_steps import (
 from rotationzoo.cli.options import Loading, argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+from rotationzoo.codec.engines import ENGINES
+from rotationzoo.errors import Interrupted, RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -154,6 +157,7 @@ def _find_bits(
     from rotationzoo.artifact.scores import plain_name
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.evaluate import evaluate
+    from rotationzoo.report.commands import usual_engine
 
     how: dict[str, Any] = {each.name: getattr(settings, each.name) for each in fields(Loading)}
     how |= {"engine": settings.engine, "rope_scaling": settings.rope_scaling}
@@ -164,18 +168,21 @@ def _find_bits(
         report = evaluate(job, progress, out.tell)
     out.notes(report.notes)
     decision, words = report.window.verdict.decisions[0], named(model, settings.revision)
-    engine = settings.engine or "vllm"
     if job.rungs and decision.action == "serve":
         artifact = Artifact.open(artifact.folder.with_name(plain_name(decision.arm)))
     show_artifact(out, artifact, False, decision)
     folder = str(artifact.folder)
     if decision.action == "serve":
         if bits := artifact.recipe.bits:
-            out.note(_say_room(model, settings.revision, bits))
-        start = ["export", folder, "--for", engine]
-        out.suggest(*(["serve", *words, "--rotations", folder] if engine == "vllm" else start))
+            with suppress(UnsupportedModel):  # of which `plan` does not know what it caches
+                out.note(_say_room(model, settings.revision, bits))
+        engine = settings.engine or usual_engine(artifact.manifest)
+        use = ["export", folder, "--for", engine]
+        if command := ENGINES[engine].command:
+            use = [command, *words, "--rotations", folder]
+        out.suggest(*use)
         return
-    hint = f"serve it with fp8: vllm serve {model} --kv-cache-dtype fp8"
+    hint = f"serve it with fp8: {shlex.join(['vllm', 'serve', model])} --kv-cache-dtype fp8"
     if decision.action == "nothing":
         hint = "ask what it can do: other --lengths, or evaluate with other --tasks"
     elif decision.action == "ask":

@@ -161,7 +161,7 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
     ready.plan.notes.append(describe_rungs(decisions))
     chosen = choose_rung(decisions)
     name = plain_name(chosen.arm)
-    if chosen.action == "serve":
+    if chosen.action == "serve" and job.save_to:
         artifact = write_rung(artifact, job.rungs[decisions.index(chosen)], name)
         job = replace(job, save_to=[artifact.folder])
     else:

@@ -12,6 +12,7 @@ from rotationzoo.artifact.scores import Action, Decision
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import decision as decisions
+from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.rungs import choose_rung, find_rungs, open_rungs
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
@@ -100,10 +101,11 @@ def ask(model: Path, artifact: Artifact, keep: float):
 
 def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted, monkeypatch):
     monkeypatch.setattr(decisions, "FEWEST_ANSWERS", 8)
+    monkeypatch.setattr(rungs, "RUNGS", (2.25, 4.0))
     report = ask(induction, budgeted, keep=5)
     assert list(report["arms"]) == ["mine-2.25-bits", "mine-2.25-bits+feedback"]
     (note,) = (note for note in report["notes"] if "enough" in note)
-    assert note.count("enough") == 5
+    assert note.count("enough") == 3
     assert "mine keeps" in note
     written = Artifact.open(budgeted.folder.with_name("mine-2.25-bits"))
     assert written.measured.window.verdict.decisions[0].action == "serve"
@@ -112,7 +114,8 @@ def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted,
     assert written.recipe == again.recipe
 
 
-def test_bits_that_keep_too_little_are_not_written(induction, budgeted):
+def test_bits_that_keep_too_little_are_not_written(induction, budgeted, monkeypatch):
+    monkeypatch.setattr(rungs, "RUNGS", (4.0,))
     report = ask(induction, budgeted, keep=99.9)
     assert list(report["arms"]) == ["mine-4-bits", "mine-4-bits+feedback"]
     assert report["verdict"]["decisions"][0]["action"] != "serve"
