@@ -97,7 +97,7 @@ def calibrate_command(
 
     rotationzoo calibrate demo
 
-    rotationzoo calibrate Qwen/Qwen3-8B --for vllm --keep 95
+    rotationzoo calibrate Qwen/Qwen3-8B --keep 95
 
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """

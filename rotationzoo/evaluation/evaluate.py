@@ -158,7 +158,7 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
         asking, ready.plan, ladder, lambda answers: open_rungs(decide_rungs(answers))
     )
     decisions = decide_rungs(answers)
-    ready.plan.notes.append(describe_rungs(decisions))
+    ready.plan.notes.extend(describe_rungs(decisions))
     chosen = choose_rung(decisions)
     name = plain_name(chosen.arm)
     if chosen.action == "serve" and job.save_to:

@@ -56,15 +56,15 @@ def choose_rung(decisions: Sequence[Decision]) -> Decision:
     return served[-1] if served else decisions[-1]
 
 
-def describe_rungs(decisions: Sequence[Decision]) -> str:
-    """What each of the budgets kept, in a sentence."""
+def describe_rungs(decisions: Sequence[Decision]) -> list[str]:
+    """What each of the budgets kept, in a sentence; nothing where no answer could be kept."""
     parts = []
     for each in decisions:
         if each.kept is not None and each.interval is not None:
             low, high = map(percent, each.interval)
             kept = f"{percent(each.kept)} ({low} to {high})"
             parts.append(f"{plain_name(each.arm)} keeps {kept}, {_OUTCOMES[each.action]}")
-    return "; ".join(parts)
+    return ["; ".join(parts)] if parts else []
 
 
 def write_rung(artifact: Artifact, budget: Budget, name: str) -> Artifact:
