@@ -97,7 +97,7 @@ def calibrate_command(
 
     rotationzoo calibrate demo
 
-    rotationzoo calibrate Qwen/Qwen3-8B --keep 95
+    rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
 
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
