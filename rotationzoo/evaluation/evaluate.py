@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rotationzoo import __version__
 from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Window
 from rotationzoo.artifact.pooling import has_statistics
 from rotationzoo.artifact.scores import Decision, Drift, plain_name
@@ -32,6 +33,7 @@ from rotationzoo.evaluation.tasks.answering import (
     describe_rounds,
 )
 from rotationzoo.evaluation.tasks.prompts import Series
+from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.figures import duration
@@ -78,7 +80,8 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         device, dtype = job.torch_device, job.torch_dtype
         model = loading.load(source, ready.config, device, dtype, placement)
         trial, pace = _build_trial(ready, model), Pace(tell)
-        asking = Asking(model, job.model, job.batch * job.data.length, progress, pace)
+        saved = _saved_answers(ready)
+        asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)
         answers = None
         if job.rungs:
             ready, trial, answers = _climb(ready, trial, asking)
@@ -89,7 +92,19 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
     _tell_more(pace, results, report)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
+    saved.remove()
     return report
+
+
+def _saved_answers(ready: Prepared) -> SavedAnswers:
+    """The answers beside the first artifact to which the report is added: what was asked before an
+    interrupt."""
+    if not ready.saved:
+        return SavedAnswers()
+    folder = ready.saved[0].folder
+    identities = [artifact.identity for artifact in ready.artifacts]
+    conditions = f"{ready.job} {identities} {weights_fingerprint(ready.source)} {__version__}"
+    return SavedAnswers(folder.with_name(f"{folder.name}.answers.safetensors"), conditions)
 
 
 def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:

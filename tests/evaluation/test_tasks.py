@@ -19,9 +19,11 @@ from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.recall.answers import Answers
+from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.report.card import render_card
 
@@ -137,12 +139,48 @@ def test_an_evaluation_without_tasks_has_none_on_its_card(report, job):
 
 def test_the_caches_are_a_stage_of_their_own(report, told):
     """A real cache is slower than the exact one, whose speed says nothing about the time left."""
-    for stage in ("answering with the exact cache", "answering"):
+    for stage in (
+        "answering with the exact cache",
+        "answering with mine",
+        "answering with hadamard",
+    ):
         steps = [(done, total) for name, done, total in told if name == stage]
         total = steps[0][1]
         assert steps == sorted(steps)
         assert (steps[0], steps[-1]) == ((0, total), (total, total))
         assert {each for _, each in steps} == {total}, "as the time left needs it"
+
+
+def test_a_stopped_evaluation_asks_nothing_twice(job, report, monkeypatch):
+    saved = job.artifacts[0].with_name("mine.answers.safetensors")
+    tasks = replace(job.tasks, lengths=(LENGTH, SHORT))
+    job = replace(job, tasks=tasks, save_to=job.artifacts)
+    asked = []
+
+    def read(*arguments):
+        asked.append(arguments)
+        return read_answers(*arguments)
+
+    monkeypatch.setattr(answering, "read_answers", read)
+
+    def stop(stage, done, total):
+        if stage == "answering with mine" and done == total > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(job, stop)
+    before = len(asked)
+    assert saved.exists()
+    again = evaluate(job)
+    assert not saved.exists()
+    scores = [(arm["tasks"], arm["all_tasks"]) for arm in again["arms"].values()]
+    assert scores == [(arm["tasks"], arm["all_tasks"]) for arm in report["arms"].values()]
+    twice = -(-8 // TASKS["quote"])  # the prompts of the last series, before which it was saved
+    both = len(asked)
+    saved.write_bytes(b"damaged")
+    evaluate(job)
+    assert len(asked) - both == both - twice
+    assert before < both - twice
 
 
 def test_the_next_command(capsys):

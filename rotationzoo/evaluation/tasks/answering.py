@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, pairwise, product
+from itertools import chain, pairwise, product
 
 from transformers import PreTrainedModel
 
@@ -12,6 +12,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
+from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.figures import duration
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
@@ -113,6 +114,7 @@ class Asking:
     """How many a forward pass may read; a longer prompt has one of its own."""
     progress: Progress
     pace: Pace = field(default_factory=Pace)
+    saved: SavedAnswers = field(default_factory=SavedAnswers)
 
     def ask(self, stage: str, requests: Sequence[Request]) -> list[Answers]:
         """The answers to each request."""
@@ -123,6 +125,11 @@ class Asking:
         answers = []
         for request, of_request in zip(requests, batches, strict=True):
             parts, prompts, simulation = [], request.prompts, request.simulation
+            if (known := self.saved.find(request.timed_as, prompts)) is not None:
+                answers.append(known)
+                done += len(of_request)
+                progress(stage, done, len(passes))
+                continue
             # One for all batches of a request, because it keeps the masks of every length.
             running = nullcontext() if simulation is None else simulation.running(self.model)
             catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
@@ -132,6 +139,7 @@ class Asking:
                     done += 1
                     progress(stage, done, len(passes))
             answers.append(join_answers(parts))
+            self.saved.save(request.timed_as, prompts, answers[-1])
         return answers
 
     def _cut(self, prompts: list[Prompt]) -> list[list[Prompt]]:
@@ -168,7 +176,10 @@ def answer_tasks(
         try:
             answers = _ask_more(asking, trial, answers, questions)
         except KeyboardInterrupt:
-            plan.notes.append(f"interrupted: {answers.questions} questions of each task count")
+            plan.notes.append(
+                f"interrupted: {answers.questions} questions of each task count"
+                + asking.saved.leave()
+            )
             break
     return answers
 
@@ -212,7 +223,7 @@ def _ask_arms(
 ) -> dict[tuple[CacheLayout, str], list[Answers]]:
     """The answers of every arm with every cache to each of the series: from a real cache if the
     trial asks for it, and if ours stores what the arm does."""
-    requests: list[Request] = []
+    given = {}
     for cache, arm in product(trial.caches, trial.arms):
         simulation = reader = None
         if trial.real_cache and isinstance(arm.codec, RotatedCodec):
@@ -221,11 +232,10 @@ def _ask_arms(
             layers = set(trial.layers)
             simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
         place = cache, arm.name
-        requests += [Request(each.prompts, simulation, reader, place) for each in series]
-    # A stage of its own, because a 2-bit cache is slower than the exact one.
-    replies = iter(asking.ask(f"answering{ending}", requests))
-    pairs = product(trial.caches, trial.arms)
-    return {(cache, arm.name): list(islice(replies, len(series))) for cache, arm in pairs}
+        requests = [Request(each.prompts, simulation, reader, place) for each in series]
+        # A stage of its own, because each takes another time.
+        given[place] = asking.ask(f"answering with {arm.name}{ending}", requests)
+    return given
 
 
 def describe_rounds(
