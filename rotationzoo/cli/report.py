@@ -74,8 +74,9 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     if arms and arms.decision:
         model, asked = [artifact.manifest.model.id], asked_options(arms.evaluation)
         words = decided_words(arms.decision, model, place, served, asked)
-        if words is None and arms.decision.action == "ask":  # nothing that decides was asked
-            words = ["evaluate", *model, place, *served, "--save"]
+        if words is None and arms.decision.action in ("ask", "nothing"):  # no answer decides
+            shorter = arms.decision.action == "nothing"
+            words = ["evaluate", *model, place, *served, *["--lengths", "512"] * shorter, "--save"]
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 

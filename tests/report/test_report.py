@@ -274,7 +274,7 @@ def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
         assert "LONG.txt" in text
 
 
-def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path):
+def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path, inside):
     evaluation = make_evaluation()
     evaluation["exact"]["all_tasks"] = None
     window = evaluation["windows"][0]
@@ -286,6 +286,7 @@ def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path):
     verdict = report_of(tmp_path / "made", evaluation).verdict
     assert (verdict.lead, verdict.words[0]) == (words[0], words[1])
     assert verdict.figure is None
+    assert "--lengths 512 --save" in inside("report", tmp_path / "made").stderr
 
 
 def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_path):
