@@ -1,4 +1,4 @@
-"""The packages and modules in the order that is enforced, written into docs/architecture.md.
+"""The packages in the order that is enforced, written into docs/architecture.md.
 
 python scripts/tools/write_architecture.py
 
@@ -37,7 +37,7 @@ def first_sentence(path: Path) -> str:
 
 
 def rooms() -> list[tuple[str, Path]]:
-    """Every package and module in the order of the page, with the file that holds its docstring.
+    """Every package and module in the order that is enforced, with the file of its docstring.
 
     A package comes as `name/`, followed by its modules as `name/module`.
     """
@@ -63,18 +63,9 @@ def _inside(folder: Path) -> list[tuple[str, Path]]:
 
 
 def listing() -> str:
-    """Markdown: a heading for each package with its modules below."""
-    lines = []
-    for name, path in rooms():
-        words = first_sentence(path)
-        is_package, depth = name.endswith("/"), name.rstrip("/").count("/")
-        if depth == 0:
-            lines += ["", f"**`{name}`**: {words}", *([""] if is_package else [])]
-        elif is_package:
-            lines.append(f"* `{name.split('/', 1)[1]}`: {words}")
-        else:
-            lines.append(f"{'  ' * (depth - 1)}* `{name.rpartition('/')[2]}`: {words}")
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
+    """Markdown: a line for each package and top-level module."""
+    tops = [(name, path) for name, path in rooms() if "/" not in name.rstrip("/")]
+    return "".join(f"* `{name}`: {first_sentence(path)}\n" for name, path in tops)
 
 
 def page(text: str) -> str:
