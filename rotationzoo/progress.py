@@ -40,7 +40,7 @@ def in_tokens(progress: Progress, passes: Sequence[int]) -> Progress:
 
 @contextmanager
 def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
-    """While the block runs, call every so many seconds, in a thread of its own."""
+    """While the block runs, call again after each `seconds`, in a thread of its own."""
     ended = threading.Event()
 
     def repeat() -> None:

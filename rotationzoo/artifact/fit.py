@@ -157,7 +157,7 @@ def _compose_side(
         return eigenvalues, compositions.compose(basis, recipe.composition, recipe.group(dim))
     matrices = []
     for head in range(matrix_count(recipe, layer.kv_heads)):
-        # Each layer, side and head has a seed of its own, whatever other matrices are made.
+        # Each layer, side and head has a seed of its own, so other matrices do not change it.
         words = f"{recipe.seed}.{layer.index}.{side}.{head}".encode()
         seed = int.from_bytes(hashlib.sha256(words).digest()[:7], "little")
         matrices.append(compositions.data_free(dim, recipe.composition, seed))

@@ -88,7 +88,7 @@ class HeadMeasures(Figures):
     """`(max - min) / rms` of a key row, averaged over all rows past the sink, in the coordinates in
     which it is rounded, or of a latent. None for keys not rounded, or not row by row."""
     value_row_range: list[float | None]
-    """The same of values."""
+    """The range of value rows."""
 
 
 class LayerMeasures(Figures):

@@ -67,7 +67,7 @@ class Range(Figures):
 
 
 class DistanceScore(Score, Range):
-    """The questions whose statements lie so many tokens before their answers."""
+    """The questions whose statements lie in a range of tokens before their answers."""
 
 
 class DepthScore(Score):
@@ -102,7 +102,7 @@ class Recall(Score):
 
 
 class RecallDetails(Recall):
-    """The same by distance and by depth, and by length, distance and depth at once: only cells that
+    """Recall by distance and by depth, and by length, distance and depth at once: only cells that
     have questions."""
 
     by_distance: list[DistanceScore]
@@ -212,7 +212,7 @@ class ArmDrift(Figures):
 
 
 class Drift(Figures):
-    """How arms drift while the exact model generates so many tokens after each prompt."""
+    """How arms drift while the exact model generates `tokens` tokens after each prompt."""
 
     tokens: Count
     prompt_tokens: list[Count]

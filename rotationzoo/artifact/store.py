@@ -39,7 +39,7 @@ SIGNATURE = "model.sig"
 EXPORT = "export.json"
 """What `export` says of the files that it wrote for an engine."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
-# A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
+# A folder is replaced only if it holds nothing but these names, no matter what its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
 
 

@@ -33,7 +33,7 @@ class Padding:
     """Whether every row has had a token that is no padding."""
 
     def of_batch(self, rows: int) -> list[int]:
-        """The starts of a batch of so many rows."""
+        """The starts of a batch of `rows` rows."""
         return self.starts if len(self.starts) == rows else [0] * rows
 
     def note(self, mask: torch.Tensor) -> None:

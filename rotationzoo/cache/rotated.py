@@ -51,7 +51,7 @@ class RotatedCache(DynamicCache):
       default, the sink alone; with `window`, as vLLM, the `recent` tokens before it as well;
     * `reading`: the form in which a decoding step reads: `rows` that are restored and rotated back,
       layer by layer, or the `pages` of codes themselves. `auto`, the default, reads pages where
-      there is a kernel for it: on an NVIDIA GPU. Whatever cannot read pages reads rows;
+      there is a kernel for it: on an NVIDIA GPU. All else reads rows;
     * `slack`: how many candidate tokens assisted decoding may take back, 64 by default.
 
     A cache serves one request, or one batch. `cache.reset()` empties it for the next. Layers with

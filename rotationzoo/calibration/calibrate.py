@@ -39,7 +39,7 @@ _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed"
 
 
 def check_output(job: Job) -> None:
-    """Raise `RotationZooError` unless the output can be written and whatever is there may be
+    """Raise `RotationZooError` unless the output can be written and what is there may be
     replaced: the artifact of another recipe only if the user asks for that with `--restart`, or
     did so for the unfinished run that is being resumed."""
     with disk_errors(job.output):
@@ -223,7 +223,7 @@ def manifest_content(
     seconds: float,
 ) -> dict[str, Any]:
     """The content of the manifest, without the keys that are added when it is written. `versions`
-    are those of libraries when the job started, which took so many `seconds`."""
+    are those of libraries when the job started, and `seconds` is how long it took."""
     assert planned.config is not None
     job = planned.job
     return {

@@ -88,7 +88,7 @@ class Footprint:
 
     @property
     def statistics(self) -> int:
-        """The statistics: a float64 second moment per layer of whatever it has, and one more with
+        """The statistics: a float64 second moment of each tensor of a layer, and one more with
         key energy, and with turned means."""
         if not self.recipe.needs_statistics:
             return 0

@@ -53,7 +53,7 @@ class RunningSums:
         self._torn = self._begun = False
 
     def keep_batch(self) -> Undo:
-        """Return a function that takes back whatever the next forward pass adds to `batch`. Called
+        """Return a function that takes back what the next forward pass adds to `batch`. Called
         before each pass that may run out of memory."""
         if self._begun:
             return keep_sums(self.batch)

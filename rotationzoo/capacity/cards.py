@@ -47,7 +47,7 @@ CARDS = {name: Card(name, int(size * _GIB)) for name, size in _SIZES.items()}
 
 
 def several(card: Card, count: int) -> Card:
-    """So many times a card."""
+    """A number of equal cards, as one."""
     return Card(card.kind, card.memory * count, card.count * count)
 
 

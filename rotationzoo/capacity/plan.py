@@ -30,7 +30,7 @@ _SMALLEST = CACHES[-1]
 
 @dataclass(frozen=True)
 class Wish:
-    """The load to serve: so many requests at once, each with so many tokens. A `context` of None is
+    """The load to serve: `requests` at once, each with `context` tokens. A `context` of None is
     131,072 tokens, or the model's positions if these are fewer."""
 
     model: str
@@ -221,7 +221,7 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "kv_bytes_per_request": sizes,
         "state_bytes_per_request": states,
         "server_bytes": shape.server_bytes(wish.storage, wish.requests),
-        "refusal": None,  # whatever can be planned has every cache
+        "refusal": None,  # what can be planned has every cache
         "gpu": chosen,
         "max_context": published["max_context"],
         "max_requests": published["max_requests"],

@@ -30,7 +30,7 @@ CACHES = ("bf16", "fp8", "int2")
 _EXACT_BITS = 16
 _PLAIN_BITS = {"bf16": 16, "fp8": 8}
 _PAGED = FINE, VLLM  # the formats of our backend for vLLM
-_LONGEST = 1 << 31  # tokens; whatever holds so many holds any context
+_LONGEST = 1 << 31  # tokens; what holds these holds any context
 _PAGE = 64  # tokens, for which our backend asks vLLM
 _STEP = 8192  # tokens of a server's step on a large GPU, and so of a chunk of a prompt
 _MATRICES = 5  # in float32: rotation, whitening, feedback, and the products for each way
@@ -87,7 +87,7 @@ class Shape:
         return math.ceil(bits / 8) + self.state_bytes
 
     def server_bytes(self, storage: "Storage", requests: int) -> int:
-        """Bytes that our backend for vLLM takes beside pages for so many requests: exact copies,
+        """Bytes that our backend for vLLM takes beside pages for `requests` requests: exact copies,
         and once the matrices of rotations and memory to read prompts in."""
         layers, total = [each.layer for each in self.layers if storage.has_pages(each)], 0
         for layer in layers:
@@ -169,7 +169,7 @@ class Storage(CacheLayout):
         return dim * (self.bits or bits_per_element(dim, None, self.format))
 
     def copied_tokens(self, requests: int) -> int:
-        """Tokens whose exact copies a server keeps for so many requests, beside their codes."""
+        """Tokens whose exact copies a server keeps for `requests` requests, beside their codes."""
         return _PAGE * count_slots(self, _PAGE, requests)
 
 

@@ -34,7 +34,7 @@ _WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
 def validate_kernel(
     artifact: Artifact, rows: int = 1024, device: str = "auto", progress: Progress = silent
 ) -> dict[str, Any]:
-    """Compare the kernel with the codec's definition on so many rows of every layer, KV head and
+    """Compare the kernel with the codec's definition on `rows` rows of every layer, KV head and
     side, and return the report, which is added to the artifact with the sources that ran.
 
     Raises `RotationZooError` at the first difference. Without a GPU only the definition is checked:

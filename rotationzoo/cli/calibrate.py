@@ -118,7 +118,9 @@ def calibrate_command(
 
     job = calibration_job(model, options.follow_link(output), recipe, **vars(settings))
     engine = settings.engine
-    if engine and recipe is None and job.recipe.name != "oscar":  # which nobody need know
+    if (
+        engine and recipe is None and job.recipe.name != "oscar"
+    ):  # the default, which needs no words
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
@@ -151,7 +153,7 @@ def _find_bits(
     lengths: list[int] | None,
     settings: Settings,
 ) -> None:
-    """Ask for the fewest bits that keep so many percent, unless the user chose the bits, and show
+    """Ask for the fewest bits that keep `keep` percent, unless the user chose the bits, and show
     them with the command that serves them. Raises `RotationZooError` where none are shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name

@@ -99,7 +99,7 @@ def export_command(
         )
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
-        out.note("Note: nobody has measured what these rotations keep: rotationzoo evaluate does")
+        out.note("Note: what these rotations keep was not measured: rotationzoo evaluate does")
     show_export(out, exported)
 
 

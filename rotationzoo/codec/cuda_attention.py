@@ -110,7 +110,7 @@ class Kernels:
 
 def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
     """Whether the kernels read pages of these layouts with queries of this type, and windows that
-    have room for so many exact tokens together."""
+    have room for `exact_tokens` tokens together."""
     # Windows are cut into parts one by one, and packed tokens are at least one more.
     variant = AttentionVariant(key, value, dtype, soft_cap=False, columns=4)
     parts = exact_tokens // variant.window + 3
@@ -140,16 +140,16 @@ def _has_few_groups(layout: PageLayout) -> bool:
 
 
 def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:
-    """How many of so many columns one block handles."""
+    """How many of a tile's `columns` one block handles."""
     # Beyond that, a warp's sums do not fit into its registers.
     wide = max(key.dim, value.dim) <= 128 and key.groups == value.groups == 1
     return 8 if columns > 4 and wide else 4
 
 
 def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
-    """Into how many ranges `tokens` packed tokens of each of so many heads (of all rows and tiles
-    of columns) are cut, where a GPU holds `blocks` thread blocks at once and `windows` more are
-    needed for the exact tokens of each head."""
+    """Into how many ranges the `tokens` packed tokens of a head are cut. `heads` counts those of
+    all rows and tiles of columns. A GPU holds `blocks` thread blocks at once, and the exact tokens of
+    each head need `windows` more."""
     # Half of a wave keeps the GPU as busy as a whole one, and leaves room for another kernel. Where
     # exact tokens take most of it, blocks of several waves take turns.
     half = blocks // (2 * heads)

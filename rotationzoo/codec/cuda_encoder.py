@@ -55,7 +55,7 @@ class Encoder:
         return packed
 
     def is_for_few(self, rows: int) -> bool:
-        """Whether so many rows are few."""
+        """Whether `rows` is few enough for the kernel of few rows."""
         return self.few is not None and rows <= _FEW
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ def _unset_flag(device: torch.device) -> torch.Tensor:
 
 
 def check_factor(factor: torch.Tensor, heads: int, dim: int) -> None:
-    """Raise `RotationZooError` unless the kernel can read this factor for rows of so many heads."""
+    """Raise `RotationZooError` unless the kernel can read this factor for rows of `heads` heads."""
     shape = heads, dim, dim
     if factor.shape != shape:
         problem = f"is {list(factor.shape)} and not {list(shape)}"

@@ -77,7 +77,7 @@ def _encode(
     """The codes, scales and offsets of rows whose groups reach from `low` to `high`,
     `[..., H, T, D / group]`, and the error `e M e^T` of each row, `[..., H, T]`.
 
-    Codes are always rounded with the scale and offset as they are stored, whatever the engine's
+    Codes are always rounded with the scale and offset as they are stored, even where the engine's
     own writer does: the error is that of what a reader gets.
     """
     ranges = int2.metadata(low, high, replace(format, rounded_with="stored"))

@@ -173,7 +173,7 @@ class RotatedCodec:
         return cuda_encoder.clip_encoder(rotation.clip, variant, device)
 
     def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
-        """How a page of so many tokens holds what `quantize` returns."""
+        """How a page of `tokens` tokens holds what `quantize` returns."""
         rotation = self.rotations[layer][side]
         groups = rotation.dim // (self.group_size or rotation.dim)
         stored = self.stored_format(layer, side, format)

@@ -58,7 +58,7 @@ class Import:
 
 def import_(job: Import) -> Artifact:
     """Read the files, check them, and write an artifact, unless the output holds that of this very
-    import. Raises `RotationZooError` that names whatever is ambiguous or broken."""
+    import. Raises `RotationZooError` that names what is ambiguous or broken."""
     started = time.monotonic()
     check_replaceable(job.output)
     check_writable(job.output)

@@ -27,7 +27,7 @@ _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
 # These names state neither statistic nor composition, so `describe` assumes OSCAR's usual ones.
 _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
 # What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
-# of latents, a permutation, and Hadamard matrices over groups of so many channels.
+# of latents, a permutation, and Hadamard matrices over groups of channels.
 _OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST_TEXT = 1000

@@ -109,7 +109,7 @@ class _Kept:
         return "refuse" if high < rule.floor else "ask"
 
     def settles(self, times: float, floor: float) -> bool:
-        """Whether so many times as many new questions settle it, in one look, with the power."""
+        """Whether `times` as many new questions settle it in one look, with the power."""
         independent = self.independent * times
         prompts, answers = round(self.prompts * times), int(self.answers * times)
         reach = ndtri(_POWER) * math.sqrt(self.share * (1 - self.share) / independent)

@@ -256,7 +256,7 @@ def _describe(ready: Prepared, results: Results, drift: Drift | None, notes: lis
 def _tell_length(
     pace: Pace, job: Evaluation, series: list[Series], deciding: Collection[str], left: int
 ) -> None:
-    """Tell how long the texts take, of which so many tokens are `left`, and the questions."""
+    """Tell how long the questions take, and the `left` tokens of the texts."""
     words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
     words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
     if series and not job.real_cache:  # which has a pace of its own

@@ -42,14 +42,14 @@ class Pace:
 
     @contextmanager
     def timing(self, reader: Reader, tokens: int) -> Iterator[None]:
-        """Measure how long this reader takes for so many tokens."""
+        """Measure how long this reader takes for `tokens` tokens."""
         begun = perf_counter()
         yield
         self.seconds[reader] = (perf_counter() - begun) / tokens
 
     def estimate(self, tokens: int, arms: Collection[str] | None = None) -> float:
-        """The seconds in which the exact model and all arms, or the named ones, take so many tokens
-        each."""
+        """The seconds in which the exact model and all arms, or the named ones, read `tokens`
+        tokens each."""
         pace = self.seconds.items()
         asked = [each for read, each in pace if read is None or arms is None or read[1] in arms]
         return tokens * sum(asked)

@@ -56,7 +56,7 @@ class Buckets:
 class Metrics:
     """Sums of what one arm, or the exact model, did on every text.
 
-    Sums have shape `[texts, buckets]`, once per layer for whatever is measured by layer; those of
+    Sums have shape `[texts, buckets]`, once per layer for what is measured by layer; those of
     single KV heads have `[texts, H, 2]`, of which a figure is the ratio. Standard errors are those
     of paired differences over texts, weighted by their numbers of tokens.
     """
@@ -226,7 +226,7 @@ class Metrics:
         return torch.cat(self._parts[name])[:, buckets].sum(1)
 
     def _sum_layers(self, name: str, buckets: slice) -> torch.Tensor:
-        """The same of each layer, `[layers, texts]`."""
+        """Sums of each layer, `[layers, texts]`, over some buckets."""
         return torch.stack([self._sum(f"{name} {layer}", buckets) for layer in self.layers])
 
     def _member_from_start(self, count: int) -> torch.Tensor:

@@ -53,7 +53,7 @@ def encode_prompt(
 ) -> torch.Tensor:
     """The ids `[T]` of a text after the tokenizer's start tokens, or of a chat in which a user has
     said it and the model is to answer. Raises `UsageError` for a chat where there is no template,
-    and for a text too long for so many `positions`, and `RotationZooError` for a refused text."""
+    and for a text that is too long for `positions`, and `RotationZooError` for a refused text."""
     start = start_tokens(tokenizer)
     if chat:
         text, start = _apply_template(text, tokenizer, model), []

@@ -60,7 +60,7 @@ def is_orthogonal(rotation: torch.Tensor, imported: bool) -> bool:
     that it can be asked whenever a large model's rotations are read.
 
     A product of two rows of length 1 is rounded by at most `D u`, with `u = 2^-24` (Higham 2002,
-    section 3.1): 7.6e-6 at D = 128. So this passes whatever passes in float64, and little more.
+    section 3.1): 7.6e-6 at D = 128. So this passes all that passes in float64, and little more.
     """
     dim, allowed = rotation.shape[-1], allowed_error(imported)
     error = (rotation @ rotation.mT - torch.eye(dim)).abs().max().item()

@@ -89,7 +89,7 @@ class LongMask:
             raise NeedsWholeMask(f"shape in {type(module).__name__}")
 
     def equals(self, other: "LongMask") -> bool:
-        """Whether another mask was made for the same attention, on whatever device."""
+        """Whether another mask was made for the same attention, on any device."""
         made_of = ("batch_size", "mask_function", "attention_mask")
         same = all(self.options.get(name) is other.options.get(name) for name in made_of)
         return same and self.shape == other.shape

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 _SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate", "DefaultCPUAllocator: can't allocate")
 
 Undo = Callable[[], None]
-"""Takes back whatever a forward pass has added up before it failed."""
+"""Takes back what a forward pass has added up before it failed."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

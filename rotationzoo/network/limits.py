@@ -1,5 +1,5 @@
 """Limits on how long a hub may take and how many bytes it may send: the hubs' own clients wait for
-minutes or forever, and read whatever comes."""
+minutes or forever, and read all that comes."""
 
 import contextvars
 import logging

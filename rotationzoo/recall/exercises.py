@@ -114,7 +114,7 @@ EXERCISES: dict[str, Callable[[random.Random, Sequence[str], int], Exercise]] = 
     "copy": _copy,
     "assignments": _assignments,
 }
-"""Task -> what writes its exercise, with words and so many questions in random order."""
+"""Task -> what writes its exercise, with words and questions in random order."""
 
 QUOTE = "quote"
 """The task that hides nothing: it asks for passages of the text itself, word for word."""

@@ -277,7 +277,7 @@ class Recipe(Section):
 
     def centers(self, side: str) -> bool:
         """Whether a side is stored with its mean subtracted. That of latents is added back when
-        they are read, so whatever centers keys or values centers them."""
+        they are read, so centering keys or values centers them."""
         return side in self.centered or (side == "latent" and bool(self.centered))
 
     def turns_mean(self, side: str) -> bool:

@@ -59,7 +59,7 @@ class Request:
         return size / factor, f"{unit} of cache at {self.context:,} tokens"
 
     def describe_saving(self, bits: float) -> str:
-        """One sentence on what a cache with so many bits of an element saves."""
+        """One sentence on what a cache of `bits` bits an element saves."""
         if not 0 < bits < EXACT_BITS:
             return f"At {self.context:,} tokens, the cache stays exact: nothing is saved."
         sizes = [f"{bits:.2f} bits an element", str(EXACT_BITS)]
@@ -82,7 +82,7 @@ def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
 
 
 def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> float:
-    """Bits of an element of a cache of so many tokens, all of whose layers are stored as they were
+    """Bits an element of a cache of `tokens` tokens. All its layers are stored as they were
     measured, or as the artifact's own budget says."""
     if measured is not None:
         arm = plain_arm(measured.window.arms, artifact.identity)

@@ -76,7 +76,7 @@ def recall_tables(exact: ExactSummary, arms: Mapping[str, ArmSummary]) -> list[T
 
 
 def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
-    """The same by the distance from a statement to its answer."""
+    """Recall by the distance from a statement to its answer."""
     models = {EXACT: exact.all_tasks, **{name: arm.all_tasks for name, arm in arms.items()}}
     recalls = {name: recall for name, recall in models.items() if recall is not None}
     ranges, rows = recalls[EXACT].by_distance, []
@@ -172,7 +172,7 @@ _ABOUT_POOLED = (
     "`export --pooled` writes it for engines that take no other"
 )
 _ABOUT_KIVI = (
-    "kivi is no rotation, and always simulated: whatever the format, 32 tokens of a key channel "
+    "kivi is no rotation, and always simulated: in every format, 32 tokens of a key channel "
     "share a float16 scale, and 32 channels of a value (arXiv 2402.02750)"
 )
 _ABOUT_RIVALS = (

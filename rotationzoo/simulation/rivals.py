@@ -163,7 +163,7 @@ ENGINE_CACHES = {
 
 
 def store_as_kivi(side: str, dim: int, bits: int, tokens: int = 32, channels: int = 32) -> Storage:
-    """How KIVI (arXiv 2402.02750) stores a side, with codes of so many bits.
+    """How KIVI (arXiv 2402.02750) stores a side, with codes of `bits` bits.
 
     * Keys: `tokens` successive tokens of a channel share a scale and a minimum.
     * Values, and latents: `channels` channels of one token do, or their greatest common divisor

@@ -20,7 +20,7 @@ from rotationzoo.storage.locks import locked
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file under a name that only this process uses. Whatever has the name is removed
+    """Write a file under a name that only this process uses. What has the name is removed
     first, so that no link is followed and no file of another name changes. Raises `OSError`."""
     path.unlink(missing_ok=True)
     # O_EXCL refuses a file or a link that was put there in the meantime.
@@ -140,7 +140,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_room(folder: Path, needed: int, way_out: str = WAY_OUT) -> None:
-    """Raise `RotationZooError` if the disk of a folder lacks room for so many bytes."""
+    """Raise `RotationZooError` if the disk of a folder lacks room for `needed` bytes."""
     free = shutil.disk_usage(existing_parent(folder)).free
     if free < needed:
         has = f"the disk of {folder} has {free / 1e6:,.0f} MB free"

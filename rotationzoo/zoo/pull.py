@@ -51,7 +51,7 @@ class Pulled:
     """Name -> sha256 of the file on disk."""
     notes: list[str] = field(default_factory=list)
     artifact: Artifact | None = None
-    """The opened artifact, with whatever the checks have read of it. None for OSCAR's own files."""
+    """The opened artifact, with what the checks have read of it. None for OSCAR's own files."""
     signature: signatures.Finding | None = None
     """None for OSCAR's own files, which have none."""
 

@@ -185,7 +185,7 @@ def answer_tasks(
 
 
 def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int) -> TaskAnswers:
-    """The answers with those of another round, up to so many questions."""
+    """The answers after another round, with `questions` questions in all."""
     pairs = list(zip(answers.plan.series, answers.exact, strict=True))
     able = [series for series, each in pairs if each.can_do]
     added = [series.part(answers.questions, questions) for series in able]

@@ -23,7 +23,7 @@ MOST_QUESTIONS = 100_000
 LOOKS = 16, 32, 64, 128
 """Questions per task and length after which `auto` looks whether the decision is made."""
 _LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
-_LEAD = 256  # at most so many tokens come before the questions of a blind prompt
+_LEAD = 256  # tokens, at most, before the questions of a blind prompt
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class TaskPlan:
     """Tokens before the first question that hold no statement: all that any query reads exact."""
 
     def describe(self, questions: int) -> Tasks:
-        """The tasks, as the report says it, with so many `questions` asked of each."""
+        """The tasks as the report has them, with `questions` asked of each."""
         return Tasks(
             names=list(self.settings.names),
             lengths=list(self.lengths),
@@ -142,7 +142,7 @@ def plan_tasks(
                 # A passage that the text repeats could be copied from the exact window.
                 plan.notes.append(f"no passages are quoted in {length:,} tokens: the text is short")
                 continue
-            # As many prompts, with as many questions each, as give at least so many in all.
+            # Enough prompts, with equally many questions each, for the last look.
             count = -(-settings.looks[-1] // TASKS[task])
             questions = -(-settings.looks[-1] // count)
             wanted = PromptSettings(task, count, length, questions, first, recent, data.seed)
@@ -170,7 +170,7 @@ def _read_filler(
     data: Data, text: Corpus, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> list[int]:
     """The token ids of the text, without the start tokens of its rows: at least twice as many as
-    the longest prompt has, if there are so many."""
+    the longest prompt has, unless the text is shorter."""
     tokens = 2 * longest
     if data.tokens < tokens:
         text = read_corpus(data.model_copy(update={"tokens": tokens}), tokenizer)

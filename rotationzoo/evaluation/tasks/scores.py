@@ -88,7 +88,7 @@ class Scorer:
         )
 
     def task_recall(self, by_length: Sequence[LengthScore]) -> TaskRecall:
-        """The same of one task, with the answer to each question."""
+        """The recall of one task, with the answer to each question."""
         digits = map(str, self.correct.int().tolist())
         return TaskRecall(
             **dict(self.recall()),

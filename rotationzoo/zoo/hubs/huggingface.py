@@ -121,7 +121,7 @@ class HuggingFace(Hub):
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         """Download one file of at most `size` bytes by plain HTTP. The client's own download cannot
-        be limited: xet writes whatever it is sent."""
+        be limited: xet writes all that it is sent."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 

@@ -225,7 +225,7 @@ class ModelScope(Hub):
         repo, tag = publication.repo, publication.tag
         with _asking(repo), tempfile.TemporaryDirectory() as scratch:
             # Otherwise the upload would create a public repository by itself whenever it finds
-            # none, for whatever reason.
+            # none, for any reason.
             with suppress(AlreadyExistsError):
                 options = {"visibility": "public", "license": "apache-2.0"}
                 self.retry(self.api.create_repo, repo, "model", **options)

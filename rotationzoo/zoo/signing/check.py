@@ -55,8 +55,8 @@ class Demand:
     """A file of keys to trust in place of Sigstore's own."""
 
     def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
-        """Who must have signed: whom the user named, or else the index that the user named. Raises
-        `RotationZooError` if one is required of nobody, which would prove nothing."""
+        """Who must have signed: the signers that the user named, or else those of the index that
+        the user named. Raises `RotationZooError` if a signature is required and no signer is known."""
         named = self.signers or ((listed,) if listed is not None and vouched else ())
         if self.required and not named:
             hint = "name the signer with --signer: an identity, or the file of a public key"
