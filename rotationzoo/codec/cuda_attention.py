@@ -148,8 +148,8 @@ def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:
 
 def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
     """Into how many ranges the `tokens` packed tokens of a head are cut. `heads` counts those of
-    all rows and tiles of columns. A GPU holds `blocks` thread blocks at once, and the exact tokens of
-    each head need `windows` more."""
+    all rows and tiles of columns. A GPU holds `blocks` thread blocks at once, and the exact tokens
+    of each head need `windows` more."""
     # Half of a wave keeps the GPU as busy as a whole one, and leaves room for another kernel. Where
     # exact tokens take most of it, blocks of several waves take turns.
     half = blocks // (2 * heads)

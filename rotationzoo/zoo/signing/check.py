@@ -56,7 +56,7 @@ class Demand:
 
     def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
         """Who must have signed: the signers that the user named, or else those of the index that
-        the user named. Raises `RotationZooError` if a signature is required and no signer is known."""
+        the user named. Raises `RotationZooError` if one must have signed and none is known."""
         named = self.signers or ((listed,) if listed is not None and vouched else ())
         if self.required and not named:
             hint = "name the signer with --signer: an identity, or the file of a public key"
