@@ -6,9 +6,9 @@ an evaluation have in common.
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from rotationzoo.storage.strict_json import Count, Strict
 
@@ -223,7 +223,6 @@ class Drift(Figures):
 
 FLOOR = 0.9
 """The share of the answers that must be kept, unless another is asked for."""
-_OLDER = "Undecided: an older version measured this. Evaluate it again."
 
 
 def plain_name(arm: str) -> str:
@@ -253,8 +252,8 @@ class Decision(Figures):
     """The share of the questions which the exact model answers right that the arm answers right,
     too; None where the exact model answers none."""
     interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    floor: float | None = None
-    """The share that was to be kept; None in what older versions decided."""
+    floor: float = FLOOR
+    """The share that was to be kept."""
     action: Action
     more_questions: Count | None = None
     """New questions of each task and length that would settle it in 80 of 100 evaluations."""
@@ -265,21 +264,6 @@ class Decision(Figures):
     rivals: list[Rival] = Field(default_factory=list)
     words: list[str]
     """What to do and why, the shares of each task, and the other arms."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_older(cls, content: Any) -> Any:
-        # Older versions compared with simpler rotations and had no floor. "To use" an artifact was
-        # no promise of what it keeps, so that is open; it was no use where a simpler one did.
-        older = {"use": "ask", "hadamard": "refuse", "identity": "refuse"}
-        action = content.get("action") if isinstance(content, dict) else None
-        if not isinstance(action, str) or action not in older:
-            return content
-        words = content.get("words")
-        if isinstance(words, list) and words:
-            lead = _OLDER if action == "use" else words[-1]
-            words = [lead, *words[:-1]]
-        return {**content, "action": older[action], "words": words}
 
     def __str__(self) -> str:
         return "\n".join(self.words)

@@ -113,10 +113,9 @@ def check_kept(report: "Measured") -> None:
 
     decisions = [each for window in report.windows for each in window.verdict.decisions]
     if failed := [plain_name(each.arm) for each in decisions if each.action != "serve"]:
-        floor = decisions[0].floor or 0.0
         raise RotationZooError(
-            f"at least {100 * floor:g}% of the answers were to be kept, which is not shown of "
-            f"{', '.join(dict.fromkeys(failed))}",
+            f"at least {100 * decisions[0].floor:g}% of the answers were to be kept, "
+            f"which is not shown of {', '.join(dict.fromkeys(failed))}",
             hint="see the decision above",
         )
 

@@ -147,17 +147,3 @@ def test_where_nothing_can_be_kept_nothing_is_decided():
     assert str(unable).startswith("Undecided: the model itself can do none of the tasks, so")
     single = decide_on({"mine": "1" * 8})
     assert (single.action, single.interval[1]) == ("ask", 1.0)
-
-
-@pytest.mark.parametrize(
-    ("older", "action", "lead"),
-    [
-        ("use", "ask", "Undecided: an older version measured this. Evaluate it again."),
-        ("hadamard", "refuse", "Use Hadamard."),
-        ("identity", "refuse", "Use Hadamard."),
-    ],
-)
-def test_decisions_of_older_versions_are_read(older, action, lead):
-    content = {"arm": "mine", "action": older, "level": 0.05, "better_than": ["identity"]}
-    made = Decision.model_validate(content | {"words": ["It keeps 9%.", "Use Hadamard."]})
-    assert (made.action, made.floor, made.words) == (action, None, [lead, "It keeps 9%."])

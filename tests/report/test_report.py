@@ -195,7 +195,6 @@ def test_the_decision_is_on_the_arm_that_is_highlighted(tmp_path):
         ("serve", None, ["serve", "generate"]),
         ("ask", 96, ["evaluate", "generate"]),
         ("ask", None, ["evaluate", "generate"]),
-        ("use", None, ["evaluate", "generate"]),  # as older versions have it
         ("refuse", None, ["calibrate"]),
         ("nothing", None, ["generate"]),
     ],
@@ -207,7 +206,7 @@ def test_the_commands_follow_the_decision_and_are_ones_that_are_taken(
     decision = evaluation["windows"][0]["verdict"]["decisions"][0]
     decision |= {"action": action, "more_questions": more}
     report = report_of(tmp_path / "made", evaluation)
-    assert report.verdict.lead.startswith("Undecided" if action == "use" else "Serve it: made")
+    assert report.verdict.lead.startswith("Serve it: made")
     group = typer.main.get_command(app)
     lines = [shlex.split(line)[1:] for line in report.verdict.commands]
     assert [name for name, *_ in lines] == commands
