@@ -168,7 +168,7 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
             raise HubError(
                 f"{copy.repo} at {revision} has no {path}", hint=SPELLING_HINT, missing=True
             )
-        sizes[name] = listed[path].size if file.size is None else file.size
+        sizes[name] = listed[path] if file.size is None else file.size
     total = sum(sizes.values())
     # The sizes come from the hub, which may claim anything, even a negative number.
     if total > MAX_BYTES or min(sizes.values()) < 0:
