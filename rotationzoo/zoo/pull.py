@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from rotationzoo.artifact.manifest import PlainName
 from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
 from rotationzoo.checks.verify import unlisted_files, verify
@@ -118,8 +116,8 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
     `RotationZooError` if a file differs from the record, or does not hold rotations."""
     storage.recover(target)
     try:
-        lock = Lock.model_validate(strict_json.read(target / LOCK))
-    except (RotationZooError, ValidationError):  # a damaged one counts as none
+        lock = strict_json.validate(Lock, strict_json.read(target / LOCK), LOCK)
+    except RotationZooError:  # a damaged one counts as none
         lock = None
     recorded = _hash_files(target, lock.files) if lock else None
     try:
