@@ -76,16 +76,25 @@ def check_membership(
     """Run a model on the bundled text and compare its statistics with an artifact's rotations.
     Raises `RotationZooError` for rotations without an eigenbasis, and for artifacts of no model."""
     candidate.check_memory_limits()
-    bases = _recover_bases(artifact)
+    recipe = artifact.recipe
+    if not recipe.has_eigenbasis:
+        raise RotationZooError(
+            f"{artifact.folder} holds no eigenbasis to look for in a model "
+            f"(composition {recipe.composition})",
+            hint="leave --run out",
+        )
+    rotations = list(artifact.rotations.each())  # read before the weights are fetched
     check_bound(artifact, candidate.model)
-    recipe, source = artifact.recipe, find(candidate.model, candidate.revision)
+    source = find(candidate.model, candidate.revision)
     config = loading.load_config(source, recipe.rope_scaling)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:  # before the weights are fetched
         check_artifacts(candidate.model, [artifact], geometry)
     statistics = _collect_statistics(candidate, source, config, artifact, progress)
     shares: dict[str, list[torch.Tensor]] = {}
-    for (layer, side), basis in bases.items():
+    for layer, side, rotation in rotations:
+        group = recipe.group(rotation.dim)
+        basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
         moment = target_moment(statistics[layer], recipe, side)
         shares.setdefault(side, []).append(explained_share(basis, moment))
     means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
@@ -115,22 +124,6 @@ def _collect_statistics(
             check_transparent(model, first_tokens.to(loading.input_device(model)))
             batches = text.batches(1)
             return collect(model, artifact.geometry, batches, artifact.recipe, progress=progress)
-
-
-def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
-    """The eigenbases `[H, D, D]` inside the rotations, by layer and side."""
-    recipe = artifact.recipe
-    if not recipe.has_eigenbasis:
-        raise RotationZooError(
-            f"{artifact.folder} holds no eigenbasis to look for in a model "
-            f"(composition {recipe.composition})",
-            hint="leave --run out",
-        )
-    bases = {}
-    for layer, side, rotation in artifact.rotations.each():
-        group = recipe.group(rotation.dim)
-        bases[layer, side] = compositions.recover_basis(rotation.matrix, recipe.composition, group)
-    return bases
 
 
 def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:

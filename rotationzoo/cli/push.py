@@ -32,11 +32,11 @@ def choose_signer(signing: options.Signing) -> "IndexSigner | None":
     from rotationzoo.zoo.signed_index import IndexSigner
     from rotationzoo.zoo.signing.make import SigningTool, can_sign_in_ci
 
-    sign, adopt, trust_config = signing.sign, signing.adopt_index, signing.trust_config
+    sign, why = signing.sign, "signing"
     if sign is None and can_sign_in_ci():
-        return IndexSigner(SigningTool(None, trust_config, _IN_CI), adopt)
+        sign, why = KEYLESS, _IN_CI
     if sign in (None, NONE):
-        if adopt:
+        if signing.adopt_index:
             raise UsageError("--adopt-index signs nothing alone", hint="add: --sign key.pem")
         return None
     key = None if sign == KEYLESS else Path(sign).expanduser()
@@ -44,7 +44,7 @@ def choose_signer(signing: options.Signing) -> "IndexSigner | None":
         raise UsageError(
             f"--sign {sign} is no file of a key", hint="write: --sign key.pem, or --sign keyless"
         )
-    return IndexSigner(SigningTool(key, trust_config), adopt)
+    return IndexSigner(SigningTool(key, signing.trust_config, why), signing.adopt_index)
 
 
 def publish(

@@ -36,18 +36,13 @@ OTHER_QUESTIONS = "other questions"
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 
-def _as_day(text: str) -> str:
-    date.fromisoformat(text)  # raises `ValueError` for the 31st of February
-    return text
-
-
 class _Frozen(BaseModel):
     # Where files are and what they are is read by this version in full, or not at all.
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class _Growing(BaseModel):
-    # Later versions may describe an entry further. This one ignores what it does not know, but
+    # Later versions may describe it further. This one ignores what it does not know, but
     # keeps it when it extends the index. A key that changes what is downloaded or trusted raises
     # `SCHEMA`.
     model_config = ConfigDict(
@@ -77,12 +72,9 @@ class File(_Frozen):
     sha256: Sha256 | None = None
 
 
-class Listed(BaseModel):
+class Listed(_Growing, allow_inf_nan=False):
     """The figures that a list of published rotations shows of each, taken from its manifest when it
     is published; None where nothing was measured."""
-
-    # Later versions may have more figures.
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     perplexity_increase: float | None = None
     """Relative: 0.01 is 1 %."""
@@ -177,7 +169,11 @@ class Statement(_Frozen):
     repo: RepoId
     counter: Annotated[int, Field(ge=1, lt=2**53)]
     """Higher in each new signature of the repository's index."""
-    expires: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), AfterValidator(_as_day)]
+    expires: Annotated[
+        str,
+        Field(pattern=r"^\d{4}-\d\d-\d\d$"),
+        AfterValidator(lambda day: date.fromisoformat(day).isoformat()),
+    ]
     """The last day, in UTC, on which the signature is for the newest index."""
 
 

@@ -15,21 +15,6 @@ from rotationzoo.zoo.hubs.protocol import HUBS
 from rotationzoo.zoo.index import OTHER_QUESTIONS, Copy, Entry, Listed, kept_words
 from rotationzoo.zoo.lookup import LoadedIndex
 
-_KINDS = {
-    "oscar": "a pair of .pt files by OSCAR's makers",
-    "latent": "for a latent cache",
-    "gguf": "a whole model as GGUF",
-}
-"""Format of an entry -> what it is; an artifact needs no words."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """A web address with its words."""
-
-    words: str
-    url: str
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -41,19 +26,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """The cells of one entry."""
+    """One entry, and what its row shows besides."""
 
-    model: str
-    model_url: str | None
+    entry: Entry
     recipe: str
     figures: dict[str, Cell]
     """By the titles of `COLUMNS`."""
-    signed: str
-    kind: str | None
-    note: str | None
     command: str | None
-    copies: list[tuple[str, list[Link]]]
-    """Where its files are: a repository on a hub, and the addresses to read there."""
+    copies: list[tuple[str, dict[str, str]]]
+    """Where its files are: a repository on a hub, and the addresses to read there, by their
+    words."""
 
 
 COLUMNS = {"Answers": True, "Cost": False, "Bits": False, "Size": False, "Date": True}
@@ -63,13 +45,14 @@ COLUMNS = {"Answers": True, "Cost": False, "Bits": False, "Size": False, "Date":
 def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[str]) -> str:
     """The HTML page of these entries of an index, sorted by model. `place`: the options of `pull`
     that name the index, as `["--repo", "owner/zoo"]`."""
-    rows = sorted((make_row(loaded, entry, place) for entry in entries), key=order_of)
+    rows = [make_row(loaded, entry, place) for entry in entries]
     return render_page("zoo.html.jinja", ("zoo.js",), **table_values(rows), origin=loaded.origin)
 
 
 def table_values(rows: list[Row]) -> dict[str, Any]:
-    """What `zoo_table.html.jinja` shows: the rows, the columns that are not empty, and whether the
-    quality of some rows was not measured."""
+    """What `zoo_table.html.jinja` shows: the rows, sorted until the reader sorts them, the columns
+    that are not empty, and whether the quality of some rows was not measured."""
+    rows = sorted(rows, key=lambda row: (row.entry.model.lower(), row.recipe))
     known = {title for row in rows for title, cell in row.figures.items() if cell.value is not None}
     columns = [
         {"title": title, "largest_first": largest}
@@ -80,30 +63,15 @@ def table_values(rows: list[Row]) -> dict[str, Any]:
     return {"rows": rows, "columns": columns, "unmeasured": unmeasured}
 
 
-def order_of(row: Row) -> tuple[str, str]:
-    """The key that sorts rows until the reader sorts them."""
-    return row.model.lower(), row.recipe
-
-
 def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     """The row of one entry in `zoo_table.html.jinja`; `place` as for `render_zoo_page`."""
     copies = [
         (f"{copy.repo} on {HUBS[copy.hub].title}", copy_links(loaded, entry, copy))
         for copy in entry.copies
     ]
-    # Models are always fetched from Hugging Face; a name without an owner is on no hub.
-    address = f"https://huggingface.co/{quote(entry.model)}" if "/" in entry.model else None
-    return Row(
-        model=entry.model,
-        model_url=address,
-        recipe=", ".join(filter(None, (entry.recipe, entry.rope_scaling))),
-        figures=_figures(entry, loaded.content.entries),
-        signed=f"signed by {entry.signer}" if entry.signer else "not signed",
-        kind=_KINDS.get(entry.format),
-        note=entry.note,
-        command=pull_command(loaded, entry, place),
-        copies=copies,
-    )
+    recipe = ", ".join(filter(None, (entry.recipe, entry.rope_scaling)))
+    figures = _figures(entry, loaded.content.entries)
+    return Row(entry, recipe, figures, pull_command(loaded, entry, place), copies)
 
 
 def _figures(entry: Entry, entries: list[Entry]) -> dict[str, Cell]:
@@ -122,7 +90,7 @@ def _figures(entry: Entry, entries: list[Entry]) -> dict[str, Cell]:
     }
 
 
-def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
+def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> dict[str, str]:
     """Where one copy of an entry can be read: its card and its report, or else its repository."""
     hub = HUBS[copy.hub]
     revision = loaded.revision_of(copy) or hub.main
@@ -132,12 +100,12 @@ def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
         parts = {"repo": copy.repo, "revision": revision, "path": path}
         return template.format(**{name: quote(part) for name, part in parts.items()})
 
-    links = []
+    links = {}
     if CARD in entry.files:
-        links.append(Link("card", address(hub.file_page, copy.path_of(CARD))))
+        links["card"] = address(hub.file_page, copy.path_of(CARD))
     if REPORT in entry.files:
-        links.append(Link("report", address(hub.file, copy.path_of(REPORT))))
-    return links or [Link("repository", address(hub.repo_page))]
+        links["report"] = address(hub.file, copy.path_of(REPORT))
+    return links or {"repository": address(hub.repo_page)}
 
 
 def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | None:

@@ -7,12 +7,10 @@ in `zoo.lock.json` next to the files. Later downloads must agree with them.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from rotationzoo.artifact.manifest import PlainName
 from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
@@ -118,8 +116,8 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
     `RotationZooError` if a file differs from the record, or does not hold rotations."""
     storage.recover(target)
     try:
-        lock = Lock.model_validate(strict_json.read(target / LOCK))
-    except (RotationZooError, ValidationError):  # a damaged one counts as none
+        lock = strict_json.validate(Lock, strict_json.read(target / LOCK), LOCK)
+    except RotationZooError:  # a damaged one counts as none
         lock = None
     recorded = _hash_files(target, lock.files) if lock else None
     try:
@@ -133,15 +131,14 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
     if lock is not None and recorded is not None and lock.revision == revision:
         return Pulled(target, entry, copy, revision, recorded, [note])
     _check_target(target, entry)
-    with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
-        sizes = _find_sizes(entry, copy, revision)
-        downloaded = _download_files(copy, revision, sizes, work, progress)
+    sizes = _find_sizes(entry, copy, revision)
+    with _downloaded(copy, revision, sizes, target, progress) as (folder, hashes):
         files = {}
         for name, listed in entry.files.items():
-            path = downloaded / name
-            files[name] = File(size=path.stat().st_size, sha256=storage.sha256(path))
+            path = folder / name
+            files[name] = File(size=path.stat().st_size, sha256=hashes[name])
             earlier = lock.files.get(name, listed) if lock else listed
-            if not {listed.sha256, earlier.sha256} <= {None, files[name].sha256}:
+            if not {listed.sha256, earlier.sha256} <= {None, hashes[name]}:
                 raise RotationZooError(
                     f"{name} of {copy.repo} at {revision} is not the file that was recorded: "
                     "its sha256 differs",
@@ -150,9 +147,7 @@ def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> P
                 )
             check_matrices(read_pt(path))
         made = Lock(repo=copy.repo, revision=revision, files=files)
-        folders.write_new(downloaded / LOCK, strict_json.text(made.model_dump()))
-        folders.install(downloaded, target)
-    hashes = {name: file.sha256 or "" for name, file in files.items()}
+        folders.write_new(folder / LOCK, strict_json.text(made.model_dump()))
     note = "no hash was published for these files: revision and hashes are recorded next to them"
     return Pulled(target, entry, copy, revision, hashes, [note])
 
@@ -168,7 +163,7 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
             raise HubError(
                 f"{copy.repo} at {revision} has no {path}", hint=SPELLING_HINT, missing=True
             )
-        sizes[name] = listed[path].size if file.size is None else file.size
+        sizes[name] = listed[path] if file.size is None else file.size
     total = sum(sizes.values())
     # The sizes come from the hub, which may claim anything, even a negative number.
     if total > MAX_BYTES or min(sizes.values()) < 0:
@@ -236,10 +231,8 @@ def _pull_copy(
         return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
-    with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
-        sizes = {name: file.size or 0 for name, file in entry.files.items()}
-        downloaded = _download_files(copy, revision, sizes, work, progress)
-        hashes = {name: storage.sha256(downloaded / name) for name in entry.files}
+    sizes = {name: file.size or 0 for name, file in entry.files.items()}
+    with _downloaded(copy, revision, sizes, target, progress) as (folder, hashes):
         for name, file in entry.files.items():
             if hashes[name] != file.sha256:
                 raise RotationZooError(
@@ -249,12 +242,11 @@ def _pull_copy(
                     "repository",
                 )
         progress("checking", 0, 0)
-        artifact = Artifact.open(downloaded, hashes)
+        artifact = Artifact.open(folder, hashes)
         checked = verify(artifact)
         if not checked.ok:
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
         finding = _check(loaded, entry, artifact, what, demand)
-        folders.install(downloaded, target)
     remember(artifact.identity)
     moved = artifact.moved_to(target)
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
@@ -306,20 +298,24 @@ def _check_target(target: Path, entry: Entry) -> None:
         raise RotationZooError(f"{target} exists and holds other files", hint=_WAY_OUT)
 
 
-def _download_files(
-    copy: Copy, revision: str | None, sizes: Mapping[str, int], work: Path, progress: Progress
-) -> Path:
-    """Fetch the files of a copy into a folder inside `work` that holds nothing else; `sizes` are in
-    bytes, by name. Raises `RotationZooError` if the disk has no room for all of them."""
-    needed = sum(sizes.values())
-    folders.check_room(work.parent, needed, _WAY_OUT)
-    raw, clean = work / "download", work / "files"
-    paths = {copy.path_of(name): size for name, size in sizes.items()}
-    stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-    with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
-        open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
-    # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
-    clean.mkdir()
-    for name in sizes:
-        storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))
-    return clean
+@contextmanager
+def _downloaded(
+    copy: Copy, revision: str, sizes: Mapping[str, int], target: Path, progress: Progress
+) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Fetch the files of a copy into a folder that holds nothing else, for the block to check, and
+    then move it to `target`; `sizes` are in bytes, by name. Yields the folder and name -> sha256.
+    Raises `RotationZooError` if the disk has no room for all of them."""
+    with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
+        needed = sum(sizes.values())
+        folders.check_room(work.parent, needed, _WAY_OUT)
+        raw, clean = work / "download", work / "files"
+        paths = {copy.path_of(name): size for name, size in sizes.items()}
+        stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
+        with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
+            open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
+        # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
+        clean.mkdir()
+        for name in sizes:
+            storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))
+        yield clean, {name: storage.sha256(clean / name) for name in sizes}
+        folders.install(clean, target)

@@ -156,13 +156,11 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
 
 def _list_figures(artifact: Artifact) -> index.Listed:
     layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[index.BITS_FORMAT])
-    bits = bits_per_element(artifact.geometry, layout)
-    figures: dict[str, Any] = {"bits_per_element": round(bits, 4)}
+    bits = round(bits_per_element(artifact.geometry, layout), 4)
     evaluation = artifact.manifest.metrics.evaluation
-    arm = None if evaluation is None else plain_arm(evaluation.arms, artifact.identity)
-    if arm is not None:
-        figures["perplexity_increase"] = arm.perplexity_increase
-    return index.Listed(**figures)
+    arm = plain_arm(evaluation.arms, artifact.identity) if evaluation else None
+    increase = arm.perplexity_increase if arm else None
+    return index.Listed(bits_per_element=bits, perplexity_increase=increase)
 
 
 def _describe_file(content: Path | bytes) -> index.File:
@@ -220,7 +218,7 @@ def extend_index_file(path: Path, entry: index.Entry) -> None:
     """Add an entry to an index file, which is made if necessary."""
     path = path.resolve()
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
-    with locks.locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
+    with locks.locked(storage.beside(path, "lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else index.Index()
         folders.replace_file(path, before.extended(entry).text().encode())
 

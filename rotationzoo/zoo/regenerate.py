@@ -59,14 +59,20 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Rot
     are no folders are looked up on Hugging Face, from which they are always fetched. `configs` is
     the folder of recipe files, or one. Raises `RotationZooError` if no model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
-    of_models = [(path, recipe) for path, recipe in loaded.items() if recipe.model]
+    hub = HuggingFace()
     with ThreadPoolExecutor(_WORKERS) as pool:
-        answers = list(pool.map(partial(_look_at, HuggingFace(), index), of_models))
-    due = [answer for answer in answers if isinstance(answer, DueModel)]
-    errors = {}
-    for (_, recipe), answer in zip(of_models, answers, strict=True):
-        if isinstance(answer, RotationZooError):
-            errors[recipe.model or ""] = answer
+        answers = [
+            (recipe.model, pool.submit(_look_at, hub, index, path, recipe))
+            for path, recipe in loaded.items()
+            if recipe.model
+        ]
+    due: list[DueModel] = []
+    errors: dict[str, RotationZooError] = {}
+    for model, answer in answers:
+        try:
+            due += filter(None, [answer.result()])
+        except RotationZooError as error:
+            errors[model] = error
     if errors and len(errors) == len(answers):
         raise next(iter(errors.values()))
     return due, errors
@@ -104,22 +110,16 @@ def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
     return max(of_name or artifacts, key=lambda entry: entry.created or "", default=None)
 
 
-def _look_at(
-    hub: HuggingFace, index: Index, file: tuple[Path, Recipe]
-) -> DueModel | RotationZooError | None:
-    path, recipe = file
+def _look_at(hub: HuggingFace, index: Index, path: Path, recipe: Recipe) -> DueModel | None:
     model, revision = recipe.model or "", None
-    try:
-        if is_local(model):
-            source = find(model)
-            name, changed = folder_name(source.label), partial(_changed_here, source)
-        else:
-            revision, hashes = hub.contents(model)
-            name, changed = model, partial(_changed, hub, revision, hashes)
-        published = find_newest(index, name, recipe)
-        reason = _find_reason(published, recipe, changed)
-    except RotationZooError as error:
-        return error
+    if is_local(model):
+        source = find(model)
+        name, changed = folder_name(source.label), partial(_changed_here, source)
+    else:
+        revision, hashes = hub.contents(model)
+        name, changed = model, partial(_changed, hub, revision, hashes)
+    published = find_newest(index, name, recipe)
+    reason = _find_reason(published, recipe, changed)
     was = published.model_revision if published else None
     return None if reason is None else DueModel(model, revision, was, str(path), reason)
 

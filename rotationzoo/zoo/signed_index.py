@@ -168,7 +168,7 @@ def _check_newest(statement: Statement) -> None:
             "this user has no home, where the state of the index would be remembered",
             hint="name a folder for it: export XDG_STATE_HOME=/path/to/state",
         ) from error
-    lock = path.with_name(f".{path.name}.lock")
+    lock = files.beside(path, "lock")
     place = f"{statement.hub}/{statement.repo}"
     with disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}

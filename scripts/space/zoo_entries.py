@@ -19,7 +19,7 @@ from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.protocol import open_hub
 from rotationzoo.zoo.index import Entry
 from rotationzoo.zoo.lookup import BUNDLED_INDEX, LoadedIndex, find_index, read_index
-from rotationzoo.zoo.page import Link, Row, make_row, order_of
+from rotationzoo.zoo.page import Row, make_row
 
 _FRESH = 300  # seconds for which an index is not read again
 
@@ -38,11 +38,11 @@ class ZooEntries:
         for entry in self.loaded.content.entries:
             row = make_row(self.loaded, entry, self.place)
             if EVALUATION in entry.files:
-                link = Link("answers and costs", f"/answers/{entry.identity}")
                 (name, links), *others = row.copies
-                row = replace(row, copies=[(name, [*links, link]), *others])
+                links = {**links, "answers and costs": f"/answers/{entry.identity}"}
+                row = replace(row, copies=[(name, links), *others])
             rows.append(row)
-        return sorted(rows, key=order_of)
+        return rows
 
     def of_model(self, model: str) -> list[Entry]:
         """The entries of a model."""

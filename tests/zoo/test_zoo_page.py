@@ -184,7 +184,7 @@ def test_nothing_of_an_index_becomes_markup_or_another_address():
     text = render_zoo_page(loaded, content.entries, ["--repo", "$(id)/x"])
     assert text.count("&lt;img src=x") == 4, "of the note, the signer, its issuer and the origin"
     assert "<img" not in text
-    (link,) = zoo_page.copy_links(loaded, content.entries[0], content.entries[0].copies[0])
+    links = zoo_page.copy_links(loaded, content.entries[0], content.entries[0].copies[0])
     place = "zweig%2B1/gr%C3%B6%C3%9Fe/a%2B/README.md"
-    assert link.url == f"https://huggingface.co/my/zoo/blob/{place}"
+    assert links == {"card": f"https://huggingface.co/my/zoo/blob/{place}"}
     assert "&#39;$(id)/x&#39;" in text, "quoted for a shell, then for the page"

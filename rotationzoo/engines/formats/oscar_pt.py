@@ -10,7 +10,6 @@ before its size is checked against that of the file.
 """
 
 import io
-import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from rotationzoo.engines.rotation_file import RotationFile, as_mapping
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.storage import folders
 
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 
@@ -96,10 +96,7 @@ def write_pt(path: Path, content: Any) -> None:
     does not for a full disk."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    with path.open("wb") as file:
-        file.write(buffer.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
+    folders.write_new(path, buffer.getvalue())
 
 
 def _lowest_version(side: SideMatrices) -> int:

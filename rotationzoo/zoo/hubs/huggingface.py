@@ -16,7 +16,7 @@ from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
 from rotationzoo.network import huggingface_session as session
 from rotationzoo.network import limits, tokens
-from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, ListedFile, Publication, Published
+from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -99,13 +99,10 @@ class HuggingFace(Hub):
                 hashes[file.rfilename] = file.lfs.sha256 if file.lfs else file.blob_id or ""
             return _check_commit(info.sha, repo), hashes
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
+    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
         with self._errors(repo, revision):
-            listed = {}
-            for file in self._info(repo, revision).siblings or []:
-                sha256 = file.lfs.sha256 if file.lfs else None
-                listed[file.rfilename] = ListedFile(int(file.size), sha256)
-            return listed
+            files = self._info(repo, revision).siblings or []
+            return {file.rfilename: int(file.size) for file in files}
 
     def _info(self, repo: str, revision: str | None) -> Any:
         """The commit and all of its files, in one answer. The client's call for the file tree would

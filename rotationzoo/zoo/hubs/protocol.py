@@ -52,14 +52,6 @@ class Published:
     """False if the repository already held the same files."""
 
 
-@dataclass(frozen=True)
-class ListedFile:
-    """A file as a hub lists it: its size in bytes and, if the hub knows it, its sha256."""
-
-    size: int
-    sha256: str | None
-
-
 class Hub(ABC):
     """One hub. Every method raises a `HubError` of one sentence if the hub or the network fails."""
 
@@ -72,8 +64,8 @@ class Hub(ABC):
         """The newest revision, to read from."""
 
     @abstractmethod
-    def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
-        """Path -> size and hash of every file at a revision."""
+    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
+        """Path -> size in bytes of every file at a revision, as the hub claims."""
 
     @abstractmethod
     def fetch(

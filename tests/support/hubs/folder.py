@@ -12,7 +12,7 @@ from typing import Literal
 
 from rotationzoo.errors import HubError
 from rotationzoo.zoo.hubs import protocol
-from rotationzoo.zoo.hubs.protocol import Hub, ListedFile, Publication, Published
+from rotationzoo.zoo.hubs.protocol import Hub, Publication, Published
 
 ROOT = Path("hub")
 
@@ -30,13 +30,10 @@ class FolderHub(Hub):
         self.folder(repo, None)
         return "newest"
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
+    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
         folder = self.folder(repo, revision)
         files = [path for path in folder.rglob("*") if path.is_file()]
-        return {
-            path.relative_to(folder).as_posix(): ListedFile(path.stat().st_size, None)
-            for path in files
-        }
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
