@@ -1,5 +1,5 @@
-"""The parts of a page, and its chart of answers over memory, which Altair describes. It is drawn on
-this machine as SVG for pages and as PNG for model cards."""
+"""The chart of answers over memory, which Altair describes. It is drawn on this machine as SVG for
+pages and as PNG for model cards."""
 
 import re
 import textwrap
@@ -13,8 +13,6 @@ from xml.sax.saxutils import quoteattr
 import altair
 import vl_convert
 from markupsafe import Markup
-
-from rotationzoo.report.tables import Table
 
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
@@ -68,26 +66,6 @@ class Figure:
     def svg(self) -> Markup:
         """The drawing for a page. The library that draws it escapes names."""
         return Markup(draw_inline(self.chart, self.title))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A part of a page: a heading, and what stands below it in this order."""
-
-    anchor: str
-    title: str
-    lead: str = ""
-    """The conclusion, set apart."""
-    words: Sequence[str] = ()
-    """Paragraphs."""
-    facts: Sequence[tuple[str, str]] = ()
-    """Names and values."""
-    listed: Sequence[str] = ()
-    """Sentences shown as a list."""
-    figure: Figure | None = None
-    commands: Sequence[str] = ()
-    """Commands to copy."""
-    tables: Sequence[Table] = ()
 
 
 def draw_inline(chart: Chart, words: str) -> str:

@@ -12,7 +12,6 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.figures import byte_count
 from rotationzoo.geometry import Layer, cached_layers
-from rotationzoo.report.charts import Section
 from rotationzoo.report.tables import Table
 from rotationzoo.rotations import LATENT, SIDES
 
@@ -92,24 +91,17 @@ def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> f
     return codec_bits(artifact.geometry, codec, layout_of(artifact, None), tokens)
 
 
-def describe_memory(artifact: Artifact, measured: Measured | None, context: int) -> Section:
+def memory_table(artifact: Artifact, measured: Measured | None, context: int) -> Table:
     """The size of a cache of some lengths: figures that follow from shapes alone."""
     elements = _count_elements(cached_layers(artifact.geometry))
-    layout = layout_of(artifact, measured)
     rows = []
     for tokens in sorted({*(each for each in _CONTEXTS if each < context), context}):
         bits = stored_bits(artifact, measured, tokens)
         size = elements * tokens / 8
         sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]
         rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])
-    about = (
-        f"Of one request, with scales and offsets, the first {layout.sink} and the last "
-        f"{layout.recent} tokens in bfloat16, and keys and values of all layers in few bits. "
-        "Layers with a sliding window keep fewer tokens than this: rotationzoo plan counts them."
-    )
-    columns = ["tokens", "bfloat16", f"{layout.format.bits} bits", "smaller"]
-    table = Table("Memory of the cache", columns, rows)
-    return Section(anchor="memory", title="Memory at other contexts", words=[about], tables=[table])
+    stored = f"{layout_of(artifact, measured).format.bits} bits"
+    return Table("Memory of the cache", ["tokens", "bfloat16", stored, "smaller"], rows)
 
 
 def _count_elements(layers: Iterable[Layer], sides: Iterable[str] = SIDES) -> int:
