@@ -21,7 +21,7 @@ from rotationzoo.geometry import cached_layers
 from rotationzoo.report import tables
 from rotationzoo.report.arms import EXACT, Arms, gather_arms
 from rotationzoo.report.card import template_environment
-from rotationzoo.report.charts import Figure, Point, draw_answers, draw_png
+from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
 from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
 
@@ -117,7 +117,8 @@ def make_report(
 def files_of_report(report: Report) -> dict[str, bytes]:
     """The page and the card's picture, as files of an artifact."""
     added = {REPORT: report.html().encode()}
-    if figure := report.verdict.figure:
+    if report.verdict.figure and is_installed():
+        figure = report.verdict.figure
         added[ANSWERS] = draw_png(figure.chart, figure.title)
     return added
 
@@ -162,7 +163,7 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
         points.append(Point(label, memory, share, words, is_chosen, interval))
     if any(point.percent.endswith("*") for point in points):
         title += "; *: of fewer questions"
-    return Figure(title, draw_answers(points, unit))
+    return Figure(title, points, unit)
 
 
 def validation_badge(summary: ValidationSummary | None) -> Badge:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -273,6 +274,31 @@ def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
         text = path.read_text()
         assert (str(folder) in text, "FOLDER is that of" in text) == (named, not named)
         assert "LONG.txt" in text
+
+
+def test_without_the_extra_the_command_says_so_and_writes_the_tables(tmp_path, inside, monkeypatch):
+    made = Made(model="someone/large")
+    folder = make_artifact(tmp_path / "made", made, make_evaluation(made))
+    assert inside("report", folder, "--save").returncode == 0
+    assert "<figure" in (folder / "report.html").read_text()
+    for module in ("altair", "vl_convert"):
+        monkeypatch.setitem(sys.modules, module, None)
+    push = inside("push", folder, "someone/zoo", "--dry-run")
+    assert push.stderr.count("the chart was not drawn") == 1
+    assert "report.html" in push.stdout
+    assert "answers.png" not in push.stdout
+    plain = make_artifact(tmp_path / "plain", made, make_evaluation(made))
+    result = inside("report", plain, "--save")
+    assert result.returncode == 0
+    assert result.stderr.count("the extra `report` is missing") == 1
+    page = (plain / "report.html").read_text()
+    assert "<figure" not in page
+    assert "by context length" in page
+    assert "answers.png" not in (plain / "README.md").read_text()
+    assert not (plain / "answers.png").exists()
+    assert verify(Artifact.open(plain)).ok
+    unmeasured = make_artifact(tmp_path / "unmeasured")
+    assert "not drawn" not in inside("report", unmeasured, "-o", "other.html").stderr
 
 
 def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path, inside):
