@@ -34,9 +34,6 @@ _WORDS = (
     perplexity,
     sentence,
     shlex.quote,
-    tables.describe_prefill,
-    tables.evaluation_tables,
-    tables.list_caveats,
     tensor_name,
 )
 """The functions that templates call."""
@@ -85,12 +82,14 @@ def template_environment(*folders: Path, is_html: bool = False) -> Environment:
         autoescape=is_html,
         keep_trailing_newline=not is_html,
     )
-    environment.globals |= {word.__name__: word for word in _WORDS} | {"CONTEXT": CONTEXT}
+    environment.globals |= {word.__name__: word for word in _WORDS}
+    environment.globals |= {"CONTEXT": CONTEXT, "tables": tables}
     return environment
 
 
 def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
-    """What the card says of an evaluation, if there is one. `asked`: the artifact's arm."""
+    """The evaluation, if there is one, its arms that were asked as much as the exact model, and the
+    artifact's arm that was asked most."""
     evaluation = manifest.metrics.evaluation
     if evaluation is None:
         return {"evaluation": None}
@@ -100,9 +99,7 @@ def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
     asked = [arm for arm in arms_of(arms, manifest.rotations_sha256) if _count_questions(arm)]
     return {
         "evaluation": evaluation,
-        "recall": tables.recall_tables(evaluation.exact, alike),
-        "costs": tables.cost_table(arms),
-        "about_arms": tables.describe_arms(arms.values()),
+        "alike": alike,
         "asked": max(asked, key=_count_questions, default=None),
     }
 
