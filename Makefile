@@ -88,7 +88,7 @@ ifeq ($(GPU),)
 	$(BIN)/python -m pip $(TORCH_CPU) --retries 0 --timeout 5 --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
 		|| $(BIN)/python -m pip $(TORCH_CPU)
 endif
-	$(BIN)/python -m pip $(INSTALL) -e .
+	$(BIN)/python -m pip $(INSTALL) -e '.[report]'
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -14,7 +14,8 @@ from support.places import ROOT, TEXT, recipe_of
 
 TESTED = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text("utf-8"))["jobs"]["tests"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = "docs", "engines", "sign"  # what CI installs with the package; `cuda` needs a GPU
+# What CI installs with the package; `cuda` needs a GPU.
+EXTRAS = "docs", "engines", "report", "sign"
 
 
 def requirements() -> list[Requirement]:
@@ -69,7 +70,7 @@ def test_the_commands_that_are_printed_install_what_the_extras_have():
             printed |= {str(Requirement(words)) for words in shlex.split(command)}
     extras = PYPROJECT["project"]["optional-dependencies"]
     wanted = set()
-    for name in ("cuda", "engines", "media", "sign"):
+    for name in ("cuda", "engines", "media", "report", "sign"):
         wanted |= {str(Requirement(line.partition(";")[0])) for line in extras[name]}
     assert printed == wanted
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

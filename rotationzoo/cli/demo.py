@@ -58,7 +58,7 @@ def demo_command(
         )
         report = evaluate(evaluation, progress)
         progress("drawing the page", 0, 0)
-        artifact = add_report(Artifact.open(folder))
+        artifact = add_report(out, Artifact.open(folder))
     show_demo(out, artifact, report)
     out.suggest("generate", MODEL, "--rotations", str(folder), "--compare")
 

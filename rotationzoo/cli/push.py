@@ -100,7 +100,8 @@ def push_command(
 
     rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
     """
-    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.artifact.store import ANSWERS, Artifact
+    from rotationzoo.report.charts import NOT_DRAWN, is_installed
     from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, prepare_upload
     from rotationzoo.zoo.signed_index import root_names
 
@@ -110,6 +111,8 @@ def push_command(
         check_use(opened)
     day = published and published.date()
     upload = prepare_upload(opened, repo, not no_statistics, day)
+    if ANSWERS in opened.manifest.files.keys() - upload.files and not is_installed():
+        out.notes([NOT_DRAWN])
     if dry_run:
         signs = signer is not None and (anew or not upload.is_signed)
         show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))

@@ -93,7 +93,7 @@ def regenerate_command(
     publishing += ["--create-pr", "--to", str(to)] if to else []
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress, shell_line(*publishing))
-    add_report(Artifact.open(job.output))
+    add_report(out, Artifact.open(job.output))
     places: dict[str, Published] = {}
     if to is not None:
         from rotationzoo.zoo.push import Destination, prepare_upload

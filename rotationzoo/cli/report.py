@@ -46,10 +46,10 @@ def report_command(
         )
     opened = Artifact.open(artifact)
     others = [Artifact.open(folder) for folder in compare or []]
-    report = _draw_report(opened, others, context)
+    report = _draw_report(out, opened, others, context)
     folders.replace_file(output, report.html(str(artifact)).encode())
     if save:
-        add_report(opened, report)
+        add_report(out, opened, report)
     evaluated = EVALUATION in opened.manifest.files
     changed = str(artifact) if save else None
     data = {"report": str(output), "artifact": changed, "evaluated": evaluated}
@@ -80,22 +80,29 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 
-def add_report(artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
+def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
     """Add a report on an artifact to it, by default one without others, as `report --save` does."""
     from rotationzoo.report.page import files_of_report
     from rotationzoo.writer import add_files
 
-    return add_files(artifact, files_of_report(report or _draw_report(artifact)), {})
+    return add_files(artifact, files_of_report(report or _draw_report(out, artifact)), {})
 
 
 def _draw_report(
-    artifact: "Artifact", others: Sequence["Artifact"] = (), context: int | None = None
+    out: Output,
+    artifact: "Artifact",
+    others: Sequence["Artifact"] = (),
+    context: int | None = None,
 ) -> "Report":
+    from rotationzoo.report.charts import NOT_DRAWN, is_installed
     from rotationzoo.report.page import make_report
 
     for each in (artifact, *others):
         _ = each.rotations  # a page must not recommend rotations that no engine can read
-    return make_report(artifact, others, _describe_signature(artifact), context)
+    report = make_report(artifact, others, _describe_signature(artifact), context)
+    if report.verdict.figure and not is_installed():
+        out.notes([NOT_DRAWN])
+    return report
 
 
 def _describe_signature(artifact: "Artifact") -> "Badge":

@@ -4,7 +4,7 @@ figures were measured in the same way."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
+from rotationzoo.artifact.measured import Measured, MeasuredArm, Window, arms_of, plain_arm
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import Artifact
 
@@ -27,6 +27,16 @@ class Arms:
     shown: dict[str, MeasuredArm]
     """By the names that the terminal and the decision give them."""
     left_out: list[str]
+
+    @property
+    def named_window(self) -> Window:
+        """The first windows, with the arms of the report by the names in its tables. The verdict
+        calls a baseline by its name in the evaluation."""
+        named = {}
+        for label, arm in self.shown.items():
+            is_named = label.lower() == arm.name.lower()
+            named[label if is_named else f"{label} [{arm.name}]"] = arm
+        return self.evaluation.window.model_copy(update={"arms": named})
 
     @property
     def decision(self) -> Decision | None:

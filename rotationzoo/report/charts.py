@@ -1,20 +1,20 @@
-"""The parts of a page, and its chart of answers over memory, which Altair describes. It is drawn on
-this machine as SVG for pages and as PNG for model cards."""
+"""The chart of answers over memory, which Altair describes. It is drawn on this machine as SVG for
+pages and as PNG for model cards."""
 
 import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
-import altair
-import vl_convert
 from markupsafe import Markup
 
-from rotationzoo.report.tables import Table
+if TYPE_CHECKING:
+    import altair
 
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
@@ -57,42 +57,22 @@ _FULL = (0.2, 0.5, 1)  # shares at the top of a chart: the first that holds all
 _ACCENT, _PLAIN = "#0072B2", "#7f868f"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A picture with its title."""
-
-    title: str
-    chart: Chart
-
-    @cached_property
-    def svg(self) -> Markup:
-        """The drawing for a page. The library that draws it escapes names."""
-        return Markup(draw_inline(self.chart, self.title))
+NOT_DRAWN = (
+    "the chart was not drawn, because the extra `report` is missing; to draw it, run: "
+    "pip install 'altair>=6' 'vl-convert-python>=1.9'"
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A part of a page: a heading, and what stands below it in this order."""
-
-    anchor: str
-    title: str
-    lead: str = ""
-    """The conclusion, set apart."""
-    words: Sequence[str] = ()
-    """Paragraphs."""
-    facts: Sequence[tuple[str, str]] = ()
-    """Names and values."""
-    listed: Sequence[str] = ()
-    """Sentences shown as a list."""
-    figure: Figure | None = None
-    commands: Sequence[str] = ()
-    """Commands to copy."""
-    tables: Sequence[Table] = ()
+def is_installed() -> bool:
+    """Whether the extra `report` is installed, which draws charts."""
+    return all(find_spec(name) for name in ("altair", "vl_convert"))
 
 
 def draw_inline(chart: Chart, words: str) -> str:
     """An SVG for a page: its text takes the colour of the text around it. `words` say what it
     shows; every mark has a label that says its value."""
+    import vl_convert
+
     svg = _KIND.sub("", vl_convert.vegalite_to_svg({**chart, "config": CONFIG}))
     svg = svg.replace('role="graphics-symbol"', 'role="graphics-symbol img"')
     return svg.replace("<svg ", f'<svg role="group" aria-label={quoteattr(words)} ', 1)
@@ -100,6 +80,8 @@ def draw_inline(chart: Chart, words: str) -> str:
 
 def draw_png(chart: Chart, title: str) -> bytes:
     """A PNG file with a title, black on white."""
+    import vl_convert
+
     lines = {"text": textwrap.wrap(title, _TITLE), "anchor": "start", "frame": "group"}
     fitting = {"background": "white", "autosize": "pad", "padding": _PADDING["top"]}
     titled = {**chart, "title": lines, "config": {**CONFIG, **fitting}}
@@ -123,6 +105,8 @@ class Point:
 def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     """A chart of the `points`, with their labels at the right, one below the other in the order of
     shares. `unit`: what the memory of a point counts, which is the title of the axis."""
+    import altair
+
     ranked = sorted(points, key=lambda point: (-point.share, -point.memory, not point.accent))
     highest = max(max([point.share, *(point.interval or [])]) for point in ranked)
     full = next(end for end in _FULL if end >= highest)
@@ -144,9 +128,11 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
     return chart
 
 
-def _draw_marks(rows: list[dict[str, Any]], unit: str, full: float) -> list[altair.Chart]:
+def _draw_marks(rows: list[dict[str, Any]], unit: str, full: float) -> list["altair.Chart"]:
     """Leaders, the interval, points and labels of the `rows`, one above the other. `full` is the
     share at the top."""
+    import altair
+
     base = altair.Chart(altair.Data(values=rows))
     shares = altair.Axis(values=[0, full / 2, full], format="~%", title=None)
     sizes = altair.Axis(tickCount=3, grid=False, title=unit)
@@ -174,3 +160,21 @@ def _draw_marks(rows: list[dict[str, Any]], unit: str, full: float) -> list[alta
     )
     label = text.encode(x=altair.XValue(_LABEL), y=place, text=altair.Text("label:N"))
     return [leader.encode(x=x, x2=end, y=y, y2=altair.Y2("place:Q")), interval, points, label]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its title, which is drawn where the extra `report` is installed."""
+
+    title: str
+    points: Sequence[Point]
+    unit: str
+
+    @cached_property
+    def chart(self) -> Chart:
+        return draw_answers(self.points, self.unit)
+
+    @cached_property
+    def svg(self) -> Markup | None:
+        """The drawing for a page. The library that draws it escapes names."""
+        return Markup(draw_inline(self.chart, self.title)) if is_installed() else None

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
-from rotationzoo.artifact.measured import Conditions
+from rotationzoo.artifact.measured import Conditions, Measured
 from rotationzoo.artifact.scores import FLOOR, Decision
 from rotationzoo.budget import MOST
 from rotationzoo.codec.engines import find_engine
@@ -77,23 +77,22 @@ def usual_engine(manifest: Manifest) -> str:
 
 
 def use_commands(
-    manifest: Manifest,
-    decision: Decision | None,
-    engine: str | None = None,
-    asked: Sequence[str] = (),
+    manifest: Manifest, measured: Measured | None, decision: Decision | None
 ) -> list[str]:
     """The commands that fit the decision on an artifact in `FOLDER`, if there is one, with a text
-    LONG.txt, for the chosen `engine` or the usual one. `asked` is that of `decided_words`."""
-    model, named = manifest.model, engine or usual_engine(manifest)
+    LONG.txt, for the engine that was measured or the usual one."""
+    model, engine = manifest.model, measured and measured.engine
+    named = engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id if model.config_sha256 else "MODEL"]
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
     generate = ["generate", *name, "--rotations", FOLDER, *prompt]
-    served = ["--for", engine] if engine else []
-    measure = ["evaluate", *name, FOLDER, "--for", named, "--save"]
-    words = decision and decided_words(decision, name, FOLDER, served, asked)
+    words = None
+    if measured and decision:
+        served, asked = ["--for", engine] if engine else [], asked_options(measured)
+        words = decided_words(decision, name, FOLDER, served, asked)
     if decision is None or decision.action == "ask":
-        commands = [words or measure, generate]
+        commands = [words or ["evaluate", *name, FOLDER, "--for", named, "--save"], generate]
     elif words:
         commands = [words]
     elif decision.action == "serve":

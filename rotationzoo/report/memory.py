@@ -1,6 +1,5 @@
 """The memory of a request's cache: of what was measured, and of what an engine stores."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -11,10 +10,9 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.figures import byte_count
-from rotationzoo.geometry import Layer, cached_layers
-from rotationzoo.report.charts import Section
+from rotationzoo.geometry import cached_layers
 from rotationzoo.report.tables import Table
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.rotations import LATENT
 
 _CONTEXTS = 8192, 32768, 131072
 
@@ -32,12 +30,15 @@ class Request:
     def measured_on(cls, artifact: Artifact, measured: Measured | None, context: int) -> Self:
         """A request to the artifact's model, whose cache is stored as it was measured."""
         layers = cached_layers(artifact.geometry)
-        total = _count_elements(layers)
+        total, stored = sum(layer.elements for layer in layers), 0
         if measured is None:
             return cls(context, total)
-        read = set(measured.layers)
-        stored = [layer for layer in layers if not read or layer.index in read]
-        return cls(context, total, _count_elements(stored, measured.sides) / total)
+        read = {*measured.sides, LATENT}
+        for layer in layers:
+            if not measured.layers or layer.index in measured.layers:
+                dims = [layer.dims[side] for side in layer.sides if side in read]
+                stored += layer.kv_heads * sum(dims) + (layer.rope_dim or 0)
+        return cls(context, total, stored / total)
 
     def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
         """Bits of an element of an arm's cache, from those of a request of `CONTEXT` tokens. Arms
@@ -92,30 +93,14 @@ def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> f
     return codec_bits(artifact.geometry, codec, layout_of(artifact, None), tokens)
 
 
-def describe_memory(artifact: Artifact, measured: Measured | None, context: int) -> Section:
+def memory_table(artifact: Artifact, measured: Measured | None, context: int) -> Table:
     """The size of a cache of some lengths: figures that follow from shapes alone."""
-    elements = _count_elements(cached_layers(artifact.geometry))
-    layout = layout_of(artifact, measured)
+    elements = sum(layer.elements for layer in cached_layers(artifact.geometry))
     rows = []
     for tokens in sorted({*(each for each in _CONTEXTS if each < context), context}):
         bits = stored_bits(artifact, measured, tokens)
         size = elements * tokens / 8
         sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]
         rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])
-    about = (
-        f"Of one request, with scales and offsets, the first {layout.sink} and the last "
-        f"{layout.recent} tokens in bfloat16, and keys and values of all layers in few bits. "
-        "Layers with a sliding window keep fewer tokens than this: rotationzoo plan counts them."
-    )
-    columns = ["tokens", "bfloat16", f"{layout.format.bits} bits", "smaller"]
-    table = Table("Memory of the cache", columns, rows)
-    return Section(anchor="memory", title="Memory at other contexts", words=[about], tables=[table])
-
-
-def _count_elements(layers: Iterable[Layer], sides: Iterable[str] = SIDES) -> int:
-    """The elements that some layers cache of one token on some sides; all of them of latents."""
-    count, read = 0, {*sides, LATENT}
-    for layer in layers:
-        dims = [layer.dims[side] for side in layer.sides if side in read]
-        count += layer.kv_heads * sum(dims) + (layer.rope_dim or 0)
-    return count
+    stored = f"{layout_of(artifact, measured).format.bits} bits"
+    return Table("Memory of the cache", ["tokens", "bfloat16", stored, "smaller"], rows)

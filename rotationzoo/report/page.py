@@ -9,34 +9,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment
 from markupsafe import Markup
 
 from rotationzoo.artifact.manifest import ValidationSummary
 from rotationzoo.artifact.scores import kept_share
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
+from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report import tables
 from rotationzoo.report.arms import EXACT, Arms, gather_arms
-from rotationzoo.report.card import describe_serving, template_environment
-from rotationzoo.report.charts import Figure, Point, Section, draw_answers, draw_png
-from rotationzoo.report.commands import (
-    FOLDER,
-    RECIPE_FILE,
-    asked_options,
-    model_title,
-    name_folder,
-    reproduce_command,
-    use_commands,
-)
-from rotationzoo.report.memory import Request, describe_memory, stored_bits
-from rotationzoo.words import counted
+from rotationzoo.report.card import template_environment
+from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
+from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
+from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
 
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
-_VERDICT = "Verdict"
 
 
 @dataclass(frozen=True)
@@ -49,22 +39,47 @@ class Badge:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The content of a report on an artifact: the section to decide by, and those that readers
-    unfold."""
+class Advice:
+    """What to do with an artifact: the conclusion, why, a chart, and commands to copy."""
 
-    model: str
+    lead: str
+    words: Sequence[str]
+    figure: Figure | None = None
+    commands: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of a report on an artifact: the section to decide by, and what readers unfold."""
+
+    artifact: Artifact
     badges: list[Badge]
-    verdict: Section
-    folded: list[Section]
-    version: str
+    verdict: Advice
+    arms: Arms | None
+    layout: CacheLayout
+    memory: tables.Table
 
     def html(self, folder: str = FOLDER) -> str:
         """The page, as one file, whose commands name the artifact's folder. The drawings are made
         once for all pages."""
         commands = [name_folder(command, folder) for command in self.verdict.commands]
-        named = replace(self, verdict=replace(self.verdict, commands=commands))
-        return render_page("report.html.jinja", ("page.js",), report=named, made=FOOTER)
+        manifest = self.artifact.manifest
+        # Without what is made from the others.
+        files = [
+            each for each in sorted(manifest.files.items()) if each[0] not in (ANSWERS, REPORT)
+        ]
+        rows = [[name, f"{file.size:,}", file.sha256] for name, file in files]
+        return render_page(
+            "report.html.jinja",
+            ("page.js",),
+            report=replace(self, verdict=replace(self.verdict, commands=commands)),
+            manifest=manifest,
+            recipe=self.artifact.recipe,
+            layers=cached_layers(self.artifact.geometry),
+            command=reproduce_command(manifest),
+            files=tables.Table("Files", ["file", "bytes", "sha256"], rows),
+            made=FOOTER,
+        )
 
 
 def make_report(
@@ -78,36 +93,32 @@ def make_report(
     `context`: tokens of the request whose memory is shown; by default the model's positions, if its
     evaluation knows them. Raises `RotationZooError` for a damaged file."""
     arms, measured = gather_arms(artifact, others), artifact.measured
-    engine = measured.engine if measured else None
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
     validation = validation_badge(artifact.manifest.metrics.validation)
-    badges = [badge for badge in (signature, validation) if badge is not None]
-    folded = [describe_memory(artifact, measured, context), describe_identity(artifact, badges)]
-    decision = None
     if arms is None:
         bits = stored_bits(artifact, None, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
-        verdict = Section(anchor="verdict", title=_VERDICT, lead="Measure them first.", words=words)
+        verdict = Advice("Measure them first.", words)
     else:
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
-        verdict, decision = describe_verdict(arms, request, layers), arms.decision
-        folded.insert(0, describe_measurement(arms))
-    asked = asked_options(measured) if measured else []
-    commands = use_commands(artifact.manifest, decision, engine, asked)
+        verdict = describe_verdict(arms, request, layers)
+    commands = use_commands(artifact.manifest, measured, arms and arms.decision)
     return Report(
-        model=model_title(artifact.manifest.model),
-        badges=[badge for badge in badges if badge.kind != "plain"],
+        artifact=artifact,
+        badges=[signature, validation] if signature else [validation],
         verdict=replace(verdict, commands=commands),
-        folded=[*folded, describe_making(artifact)],
-        version=artifact.manifest.versions.rotationzoo,
+        arms=arms,
+        layout=layout_of(artifact, measured),
+        memory=memory_table(artifact, measured, context),
     )
 
 
 def files_of_report(report: Report) -> dict[str, bytes]:
     """The page and the card's picture, as files of an artifact."""
     added = {REPORT: report.html().encode()}
-    if figure := report.verdict.figure:
+    if report.verdict.figure and is_installed():
+        figure = report.verdict.figure
         added[ANSWERS] = draw_png(figure.chart, figure.title)
     return added
 
@@ -115,7 +126,7 @@ def files_of_report(report: Report) -> dict[str, bytes]:
 # ---- what rotations keep and cost
 
 
-def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Section:
+def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Advice:
     """The first section: what to do and why, the memory that it saves, and the chart. `layers`: all
     that have a cache, if they are known."""
     measured, decision = arms.evaluation, arms.decision
@@ -127,26 +138,7 @@ def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -
     reasons += tables.list_exact_parts(measured, layers)
     if arms.left_out:
         reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
-    figure = _draw_answers(arms, request)
-    return Section(anchor="verdict", title=_VERDICT, lead=lead, words=reasons, figure=figure)
-
-
-def describe_measurement(arms: Arms) -> Section:
-    """How the evaluation was run, and all of its tables."""
-    measured = arms.evaluation
-    named = {}
-    for label, arm in arms.shown.items():
-        # The comparisons of the verdict call a baseline by its name in the evaluation.
-        is_named = label.lower() == arm.name.lower()
-        named[label if is_named else f"{label} [{arm.name}]"] = arm
-    window = measured.window.model_copy(update={"arms": named})
-    return Section(
-        anchor="measured",
-        title="How it was measured, in numbers",
-        words=[tables.describe_conditions(measured)],
-        tables=tables.evaluation_tables(measured, window),
-        listed=tables.list_caveats(measured),
-    )
+    return Advice(lead, reasons, _draw_answers(arms, request))
 
 
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
@@ -171,32 +163,7 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
         points.append(Point(label, memory, share, words, is_chosen, interval))
     if any(point.percent.endswith("*") for point in points):
         title += "; *: of fewer questions"
-    return Figure(title, draw_answers(points, unit))
-
-
-# ---- what the artifact is, and how it was made
-
-
-def describe_identity(artifact: Artifact, badges: Sequence[Badge]) -> Section:
-    """What the artifact is, with what is known of it."""
-    manifest, cached = artifact.manifest, cached_layers(artifact.geometry)
-    model, recipe = manifest.model, artifact.recipe
-    heads = " or ".join(map(str, sorted({layer.kv_heads for layer in cached})))
-    dims = " or ".join(map(str, sorted({layer.key_dim for layer in cached})))
-    rows = f"KV heads {heads}, head dimension {dims}"
-    if manifest.has_latents:
-        rows = f"latents of {dims} elements"
-    shape = f"{counted(len(cached), 'layer')} with a cache, {rows}"
-    facts = [
-        ("Model", model.id if artifact.bound else "not named yet"),
-        ("Revision", model.revision or "a local folder"),
-        ("Shape", f"{model.architecture}, {shape}"),
-        ("Recipe", recipe.name),
-        ("Calibration text", _describe_text(artifact)),
-        ("To serve with", describe_serving(manifest, recipe)),
-    ]
-    facts += [(badge.about, badge.words) for badge in badges]
-    return Section(anchor="identity", title="What it is", facts=facts)
+    return Figure(title, points, unit)
 
 
 def validation_badge(summary: ValidationSummary | None) -> Badge:
@@ -210,45 +177,6 @@ def validation_badge(summary: ValidationSummary | None) -> Badge:
     if summary.codes_equal and summary.dequantized_equal:
         return Badge(about, "good", f"{codec} agrees bit by bit with its definition, on {device}")
     return Badge(about, "warning", f"{codec} differs from its definition on {device}")
-
-
-def describe_making(artifact: Artifact) -> Section:
-    """The command that makes it again, and the hashes of its files."""
-    manifest = artifact.manifest
-    # Without what is made from the others.
-    files = [each for each in sorted(manifest.files.items()) if each[0] not in (ANSWERS, REPORT)]
-    rows = [[name, f"{file.size:,}", file.sha256] for name, file in files]
-    command, commands = reproduce_command(manifest), []
-    words = [f"Imported by rotationzoo {manifest.versions.rotationzoo}, matrices unchanged."]
-    if command is not None:
-        commands.append(command)
-        words = [
-            f"By rotationzoo {manifest.versions.rotationzoo} on "
-            f"{manifest.run.device or 'an unrecorded device'} in {manifest.run.seconds:.0f} s. The "
-            "same command on a machine of the same kind, with as many threads, writes these bytes. "
-            f"Largest |R R^T - I|: {manifest.metrics.orthogonality_error:.1e}."
-        ]
-        if RECIPE_FILE in command:
-            words.append(f"{RECIPE_FILE} holds the recipe that stands below.")
-            commands.append(artifact.recipe.yaml().strip())
-    return Section(
-        anchor="made",
-        title="How it was made",
-        words=words,
-        commands=commands,
-        tables=[tables.Table("Files", ["file", "bytes", "sha256"], rows)],
-    )
-
-
-def _describe_text(artifact: Artifact) -> str:
-    manifest = artifact.manifest
-    if manifest.imported is not None:
-        return "not known to rotationzoo: the files were imported"
-    text = manifest.calibration
-    if text is None:
-        return "none: the rotation does not depend on data"
-    media = f", {text.media_tokens:,} of them of images or audio" if text.media_tokens else ""
-    return f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}{media}"
 
 
 # ---- pages
@@ -267,18 +195,13 @@ def render_page(
     sources = [_read(name) for name in scripts]
     digests = [hashlib.sha256(source.encode()).digest() for source in sources]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
-    page = _environment(*folders).get_template(template)
+    page = template_environment(*folders, is_html=True).get_template(template)
     return page.render(
         style=Markup(_read("page.css")),
         scripts=[Markup(source) for source in sources],
         script_policy=Markup(" ".join(hashes) or "'none'"),
         **values,
     )
-
-
-@cache
-def _environment(*folders: Path) -> Environment:
-    return template_environment(folders, autoescape=True)
 
 
 @cache

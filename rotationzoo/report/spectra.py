@@ -12,8 +12,6 @@ from rotationzoo.linalg.error_feedback import remaining_share
 from rotationzoo.linalg.orthogonality import orthogonality_error
 from rotationzoo.rotations import Rotation
 
-_TOP = 8  # strongest directions, whose joint share of the trace is shown
-
 
 @dataclass(frozen=True)
 class SideSpectrum:
@@ -60,21 +58,17 @@ def summarize(artifact: Artifact) -> list[LayerSpectra]:
 
 
 def _summarize_side(rotation: Rotation) -> SideSpectrum:
-    left = None if rotation.feedback is None else remaining_share(rotation.feedback).mean().item()
-    fine, dim = rotation.fine_channels, rotation.dim
-    bits = None if fine is None else 2 + fine.item() / dim
-    known = orthogonality_error(rotation.matrix), rotation.clip.tolist(), left, bits
-    if rotation.eigenvalues is None:
-        return SideSpectrum(dim, None, None, None, *known)
-    # Rounding can leave tiny negative eigenvalues.
-    shares = rotation.eigenvalues.double().clamp(min=0)
-    # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
-    trace = shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    shares = shares / trace
-    return SideSpectrum(
-        dim,
-        torch.special.entr(shares).sum(-1).exp().mean().item(),
-        strongest(shares, 1).mean().item(),
-        strongest(shares, _TOP).sum(-1).mean().item(),
-        *known,
-    )
+    rank = top_1 = top_8 = feedback = bits = None
+    if rotation.eigenvalues is not None:
+        # Rounding can leave tiny negative eigenvalues.
+        shares = rotation.eigenvalues.double().clamp(min=0)
+        # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
+        shares /= shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        rank = torch.special.entr(shares).sum(-1).exp().mean().item()
+        top_1, top_8 = (strongest(shares, top).sum(-1).mean().item() for top in (1, 8))
+    if rotation.feedback is not None:
+        feedback = remaining_share(rotation.feedback).mean().item()
+    if rotation.fine_channels is not None:
+        bits = 2 + rotation.fine_channels.item() / rotation.dim
+    error, clip = orthogonality_error(rotation.matrix), rotation.clip.tolist()
+    return SideSpectrum(rotation.dim, rank, top_1, top_8, error, clip, feedback, bits)

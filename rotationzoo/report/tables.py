@@ -243,21 +243,6 @@ def describe_drift(measured: Measured) -> Iterator[str]:
         yield f"{arm} generates the exact model's token {' and '.join(words)}."
 
 
-def describe_conditions(measured: Measured) -> str:
-    """The format, the windows and the text of an evaluation, and what the columns say."""
-    window = measured.window
-    return (
-        f"Format {measured.format}; the first {window.sink} and the last {window.recent} tokens "
-        f"are exact{describe_prefill(measured)}. Perplexity of {measured.tokens:,} tokens in "
-        f"{counted(measured.text.rows, 'text')} ({measured.text.source}); the exact model's is "
-        f"{measured.exact.perplexity:.3f}. Answered: of all questions of the tasks that the exact "
-        "model can do, which need not answer all of them. Log probability: of the right answers, "
-        "the mean in nats. Perplexity: its increase over the exact model. Bits: per cached element "
-        f"at {CONTEXT:,} tokens, and here at {measured.text.length:,}, with scales, offsets and "
-        "the exact tokens. ±: standard errors over prompts and texts."
-    )
-
-
 def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:
     """Sentences on what of a model with these cached `layers` was not in few bits."""
     if set(measured.sides) != set(SIDES):

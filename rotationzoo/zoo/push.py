@@ -264,7 +264,7 @@ def _push_to_hub(
 def _render_root_files(repo: str, content: index.Index) -> dict[str, bytes]:
     """Path -> content of the root files: the index, the card, and the file that makes Hugging Face
     count downloads."""
-    card = template_environment(keep_trailing_newline=True).get_template("zoo.md.jinja")
+    card = template_environment().get_template("zoo.md.jinja")
     models = sorted({entry.model for entry in content.entries})
     shown = {"index_name": index.NAME, "entries": content.entries, "models": models}
     contents = content.text(), card.render(repo=repo, **shown), '{"library_name": "rotationzoo"}\n'

@@ -54,7 +54,8 @@ class Pages:
         """What one entry keeps and costs."""
         entries = self.zoo.entries()
         entry = entries.entry(request.path_params["identity"])
-        values = {"entry": entry, "sections": entries.answers(entry)}
+        verdict, arms = entries.answers(entry)
+        values = {"entry": entry, "verdict": verdict, "arms": arms}
         return self._show(request, "answers.html.jinja", **values)
 
     async def ask(self, request: Request) -> Response:

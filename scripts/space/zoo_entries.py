@@ -10,10 +10,9 @@ from planning import check_model
 from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.report.arms import label_arms
-from rotationzoo.report.charts import Section
+from rotationzoo.report.arms import Arms, label_arms
 from rotationzoo.report.memory import Request
-from rotationzoo.report.page import describe_measurement, describe_verdict
+from rotationzoo.report.page import Advice, describe_verdict
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.protocol import open_hub
@@ -56,7 +55,7 @@ class ZooEntries:
                 return entry
         raise RotationZooError("the zoo lists no such rotations", hint="choose some of the table")
 
-    def answers(self, entry: Entry) -> list[Section]:
+    def answers(self, entry: Entry) -> tuple[Advice, Arms]:
         """Answers and costs from an entry's `evaluation.json`, whose hash must be the listed one.
 
         Raises `RotationZooError` if it has none, and `HubError` if no hub has the listed file.
@@ -81,11 +80,11 @@ def _read(place: tuple[str, str, str | None, str], sha256: str | None) -> bytes:
 
 # A figure keeps its drawing, so that each is drawn once.
 @lru_cache(maxsize=32)
-def _draw(data: bytes, identity: str) -> list[Section]:
+def _draw(data: bytes, identity: str) -> tuple[Advice, Arms]:
     content = strict_json.parse(data, EVALUATION)
     evaluation = strict_json.validate(Measured, content, EVALUATION)
     arms = label_arms(evaluation, identity)
-    return [describe_verdict(arms, Request()), describe_measurement(arms)]
+    return describe_verdict(arms, Request()), arms
 
 
 class Zoo:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github"
-LOCKS = {"requirements.txt": ("cuda", "sign"), "requirements-dev.txt": ("dev",)}
+LOCKS = {"requirements.txt": ("cuda", "report", "sign"), "requirements-dev.txt": ("dev",)}
 """Name -> the extras that it holds beside what the package needs."""
 PLATFORM = ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"]
 PLATFORM += [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28)]

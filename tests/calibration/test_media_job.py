@@ -11,7 +11,7 @@ from support.published import ok
 from rotationzoo import Artifact
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import from_dict
-from rotationzoo.report.page import describe_identity
+from rotationzoo.report.page import make_report
 
 pytestmark = media.needs_pillow
 
@@ -54,7 +54,7 @@ def test_the_artifact_says_what_entered(positions, run):
     assert statistics["query"].count == 2 * entered[positions], "two query heads a KV head"
     assert statistics["key"].count == entered[positions]
     words = f"{told.media_tokens} of them of images or audio"
-    assert words in str(describe_identity(artifact, []))
+    assert words in make_report(artifact).html()
 
 
 def recipe_without_a_sink():

@@ -18,7 +18,7 @@ def file(tmp_path, monkeypatch):
     templates = tmp_path / "templates"
     templates.mkdir()
     (templates / "test.html.jinja").write_text(TEMPLATE)
-    environment = page._environment()
+    environment = page.template_environment(is_html=True)
     folders = [*environment.loader.searchpath, str(templates)]
     monkeypatch.setattr(environment.loader, "searchpath", folders)
     path = tmp_path / "page.html"

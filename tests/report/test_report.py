@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
 from rotationzoo.report import charts
 from rotationzoo.report.arms import label_arms
+from rotationzoo.report.commands import reproduce_command
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
 
@@ -55,8 +57,7 @@ def page(folder, tmp_path_factory):
 
 def test_the_table_of_memory_says_what_the_verdict_says(folder):
     report = make_report(Artifact.open(folder))
-    (memory,) = [section for section in report.folded if section.anchor == "memory"]
-    assert memory.tables[0].rows[-1][1:] == ["67.1 MB", "10.6 MB", "6.3 times"]
+    assert report.memory.rows[-1][1:] == ["67.1 MB", "10.6 MB", "6.3 times"]
     assert any("10.6 MB in place of 67.1 MB: 6.3 times" in words for words in report.verdict.words)
 
 
@@ -210,7 +211,8 @@ def test_the_commands_follow_the_decision_and_are_ones_that_are_taken(
     group = typer.main.get_command(app)
     lines = [shlex.split(line)[1:] for line in report.verdict.commands]
     assert [name for name, *_ in lines] == commands
-    for name, *words in [*lines, *(shlex.split(line)[1:] for line in report.folded[-1].commands)]:
+    again = shlex.split(reproduce_command(report.artifact.manifest))[1:]
+    for name, *words in [*lines, again]:
         group.commands[name].make_context(name, words)  # raises for what it does not take
     assert ("--questions 96 --seed 1" in report.verdict.commands[0]) == (more == 96)
 
@@ -273,6 +275,31 @@ def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
         assert "LONG.txt" in text
 
 
+def test_without_the_extra_the_command_says_so_and_writes_the_tables(tmp_path, inside, monkeypatch):
+    made = Made(model="someone/large")
+    folder = make_artifact(tmp_path / "made", made, make_evaluation(made))
+    assert inside("report", folder, "--save").returncode == 0
+    assert "<figure" in (folder / "report.html").read_text()
+    for module in ("altair", "vl_convert"):
+        monkeypatch.setitem(sys.modules, module, None)
+    push = inside("push", folder, "someone/zoo", "--dry-run")
+    assert push.stderr.count("the chart was not drawn") == 1
+    assert "report.html" in push.stdout
+    assert "answers.png" not in push.stdout
+    plain = make_artifact(tmp_path / "plain", made, make_evaluation(made))
+    result = inside("report", plain, "--save")
+    assert result.returncode == 0
+    assert result.stderr.count("the extra `report` is missing") == 1
+    page = (plain / "report.html").read_text()
+    assert "<figure" not in page
+    assert "by context length" in page
+    assert "answers.png" not in (plain / "README.md").read_text()
+    assert not (plain / "answers.png").exists()
+    assert verify(Artifact.open(plain)).ok
+    unmeasured = make_artifact(tmp_path / "unmeasured")
+    assert "not drawn" not in inside("report", unmeasured, "-o", "other.html").stderr
+
+
 def test_without_answers_the_page_says_so_and_draws_nothing(tmp_path, inside):
     evaluation = make_evaluation()
     evaluation["exact"]["all_tasks"] = None
@@ -332,14 +359,14 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
         window["arms"][name] = {**window["arms"]["mine"], "name": name, **changes}
     evaluation["windows"].append({**window, "recent": 128})
     report = report_of(tmp_path / "made", evaluation, made)
-    measured = report.folded[0]
-    said = " ".join([*report.verdict.words, *measured.listed])
+    page = report.html()
+    said = " ".join([*report.verdict.words, page[page.index('id="measured"') :]])
     for words in ("Only values were in 2 bits", "Not all layers were in 2 bits: 0 stayed exact",
                   "Also evaluated, and not shown: windows 64/128", "kivi is no rotation",
                   "+feedback: the same rotations", "+pooled: one rotation per layer",
                   "An engine needs the folded model"):  # fmt: skip
         assert words in said
-    assert "prefilled in chunks of 512 tokens" in measured.words[0]
+    assert "tokens are exact, prefilled in chunks of 512 tokens" in page
     labels = {row["name"]: row["memory"] for row in points_of(report)}
     mine = "rounded one by one"
     assert {mine, "mine, written better", "mine, by layer", "of a later version"} < labels.keys()
