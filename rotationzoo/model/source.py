@@ -111,8 +111,9 @@ def find(model: str, revision: str | None = None) -> Source:
         check_configs(folder, model)
         return Source(model, folder, None)
     if is_local(model):  # a mistyped path
+        kind = "file" if model.endswith(".gguf") else "folder"
         raise ModelUnavailable(
-            f"there is no folder or file {model}{_alike(model)}",
+            f"there is no {kind} {model}{_alike(model)}",
             hint="check the path, or give a hub id such as Qwen/Qwen3-8B",
         )
     repository, _, name = model.partition(":")
