@@ -58,6 +58,7 @@ def serve_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers
     from rotationzoo.model.compatibility import check_weights
+    from rotationzoo.model.files import is_gguf
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.vllm import KEY
@@ -67,6 +68,12 @@ def serve_command(
 
     source = find(model, revision)
     full = full_attention_layers(load_config(source))
+    if is_gguf(source.folder):
+        raise RotationZooError(
+            f"{model} is a GGUF file, which vLLM does not read here",
+            hint="serve the model that it was converted from, or export for llama.cpp: rotationzoo "
+            "export ROTATIONS --for llama.cpp --base MODEL.gguf",
+        )
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     package, missing = choose_package()

@@ -2,7 +2,6 @@
 `qqt_r_h_pbr`, and the checks of its content, of which nothing is used unchecked."""
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -201,17 +200,6 @@ def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
         raise RotationZooError(
             f"the {label} in {path.name} is no table of real numbers", hint="do not use it"
         )
-
-
-def check_regular(path: Path) -> None:
-    """Raise `RotationZooError` unless `path` is a regular file that this user may read: reading a
-    pipe or a device could block for ever."""
-    if not path.exists():
-        raise RotationZooError(f"there is no file {path}", hint="check the path")
-    if not path.is_file():
-        raise RotationZooError(f"{path} is no regular file", hint="give a file")
-    if not os.access(path, os.R_OK):
-        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")
 
 
 def _is_text(value: Any) -> bool:

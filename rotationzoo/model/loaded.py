@@ -50,9 +50,10 @@ def _source_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> So
 def _is_in(folder: Path, model: PreTrainedModel) -> bool:
     """Whether the files in a folder have the model's config, and the first and the last row of each
     of its weights. Training changes one of them in nearly every tensor."""
-    stored, config = read_headers(weight_files(folder)), AutoConfig.from_pretrained(folder)
-    parameters = dict(model.named_parameters())
-    if _lines(config) != _lines(model.config) or not parameters.keys() <= stored.keys():
+    stored, parameters = read_headers(weight_files(folder)), dict(model.named_parameters())
+    if not parameters.keys() <= stored.keys():  # as where it was read from a GGUF file
+        return False
+    if _lines(AutoConfig.from_pretrained(folder)) != _lines(model.config):
         return False
     for name, parameter in parameters.items():
         with safe_open(stored[name].file, "pt") as file:

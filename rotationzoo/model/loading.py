@@ -4,9 +4,11 @@ devices."""
 import copy
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,14 @@ from torch.nn import ModuleList
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
-from rotationzoo.model.files import check_count, entry_file, read_headers, weight_files
+from rotationzoo.model.files import (
+    GGUF,
+    Stored,
+    check_count,
+    entry_file,
+    read_headers,
+    weight_files,
+)
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Placement, memory_limits
@@ -129,8 +138,8 @@ def load(
     them. Raises `ModelUnavailable`.
 
     Quantized weights ignore the `dtype`: they load in the type that their makers chose, or are
-    dequantized to that of the config. Where the model does not have to predict, its language-model
-    head may be missing, as it is in some checkpoints.
+    dequantized to that of the config; those of a GGUF file, to any. Where the model does not have
+    to predict, its language-model head may be missing, as it is in some checkpoints.
     """
     if source.model is not None:
         loaded: PreTrainedModel = source.model
@@ -145,10 +154,11 @@ def load(
         # In a script that torchrun started, transformers would take the GPU of the local rank, even
         # where the process sees only one.
         device = f"cuda:{torch.cuda.current_device()}"
-    where: dict[str, Any] = {"device_map": device} if placement is None else vars(placement)
+    where: dict[str, Any] = {"device_map": device} if placement is None else dict(vars(placement))
+    where |= _gguf_options(paths)
     try:
-        with as_unavailable(cannot, hint=_FETCH_HINT):
-            check_codes(stored := read_headers(paths), config, source.name)
+        with as_unavailable(cannot, hint=_FETCH_HINT), _hidden_progress(paths):
+            check_codes(stored := _read_tensors(paths), config, source.name)
             model, loading_info = _model_class(config, source.name).from_pretrained(
                 source.folder,
                 config=config,
@@ -195,6 +205,29 @@ def load(
         setattr(model, _NOTES, [note])
     evaluated: PreTrainedModel = model.eval()
     return evaluated
+
+
+def _read_tensors(paths: list[Path]) -> dict[str, Stored]:
+    """The headers of weights; none of a GGUF file, whose names and codes are translated."""
+    return {} if paths and paths[0].name == GGUF else read_headers(paths)
+
+
+def _gguf_options(paths: list[Path]) -> dict[str, Any]:
+    """What makes transformers read a GGUF file, if there is one."""
+    import transformers
+
+    if not paths or paths[0].name != GGUF:
+        return {}
+    options: dict[str, Any] = {"gguf_file": str(paths[0])}
+    # Since 5.24, it would keep codes on a GPU, for kernels that it fetches from a hub and runs.
+    if config_class := getattr(transformers, "GgufConfig", None):
+        options["quantization_config"] = config_class(dequantize=True)
+    return options
+
+
+def _hidden_progress(paths: list[Path]) -> AbstractContextManager[Any]:
+    """Hides the progress that transformers shows of a GGUF file, whatever it is told."""
+    return redirect_stderr(StringIO()) if _gguf_options(paths) else nullcontext()
 
 
 def notes_of(model: "PreTrainedModel") -> list[str]:

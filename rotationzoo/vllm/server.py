@@ -30,7 +30,8 @@ def check_server(config: Any) -> None:
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
-        # It fills pages that this backend has not written.
+        # It fills pages whose exact copies are of what they held before, and says to no worker
+        # which. Pages of another server may be of another artifact, which nothing compares.
         "a KV connector": config.kv_transfer_config is not None,
         "KV offloading": cache.kv_offloading_size is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,

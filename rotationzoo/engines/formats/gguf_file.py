@@ -1,4 +1,4 @@
-"""GGUF files: opened safely, copied with rotations added, and the rotations in them read back.
+"""GGUF files: copied with rotations added, and the rotations in them read back.
 
 llama.cpp's graph computes `ggml_mul_mat(rot, K)`. That is `K @ R` if the tensor `rot` holds R
 transposed.
@@ -18,70 +18,12 @@ from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.linalg.compositions import block_hadamard
 from rotationzoo.rotations import SIDES
-
-try:
-    import gguf
-except ImportError as error:
-    raise RotationZooError("gguf is not installed", hint="run: pip install 'gguf>=0.17'") from error
+from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
 
 ROTATION_NAME = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
 NOTE = "rotationzoo."
 """The prefix of the metadata fields that an export adds."""
-# The limit for all lists together. The largest vocabularies and their merges have 1.3 million.
-_MOST_ELEMENTS = 1 << 22
 _VALUE_BLOCK = 64  # channels per block of llama.cpp's own Hadamard transform of values
-
-
-class Reader(gguf.GGUFReader):
-    """A memory-mapped file. The package takes what a header says on trust: past the end of a file
-    it reads nothing, without an error, and it makes objects of every list element.
-
-    This raises `ValueError` for what the file does not hold, and for lists that are too long.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self._elements = path, 0
-        super().__init__(path)
-        if int(self.alignment).bit_count() != 1:  # which gguf 0.17 lets pass
-            raise ValueError(f"its alignment is {self.alignment}, and no power of two")
-
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
-        if end > len(self.data):
-            raise ValueError(f"it ends before its byte {end:,}: it was cut off")
-        return super()._get(offset, dtype, count, override_order)
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == gguf.GGUFValueType.ARRAY:
-            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-            self._elements += int(count[0])
-            if kind == raw_type or self._elements > _MOST_ELEMENTS:
-                raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
-        return super()._get_field_parts(orig_offs, raw_type)
-
-    def value(self, name: str) -> Any:
-        """The value of a metadata field; None if it is missing or is no text."""
-        field = self.get_field(name)
-        try:
-            return None if field is None else field.contents()
-        except ValueError:
-            return None
-
-
-def open_gguf(path: Path) -> Reader:
-    """Open a file without reading its tensors.
-
-    Raises `RotationZooError` unless it is a complete GGUF file.
-    """
-    rotation_file.check_regular(path)
-    try:
-        with np.errstate(all="raise"):  # of offsets
-            return Reader(path)
-    except Exception as error:  # the package fails in many ways
-        raise RotationZooError(
-            f"{path} is no GGUF file: {first_sentence(error):.200}",
-            hint="give a file that llama.cpp loads",
-        ) from error
 
 
 def write_copy(

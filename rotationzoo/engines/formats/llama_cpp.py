@@ -20,6 +20,7 @@ from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find, find_cached
 from rotationzoo.storage.files import read_json
+from rotationzoo.storage.gguf_reader import Reader, open_gguf
 
 # Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
 # which neither clips nor keeps tokens exact.
@@ -57,7 +58,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         raise RotationZooError(
             "llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf"
         )
-    reader = gguf_file.open_gguf(base)
+    reader = open_gguf(base)
     # `objective_name` reduces any untrusted field to short printable text.
     architecture = objective_name(reader.value("general.architecture"))
     for problem, hint in _problems(reader, architecture, payload):
@@ -76,7 +77,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
 
 
 def _problems(
-    reader: gguf_file.Reader, architecture: str, payload: Payload
+    reader: Reader, architecture: str, payload: Payload
 ) -> Iterator[tuple[str, str | None]]:
     """Each reason why a base cannot carry the rotations, and what to do about it."""
     base, dims = reader.path.name, sorted(payload.head_dims)
@@ -122,9 +123,7 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
                 )
 
 
-def _compare_config(
-    reader: gguf_file.Reader, architecture: str, options: Options, payload: Payload
-) -> str:
+def _compare_config(reader: Reader, architecture: str, options: Options, payload: Payload) -> str:
     """Compare the base with the config of its model, and return a note that says what was compared.
     Unless the user names the model, it is looked for on this machine.
 

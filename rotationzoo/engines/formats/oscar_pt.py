@@ -25,6 +25,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.storage import folders
+from rotationzoo.storage.files import check_regular
 
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 
@@ -175,7 +176,7 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
     Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
     bytes can ask for terabytes.
     """
-    rotation_file.check_regular(path)
+    check_regular(path)
     try:
         _check_archive(path)
         on_meta = torch.load(path, map_location="meta", weights_only=True)

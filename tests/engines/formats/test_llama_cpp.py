@@ -195,6 +195,7 @@ def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path,
     for name in ("gguf_file", "llama_cpp"):
         monkeypatch.delitem(sys.modules, f"rotationzoo.engines.formats.{name}", raising=False)
         monkeypatch.delattr(formats, name, raising=False)
+    monkeypatch.delitem(sys.modules, "rotationzoo.storage.gguf_reader", raising=False)
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "model.gguf").write_bytes(b"no model")
     needing = [

@@ -1,0 +1,89 @@
+"""GGUF files, opened safely."""
+
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.storage.files import check_regular
+
+try:
+    import gguf
+except ImportError as error:
+    raise RotationZooError("gguf is not installed", hint="run: pip install 'gguf>=0.17'") from error
+
+__all__ = ["Reader", "gguf", "open_gguf"]
+# The limit for all lists together. The largest vocabularies and their merges have 1.3 million.
+_MOST_ELEMENTS = 1 << 22
+
+
+class Reader(gguf.GGUFReader):
+    """A memory-mapped file. The package takes what a header says on trust: past the end of a file
+    it reads nothing, without an error, and it makes objects of every list element.
+
+    This raises `ValueError` for what the file does not hold, and for lists that are too long.
+    Without `lists`, these have no elements: a vocabulary takes seconds.
+    """
+
+    def __init__(self, path: Path, lists: bool = True):
+        self.path, self._elements, self._lists = path, 0, lists
+        super().__init__(path)
+        if int(self.alignment).bit_count() != 1:  # which gguf 0.17 lets pass
+            raise ValueError(f"its alignment is {self.alignment}, and no power of two")
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"it ends before its byte {end:,}: it was cut off")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            self._elements += int(count[0])
+            if kind == raw_type or self._elements > _MOST_ELEMENTS:
+                raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
+            if not self._lists:
+                end = self._end_of_list(orig_offs + 12, int(kind[0]), int(count[0]))
+                return (
+                    end - orig_offs,
+                    [self._get(orig_offs, np.uint8, end - orig_offs)],
+                    [],
+                    [raw_type],
+                )
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _end_of_list(self, begin: int, kind: int, count: int) -> int:
+        types: Any = self.gguf_scalar_to_np
+        if kind != gguf.GGUFValueType.STRING:
+            return begin + count * int(np.dtype(types[kind]).itemsize)
+        data, length = memoryview(self.data.data), Struct(">Q" if self.byte_order == "S" else "<Q")
+        for _ in range(count):
+            begin += length.size + length.unpack_from(data, begin)[0]
+        return begin
+
+    def value(self, name: str) -> Any:
+        """The value of a metadata field; None if it is missing or is no text."""
+        field = self.get_field(name)
+        try:
+            return None if field is None else field.contents()
+        except ValueError:
+            return None
+
+
+def open_gguf(path: Path, lists: bool = True) -> Reader:
+    """Open a file without reading its tensors.
+
+    Raises `RotationZooError` unless it is a complete GGUF file.
+    """
+    check_regular(path)
+    try:
+        with np.errstate(all="raise"):  # of offsets
+            return Reader(path, lists)
+    except Exception as error:  # the package fails in many ways
+        raise RotationZooError(
+            f"{path} is no GGUF file: {first_sentence(error):.200}",
+            hint="give a file that llama.cpp loads",
+        ) from error
