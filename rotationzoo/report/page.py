@@ -103,7 +103,8 @@ def make_report(
     else:
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
         verdict = describe_verdict(arms, request, layers)
-    commands = use_commands(artifact.manifest, measured, arms and arms.decision)
+    decision = arms.decision if arms else None
+    commands = use_commands(artifact.manifest, measured, decision)
     return Report(
         artifact=artifact,
         badges=[signature, validation] if signature else [validation],
