@@ -188,8 +188,6 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
     elif kept:
         server += ["--windows", windows]
     commands = [calibrate, [*generate, *kept], server]
-    # Engines take no latents so, and `serve` no scaled RoPE.
-    has_latents = capacity.shape.layers[0].layer.rope_dim is not None
-    if has_latents or (is_served and wish.rope_scaling):
+    if capacity.shape.layers[0].layer.rope_dim is not None:  # engines take no latents so
         commands.pop()
     return [shell_line(*words) for words in commands]

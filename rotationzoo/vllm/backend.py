@@ -29,12 +29,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, SERVE
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.plugin import claim
+from rotationzoo.vllm.plugin import OTHER_VERSION, claim
 from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import (
@@ -213,13 +214,17 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
             current_workspace_manager().get_simultaneous(*sizes)
 
+    def own_settings(self) -> CacheSettings:
+        """The settings with the KV heads of this process."""
+        if self.ranks == 1:
+            return self.settings
+        first = get_tensor_model_parallel_rank() * self.num_kv_heads
+        return select_heads(self.settings, slice(first, first + self.num_kv_heads))
+
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> LayerReader:
-        settings, self.reserved, self.reader = self.settings, None, None
-        if self.ranks > 1:
-            rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
-            settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
+        settings, self.reserved, self.reader = self.own_settings(), None, None
         rows = (each.transpose(0, 1)[None] for each in (key, value))
         slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
         settings = settings.for_layer(index, *rows)
@@ -348,3 +353,28 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         if exact := served_layers(settings, config) - stored:
             raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
         init_logger("vllm.rotationzoo").info("%d layers are stored in 2 bits", len(stored))
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Raises `RotationZooError` for pages in which tokens do not read what the definition
+        does."""
+        super().initialize_from_config(kv_cache_config)
+        with as_unavailable("vLLM does not call this backend as it expects", hint=OTHER_VERSION):
+            self.check_pages(kv_cache_config)
+
+    @torch.no_grad()
+    def check_pages(self, kv_cache_config: Any) -> None:
+        """Store and read tokens as requests do, and leave the pages as they were."""
+        # Here, because nothing after the start needs it.
+        from rotationzoo.vllm.self_check import FURTHEST, LayerRun, check_layers
+
+        layers, runs = self.vllm_config.compilation_config.static_forward_context, {}
+        for group in kv_cache_config.kv_cache_groups:
+            specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            for name in group.layer_names:
+                if isinstance(getattr(layers[name], "impl", None), RotatedImpl):
+                    spec = specs.get(name, group.kv_cache_spec)
+                    run = LayerRun(layers[name], name, spec, self.vllm_config, self.device)
+                    runs[extract_layer_index(name)] = run
+        if runs:
+            said = "Tokens in pages read what the definition does: %.3f apart, of at most %.2f"
+            init_logger("vllm.rotationzoo").info(said, check_layers(runs), FURTHEST)

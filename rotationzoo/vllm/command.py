@@ -2,11 +2,12 @@
 
 import shutil
 import sys
+from importlib import import_module
 from typing import Any, NoReturn
 
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import WORKER
-from rotationzoo.vllm.plugin import GPU_PACKAGE
+from rotationzoo.vllm.plugin import GPU_PACKAGE, OTHER_VERSION, PARSERS, find_installed
 
 EVERY_LAYER = ("--attention-backend", "CUSTOM")
 FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM")
@@ -49,10 +50,10 @@ def read_options(command: list[str], more: list[str]) -> Any:
     """The `AsyncEngineArgs` of a command, which vLLM has not compared with the model yet. Raises
     `RotationZooError` for options that vLLM does not have, and for those that replace what the
     command says."""
-    try:
-        from vllm.entrypoints.common import cli_args
-    except ImportError:  # before 0.33.0
-        from vllm.entrypoints.launchers import cli_args
+    installed, newest = find_installed(), [*PARSERS.values()][-1]
+    assert installed is not None
+    with as_unavailable(f"vLLM {installed[1]} lacks what reads its options", hint=OTHER_VERSION):
+        cli_args: Any = import_module(PARSERS.get(installed[1], newest))
 
     class Parser(cli_args.FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:

