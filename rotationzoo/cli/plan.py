@@ -184,7 +184,9 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
         limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]
         if wish.card.count > 1:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
-        server = ["serve", *model, "--rotations", artifact, *kept, *limits]
+        # It scales RoPE as the rotations say.
+        unscaled = named(wish.model, wish.revision, None)
+        server = ["serve", *unscaled, "--rotations", artifact, *kept, *limits]
     elif kept:
         server += ["--windows", windows]
     commands = [calibrate, [*generate, *kept], server]

@@ -1,5 +1,4 @@
-"""The check of a server's pages before its first request: what a few hundred tokens read from them
-is compared with the definition, in plain torch."""
+"""What tokens read in a server's pages before its first request, beside the definition in torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,45 +30,35 @@ class LayerRun:
         self.layer, self.cache, self.device = layer, layer.kv_cache, device
         self.block = self.cache.shape[2]
         self._made_with = spec.copy_with_new_block_size(self.block), [name], config, device
-        self.settings: CacheSettings = layer.impl.own_settings()
-        self.scores: Scores = layer.impl.scores
-        self.heads = layer.impl.num_kv_heads, layer.impl.num_heads
+        impl = layer.impl
+        self.settings: CacheSettings = impl.own_settings()
+        self.scores: Scores = impl.scores
+        self.heads, self.query_heads, self.dim = impl.num_kv_heads, impl.num_heads, impl.head_size
         self.dtype: torch.dtype = config.model_config.dtype
         self.room = (len(self.cache) - 1) * self.block  # vLLM leaves the first block out
-        self.forget()
 
-    def forget(self) -> None:
-        """Let no page have exact copies."""
-        self._builder = self.layer.attn_backend.get_builder_cls()(*self._made_with)
-
-    def step(self, start: int, query: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def step(self, start: int, query: torch.Tensor, rows: Rows, alone: bool) -> torch.Tensor:
         """Store new tokens from this position on, `rows` `[T, H, D]`, and return what their
-        queries `[T, H_q, D]` read."""
+        queries `[T, H_q, D]` read. `alone`: no token before them has an exact copy."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        count, end = len(query), start + len(query)
+        if alone:
+            self._builder = self.layer.attn_backend.get_builder_cls()(*self._made_with)
+        count, end, place = len(query), start + len(query), self.device
         position, length = torch.arange(start, end), torch.tensor([end], dtype=torch.int32)
         bounds = torch.tensor([0, count], dtype=torch.int32)
-        last = len(self.cache) - 1
-        blocks = last - torch.arange(-(-end // self.block))
+        blocks = len(self.cache) - 1 - torch.arange(-(-end // self.block))
         mapping = blocks[position // self.block] * self.block + position % self.block
         common = CommonAttentionMetadata(
-            query_start_loc=bounds.to(self.device),
-            query_start_loc_cpu=bounds,
-            seq_lens=length.to(self.device),
+            *(bounds.to(place), bounds, length.to(place), 1, count, count, end),
+            block_table_tensor=blocks[None].int().to(place),
+            slot_mapping=mapping.to(place),
             seq_lens_cpu_upper_bound=length,
-            num_reqs=1,
-            num_actual_tokens=count,
-            max_query_len=count,
-            max_seq_len=end,
-            block_table_tensor=blocks[None].int().to(self.device),
-            slot_mapping=mapping.to(self.device),
         )
         step = self._builder.build(0, common)
-        query, key, value = (each.to(self.device) for each in (query, rows["key"], rows["value"]))
-        output = torch.empty_like(query)
-        impl = self.layer.impl
-        return impl.forward(self.layer, query, key, value, self.cache, step, output).cpu()
+        given = [each.to(place) for each in (query, rows["key"], rows["value"])]
+        output = torch.empty_like(given[0])
+        return self.layer.impl.forward(self.layer, *given, self.cache, step, output).cpu()
 
 
 def check_layers(runs: dict[int, LayerRun]) -> float:
@@ -86,38 +75,34 @@ def check_layer(run: LayerRun, layer: int, most: int = MOST) -> float:
     exact windows beside codes, then a chunk and a few tokens that have codes alone before them.
     Leaves the pages as they were. Returns how far the furthest step is from the definition, which
     is computed on the CPU. Raises `RotationZooError` where that is too far."""
-    random, layout = torch.Generator().manual_seed(layer), run.settings.layout
-    later = 1 + CHUNK + FEW
+    random, later = torch.Generator().manual_seed(layer), 1 + CHUNK + FEW
+    layout = run.settings.layout
     wanted = layout.sink + layout.recent + 2 * CHUNK
     prompt = min(wanted, most, run.room - later)
     kept = run.cache[-(-(prompt + later) // run.block) * -1 :]
     before = kept.clone()
-    dim = run.settings.codec.rotations[layer].key.dim
 
     def draw(heads: int) -> torch.Tensor:
-        return torch.randn(prompt + later, heads, dim, generator=random).to(run.dtype)
+        drawn = torch.randn(prompt + later, heads, run.dim, generator=random)
+        return drawn.to(run.dtype)
 
-    heads, query_heads = run.heads
-    rows, queries = {side: draw(heads) for side in SIDES}, draw(query_heads)
+    rows, queries = {side: draw(run.heads) for side in SIDES}, draw(run.query_heads)
     definition = Definition(run.settings, layer, run.scores, rows)
     distances = []
     for start, end, exact in definition.steps(prompt):
-        if start and end - start > FEW:
-            run.forget()
-        new = slice(start, end)
-        output = run.step(start, queries[new], {side: each[new] for side, each in rows.items()})
-        first = max(start, end - CHUNK)
-        compared = output[-CHUNK:].float()
-        distances.append(definition.distance(compared, queries[first:end], first, exact))
+        new, alone = slice(start, end), start == 0 or end - start > FEW
+        parts = {side: each[new] for side, each in rows.items()}
+        output = run.step(start, queries[new], parts, alone)
+        read, first = output[-CHUNK:].float(), max(start, end - CHUNK)
+        distances.append(definition.distance(read, queries[first:end], first, exact))
     kept.copy_(before)
-    furthest = max(distances)
-    if not furthest <= FURTHEST:  # nor where it is no number
+    if too_far := [each for each in distances if not each <= FURTHEST]:  # or no number
         raise RotationZooError(
             f"layer {layer} does not read what was stored in its pages: what it reads is "
-            f"{furthest:.2f} from the definition, where quantization changes 1",
+            f"{too_far[0]:.2f} from the definition, where quantization changes 1",
             hint="try the kernels of this machine: rotationzoo validate ROTATIONS",
         )
-    return furthest
+    return max(distances)
 
 
 class Definition:

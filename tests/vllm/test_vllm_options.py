@@ -222,6 +222,7 @@ def test_a_worker_notices_before_the_first_request_that_it_is_broken(made, tmp_p
     keys for values, a kernel that reads nothing, and a builder that vLLM calls otherwise."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     said = serve(tmp_path, made, [], variables=variables, broken=True)
+    print(said)
     assert said.pop("nothing") == ""
     assert said.pop("pages") == "True", "the check leaves pages as they were"
     assert "vLLM does not call this backend as it expects: " in said.pop("hook")
