@@ -234,7 +234,6 @@ def hash_config(folder: Path, unquantized: bool = False) -> str:
     """The `config_sha256` of the model in a folder: that of `config.json` with sorted keys, without
     the library version that wrote it; or of the model that it was quantized from."""
     config = read_json(folder / "config.json")
-    config.pop("transformers_version", None)
-    if unquantized:
-        config.pop("quantization_config", None)
+    for key in ["transformers_version"] + ["quantization_config"] * unquantized:
+        config.pop(key, None)
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

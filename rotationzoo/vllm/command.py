@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import WORKER
-from rotationzoo.vllm.plugin import GPU_PACKAGE, OTHER_VERSION, PARSERS, find_installed
+from rotationzoo.vllm.plugin import GPU_PACKAGE, OTHER_VERSION, find_installed
 
 EVERY_LAYER = ("--attention-backend", "CUSTOM")
 FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM")
@@ -15,6 +15,12 @@ FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM"
 FEWER_REQUESTS = ("--max-num-seqs", "64")
 """vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
 later option of the same name replaces this one."""
+PARSERS = {
+    "0.32.0": "vllm.entrypoints.launchers.cli_args",
+    "0.33.0": "vllm.entrypoints.common.cli_args",
+}
+"""What differs between the versions of vLLM that this backend was run with: the module that reads a
+server's options. A newer version is taken for the last one."""
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 WRITTEN = ("model", "model_tag", "revision", "worker_cls", "additional_config")
 """What `serve` writes among vLLM's options, and no later option may replace."""

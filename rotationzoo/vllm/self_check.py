@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ CHUNK, FEW = 16, 3
 class LayerRun:
     """Runs the steps of one request in a layer of vLLM's, in the last blocks of its cache."""
 
-    def __init__(self, layer: Any, name: str, spec: Any, config: Any, device: torch.device):
-        """For a layer with its KV cache, and the spec of that."""
-        self.layer, self.cache, self.device = layer, layer.kv_cache, device
+    def __init__(self, config: Any, name: str, spec: Any):
+        """For a layer of this name, whose KV cache has this spec."""
+        layer = self.layer = config.compilation_config.static_forward_context[name]
+        self.cache, self.device = layer.kv_cache, layer.kv_cache.device
         self.block = self.cache.shape[2]
-        self._made_with = spec.copy_with_new_block_size(self.block), [name], config, device
+        self._made_with = spec.copy_with_new_block_size(self.block), [name], config, self.device
         impl = layer.impl
         self.settings: CacheSettings = impl.own_settings()
         self.scores: Scores = impl.scores
@@ -58,19 +60,28 @@ class LayerRun:
         step = self._builder.build(0, common)
         given = [each.to(place) for each in (query, rows["key"], rows["value"])]
         output = torch.empty_like(given[0])
-        return self.layer.impl.forward(self.layer, *given, self.cache, step, output).cpu()
+        self.layer.impl.forward(self.layer, *given, self.cache, step, output)
+        return output.cpu()
 
 
-def check_layers(runs: dict[int, LayerRun]) -> float:
-    """Check at most `LAYERS` of these layers, among them the first, with whole windows, and the
-    last. The result and errors are those of `check_layer`."""
-    step = -(-(len(runs) - 1) // (LAYERS - 1)) or 1
-    first, *others = [*sorted(runs)[:-1:step], max(runs)]
-    furthest = [check_layer(runs[first], first)]
-    return max(furthest + [check_layer(runs[each], each, CHUNK) for each in others])
+@torch.no_grad()
+def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> None:
+    """Check at most `LAYERS` of the layers of our backend, `stored` by number, among them the
+    first, with whole windows, and the last. Raises as `check_layer`."""
+    specs = {}
+    for group in kv_cache_config.kv_cache_groups:
+        of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        specs |= {name: of_layers.get(name, group.kv_cache_spec) for name in group.layer_names}
+    step = -(-(len(stored) - 1) // (LAYERS - 1)) or 1
+    layers, furthest = sorted(stored), [0.0]
+    for layer in layers[:-1:step] + layers[-1:]:
+        run = LayerRun(config, stored[layer], specs[stored[layer]])
+        furthest.append(check_layer(run, layer, CHUNK if len(furthest) > 1 else MOST))
+    said = "%d layers are stored in 2 bits: tokens read what is defined, %.3f (at most %.2f) apart"
+    getLogger("vllm.rotationzoo").info(said, len(layers), max(furthest), FURTHEST)
 
 
-def check_layer(run: LayerRun, layer: int, most: int = MOST) -> float:
+def check_layer(run: LayerRun, layer: int, most: int) -> float:
     """Let a request of one layer run: a prompt, of at most `most` tokens, then a token that reads
     exact windows beside codes, then a chunk and a few tokens that have codes alone before them.
     Leaves the pages as they were. Returns how far the furthest step is from the definition, which
@@ -139,10 +150,11 @@ class Definition:
         position = torch.arange(self.exact[0].shape[2])
         causal = position <= torch.arange(first, first + len(queries))[:, None]
         query = queries.float().transpose(0, 1)[None]
-        both = (torch.cat(pair, 2) for pair in zip(self.exact, self.stored, strict=True))
+        key, value = (torch.cat(pair, 2) for pair in zip(self.exact, self.stored, strict=True))
         mask = torch.cat([causal & exact, causal & ~exact], 1)[None]
-        expected = attend_rows(query, *both, mask, self.scores)[0][0].transpose(0, 1)
-        unquantized = attend_rows(query, *self.exact, causal[None], self.scores)[0][0]
+        expected = attend_rows(query, key, value, mask, self.scores)[0][0].transpose(0, 1)
+        key, value = self.exact
+        unquantized = attend_rows(query, key, value, causal[None], self.scores)[0][0]
         changed = (unquantized.transpose(0, 1) - expected).norm()
         # Where nothing is read from codes, only the type of the model makes a difference.
         return float((output - expected).norm() / (changed + expected.norm() / 20))
