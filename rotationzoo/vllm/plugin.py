@@ -5,7 +5,6 @@ Without an artifact among vLLM's options, vLLM is what it was.
 """
 
 import logging
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import wraps
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
@@ -37,9 +37,8 @@ def find_installed() -> tuple[str, str] | None:
 
 def is_newer() -> bool:
     """Whether the vLLM on this machine is newer than those that this backend was run with."""
-    known = [(find_installed() or ("", "0"))[1], *TESTED[GPU_PACKAGE]]
-    numbers = [[int(each) for each in re.findall(r"\d+", version)[:3]] for version in known]
-    return numbers[0] > max(numbers[1:])
+    installed = find_installed()
+    return installed is not None and Version(installed[1]) > Version(TESTED[GPU_PACKAGE][-1])
 
 
 def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:

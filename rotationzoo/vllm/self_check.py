@@ -68,7 +68,7 @@ class LayerRun:
 def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> None:
     """Check at most `LAYERS` of the layers of our backend, `stored` by number, among them the
     first, with whole windows, and the last. Raises as `check_layer`."""
-    specs = {}
+    specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         specs |= {name: of_layers.get(name, group.kv_cache_spec) for name in group.layer_names}
