@@ -14,7 +14,8 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import Rows
 
 FURTHEST = 0.25
-"""So far from the definition may a step be, where 1 is what quantization changes."""
+"""So far from the definition may a step be, where 1 is what quantization changes. The demo model is
+less than .001 away in float32 and .05 in bfloat16; the rotations of another layer are 1.05."""
 MOST = 512
 """A prompt has no more tokens than these, whatever the windows are."""
 LAYERS = 8
