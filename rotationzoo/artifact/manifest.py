@@ -230,9 +230,10 @@ def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
     return strict_json.validate(Manifest, content, origin)
 
 
-def hash_config(folder: Path) -> str:
+def hash_config(folder: Path, unquantized: bool = False) -> str:
     """The `config_sha256` of the model in a folder: that of `config.json` with sorted keys, without
-    the library version that wrote it."""
+    the library version that wrote it; or of the model that it was quantized from."""
     config = read_json(folder / "config.json")
-    config.pop("transformers_version", None)
+    for key in ["transformers_version"] + ["quantization_config"] * unquantized:
+        config.pop(key, None)
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -12,8 +12,8 @@ from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_d
 from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model import centering
-from rotationzoo.model.rope import check_positions, position_count
 from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.rotations import LATENT
 from rotationzoo.words import counted
 

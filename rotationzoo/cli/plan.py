@@ -184,12 +184,12 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
         limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]
         if wish.card.count > 1:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
-        server = ["serve", *model, "--rotations", artifact, *kept, *limits]
+        # It scales RoPE as the rotations say.
+        unscaled = named(wish.model, wish.revision, None)
+        server = ["serve", *unscaled, "--rotations", artifact, *kept, *limits]
     elif kept:
         server += ["--windows", windows]
     commands = [calibrate, [*generate, *kept], server]
-    # Engines take no latents so, and `serve` no scaled RoPE.
-    has_latents = capacity.shape.layers[0].layer.rope_dim is not None
-    if has_latents or (is_served and wish.rope_scaling):
+    if capacity.shape.layers[0].layer.rope_dim is not None:  # engines take no latents so
         commands.pop()
     return [shell_line(*words) for words in commands]

@@ -38,7 +38,9 @@ def serve_command(
     rounding: options.Rounding = None,
     sink: options.Sink = None,
     recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=1)] = None,
-    anyway: options.Anyway = False,
+    anyway: Annotated[
+        bool, option("Also take rotations of other weights, and try a newer vLLM.")
+    ] = False,
     revision: options.Revision = None,
     dry_run: Annotated[bool, option("Check everything, and print the line alone.")] = False,
 ) -> None:
@@ -55,6 +57,7 @@ def serve_command(
             f"{handed_on[0]} has rotations, which follow an option",
             hint="give them as: rotationzoo serve MODEL --rotations FOLDER",
         )
+    from rotationzoo.artifact.manifest import hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers
     from rotationzoo.model.compatibility import check_weights
@@ -76,7 +79,7 @@ def serve_command(
         )
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
-    package, missing = choose_package()
+    package, missing = choose_package(anyway)
     if missing:
         missing.hint = f"{missing.hint} && {shell_line(*typed_words())}"
     words = server_command(package, place, has_windows=full is not None)
@@ -90,14 +93,19 @@ def serve_command(
         rounding=rounding,
         sink=sink,
         recent=recent,
+        anyway=anyway or None,
     )
     settings = make_settings(asked, source.name, source.folder, full is not None)
     artifact = Artifact.open(Path(asked.artifact))
     words += ["--revision", revision] if revision else []
+    if scaling := artifact.recipe.rope_scaling:
+        scaled = load_config(source, scaling).get_text_config(decoder=True).rope_parameters
+        words += ["--hf-overrides", dumps({"rope_parameters": scaled})]
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += ["--additional-config", dumps(named)]
     notes = [] if missing else claim(read_command(words, handed_on))
-    if has_weights(source):
+    # Quantized weights are others than those that they were made of.
+    if has_weights(source) and artifact.manifest.model.config_sha256 == hash_config(source.folder):
         check_weights([artifact], source, anyway)
     if full is not None and settings.codec.rotations.has_budget:
         out.note("Beside layers with a sliding window, all others get the same bits of the budget")

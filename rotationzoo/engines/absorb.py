@@ -23,10 +23,10 @@ from rotationzoo.model.files import Stored, entry_file, is_gguf, read_headers, w
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.latent import DOWN, NORM, UP, find_latent_parts
 from rotationzoo.model.quantized import quantization_of
-from rotationzoo.model.rope import same_scaling, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
+from rotationzoo.recipe.rope import same_scaling, scaling_of
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
 

@@ -11,9 +11,9 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import centering
 from rotationzoo.model.compatibility import other_weights_note
-from rotationzoo.model.rope import position_count
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import Data
+from rotationzoo.recipe.rope import position_count
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus
 from rotationzoo.words import counted

@@ -42,9 +42,9 @@ from rotationzoo.model.compatibility import check_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
-from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
+from rotationzoo.recipe.rope import position_count, scaling_of
 from rotationzoo.storage import strict_json
 from rotationzoo.writer import add_files
 

@@ -27,10 +27,10 @@ from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.rope import check_positions
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
+from rotationzoo.recipe.rope import check_positions
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable

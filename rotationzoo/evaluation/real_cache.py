@@ -24,10 +24,10 @@ from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.compatibility import other_weights_note
 from rotationzoo.model.loading import forward_errors, input_device
 from rotationzoo.model.prediction import continue_greedily, divergence_of
-from rotationzoo.model.rope import position_count
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
+from rotationzoo.recipe.rope import position_count
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 from rotationzoo.vllm.settings import Options, make_settings

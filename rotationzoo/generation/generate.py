@@ -24,10 +24,10 @@ from rotationzoo.model import compatibility, loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.rope import position_count, scaling_of
 from rotationzoo.text.rows import start_note
 from rotationzoo.writer import is_remembered
 from rotationzoo.zoo.pull import pull

@@ -8,9 +8,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
 from rotationzoo.evaluation.compatibility import judged_text
-from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import Data
+from rotationzoo.recipe.rope import longer_rows_hint, position_count
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.rows import read_corpus, start_tokens
 

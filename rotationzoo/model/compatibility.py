@@ -12,8 +12,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims, same_shapes
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import load_config
-from rotationzoo.model.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
+from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
 
 _LOG = logging.getLogger(__name__)

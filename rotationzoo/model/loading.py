@@ -28,8 +28,8 @@ from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Placement, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
-from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, license_of
+from rotationzoo.recipe.rope import apply_scaling
 from rotationzoo.storage.disks import ROOM, remedy
 from rotationzoo.storage.files import read_json
 

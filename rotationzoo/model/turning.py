@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rotationzoo.codec.turned import angles
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.prediction import run_decoder
-from rotationzoo.model.rope import position_count, scaling_of
+from rotationzoo.recipe.rope import position_count, scaling_of
 
 _POSITIONS = 256  # that angles are read at
 _CLOSE = 1e-3  # of cosines in float32; 1e-5 was measured

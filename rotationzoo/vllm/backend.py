@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -29,12 +28,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, SERVE
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.plugin import claim
+from rotationzoo.vllm.plugin import check_start, claim
 from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import (
@@ -145,7 +145,6 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.settings = settings
         if config.device_config.device_type == "cuda":
             check_kernels(settings, config.model_config.dtype)
-        self.ranks = config.parallel_config.tensor_parallel_size
         self.most_requests = config.scheduler_config.max_num_seqs
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_kv_heads or num_heads
@@ -213,17 +212,18 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
             current_workspace_manager().get_simultaneous(*sizes)
 
+    def own_settings(self) -> CacheSettings:
+        """The settings with the KV heads of this process."""
+        first = get_tensor_model_parallel_rank() * self.num_kv_heads
+        return select_heads(self.settings, slice(first, first + self.num_kv_heads))
+
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> LayerReader:
-        settings, self.reserved, self.reader = self.settings, None, None
-        if self.ranks > 1:
-            rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
-            settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
+        settings, self.reserved, self.reader = self.own_settings(), None, None
         rows = (each.transpose(0, 1)[None] for each in (key, value))
         slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
-        settings = settings.for_layer(index, *rows)
-        pages = LayerPages(settings, index, kv_cache, slots, key.dtype)
+        pages = LayerPages(settings.for_layer(index, *rows), index, kv_cache, slots, key.dtype)
         return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
 
 
@@ -344,7 +344,11 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         ours = (
             name for name in layers if isinstance(getattr(layers[name], "impl", None), RotatedImpl)
         )
-        stored = {*map(extract_layer_index, ours)}
-        if exact := served_layers(settings, config) - stored:
+        self.stored = {extract_layer_index(name): name for name in ours}
+        if exact := served_layers(settings, config) - set(self.stored):
             raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
-        init_logger("vllm.rotationzoo").info("%d layers are stored in 2 bits", len(stored))
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Raises `RotationZooError` for pages in which tokens do not read what is defined."""
+        super().initialize_from_config(kv_cache_config)
+        check_start(self.vllm_config, self.stored, kv_cache_config)

@@ -2,11 +2,12 @@
 
 import shutil
 import sys
+from importlib import import_module
 from typing import Any, NoReturn
 
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import WORKER
-from rotationzoo.vllm.plugin import GPU_PACKAGE
+from rotationzoo.vllm.plugin import GPU_PACKAGE, OTHER_VERSION, find_installed
 
 EVERY_LAYER = ("--attention-backend", "CUSTOM")
 FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM")
@@ -14,6 +15,12 @@ FULL_ATTENTION = ("--attention-config.backend_per_kind.full_attention", "CUSTOM"
 FEWER_REQUESTS = ("--max-num-seqs", "64")
 """vLLM's own number on a large GPU, 1,024, would take 54 GiB of exact copies for a model of 8B. A
 later option of the same name replaces this one."""
+PARSERS = {
+    "0.32.0": "vllm.entrypoints.launchers.cli_args",
+    "0.33.0": "vllm.entrypoints.common.cli_args",
+}
+"""What differs between the versions of vLLM that this backend was run with: the module that reads a
+server's options. A newer version is taken for the last one."""
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 WRITTEN = ("model", "model_tag", "revision", "worker_cls", "additional_config")
 """What `serve` writes among vLLM's options, and no later option may replace."""
@@ -49,10 +56,10 @@ def read_options(command: list[str], more: list[str]) -> Any:
     """The `AsyncEngineArgs` of a command, which vLLM has not compared with the model yet. Raises
     `RotationZooError` for options that vLLM does not have, and for those that replace what the
     command says."""
-    try:
-        from vllm.entrypoints.common import cli_args
-    except ImportError:  # before 0.33.0
-        from vllm.entrypoints.launchers import cli_args
+    installed, newest = find_installed(), [*PARSERS.values()][-1]
+    assert installed is not None
+    with as_unavailable(f"vLLM {installed[1]} lacks what reads its options", hint=OTHER_VERSION):
+        cli_args: Any = import_module(PARSERS.get(installed[1], newest))
 
     class Parser(cli_args.FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:

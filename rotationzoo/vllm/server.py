@@ -2,20 +2,24 @@
 should know of it. It is checked once, where vLLM makes a config."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.figures import byte_count
+from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, KEY, WORKER
-from rotationzoo.vllm.settings import served_layers
+from rotationzoo.vllm.settings import parse_options, served_layers
 from rotationzoo.vllm.steps import count_slots
 
 
-def check_server(config: Any) -> None:
+def check_server(settings: CacheSettings, config: Any) -> None:
     """Raise `UnsupportedModel` for what vLLM is asked for, and this backend does not serve."""
     from vllm.envs import VLLM_PLUGINS
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
 
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
@@ -26,7 +30,9 @@ def check_server(config: Any) -> None:
     # CUSTOM has no path as long as no plugin gave it one.
     path = place.get_path() if place.is_overridden() else BACKENDS
     heads = model.get_total_num_kv_heads()
-    changed = ", ".join(_changed_keys(model))
+    changed = ", ".join(_changed_keys(config))
+    copies = _copied_bytes(settings, config)
+    memory = cache.gpu_memory_utilization * current_platform.get_device_total_memory()
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
@@ -38,6 +44,9 @@ def check_server(config: Any) -> None:
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),
+        # It was not tried: what pages hold after it may be no numbers.
+        "sleep mode": model.enable_sleep_mode,
+        f"exact copies of {byte_count(copies)} (--max-num-seqs)": copies > memory,
         "random weights (--load-format dummy)": config.load_config.load_format == "dummy",
         "weights that change meanwhile": config.weight_transfer_config is not None,
         f"another config than the model's own ({changed})": changed,
@@ -53,30 +62,59 @@ def check_server(config: Any) -> None:
 
 def describe(settings: CacheSettings, config: Any) -> list[str]:
     """What people should know of a server."""
-    codec, layout, requests = settings.codec, settings.layout, config.scheduler_config.max_num_seqs
-    layers, tokens = served_layers(settings, config), 64
-    if not layers:
+    layout, requests = settings.layout, config.scheduler_config.max_num_seqs
+    if not served_layers(settings, config):
         return ["Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits"]
-    pages = [codec.page_layout(*each, tokens, layout.format) for each in product(layers, SIDES)]
-    elements = count_slots(layout, tokens, requests) * sum(each.heads * each.dim for each in pages)
-    copies = byte_count(tokens * elements * config.model_config.dtype.itemsize)
+    copies, rounding = byte_count(_copied_bytes(settings, config)), settings.codec.rounding
     notes = [
-        f"Serving codes written by {codec.rounding} rounding, the first {layout.sink} and the last "
+        f"Serving codes written by {rounding} rounding, the first {layout.sink} and the last "
         f"{layout.recent} tokens exact, which takes {copies} for {requests} requests at a time "
         "(--max-num-seqs)"
     ]
+    if quantization := config.model_config.quantization:
+        notes.append(
+            f"Weights are quantized ({quantization}): rotations were made for these, or for those "
+            "that they were quantized from"
+        )
     if config.lora_config is not None:
         notes.append("Rotations were made without the adapters of --enable-lora, which change keys")
     return notes
 
 
-def _changed_keys(model: Any) -> list[str]:
-    """What vLLM's options change in the config that a model comes with."""
-    if not (model.hf_overrides or model.hf_config_path):
+def _copied_bytes(settings: CacheSettings, config: Any) -> int:
+    """What the exact copies of all requests take."""
+    codec, layout, tokens = settings.codec, settings.layout, 64
+    sides = product(served_layers(settings, config), SIDES)
+    pages = [codec.page_layout(*each, tokens, layout.format) for each in sides]
+    slots = count_slots(layout, tokens, config.scheduler_config.max_num_seqs)
+    elements = slots * tokens * sum(each.heads * each.dim for each in pages)
+    itemsize: int = config.model_config.dtype.itemsize
+    return elements * itemsize
+
+
+def _changed_keys(config: Any) -> list[str]:
+    """What vLLM's options change in the config that a model comes with, but for RoPE that is scaled
+    as in calibration. Raises `UnsupportedModel` for RoPE that is not."""
+    model, options = config.model_config, parse_options(config.additional_config)
+    assert options is not None
+    wanted = Artifact.open(Path(options.artifact).expanduser()).recipe.rope_scaling
+    if not (model.hf_overrides or model.hf_config_path or wanted):
         return []
     from vllm.transformers_utils.config import get_config
 
     # vLLM completes both in the same way.
     read = get_config(model.model, model.trust_remote_code, model.revision, model.code_revision)
     kept, used = read.to_dict(), model.hf_config.to_dict()
-    return [key for key in kept | used if kept.get(key) != used.get(key) and key != "_name_or_path"]
+    fixed = {"_name_or_path"}
+    if wanted:
+        present = scaling_of(model.hf_config)
+        if not same_scaling(wanted, present) or (
+            complete_scaling(str(present), read) != complete_scaling(wanted, read)
+        ):
+            raise UnsupportedModel(
+                f"rotations were calibrated with the rope scaling {wanted}, and the server runs "
+                f"with {present or 'none'}",
+                hint="leave --hf-overrides to: rotationzoo serve",
+            )
+        fixed.add("rope_parameters")
+    return [key for key in kept | used if kept.get(key) != used.get(key) and key not in fixed]

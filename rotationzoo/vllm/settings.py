@@ -50,6 +50,8 @@ class Options(strict_json.Strict, extra="forbid"):
     recent: int | None = Field(default=None, ge=1)
     """First and last tokens that stay exact; by default the recipe's. A new token reads itself
     exact."""
+    anyway: bool | None = None
+    """Whether a version of vLLM is tried that is newer than those that were."""
 
 
 def parse_options(additional_config: Any) -> Options | None:
@@ -102,7 +104,7 @@ def make_settings(options: Options, name: str, folder: Path, has_windows: bool) 
     artifact = Artifact.open(Path(options.artifact).expanduser())
     check_model(artifact, name, folder)
     recipe = artifact.recipe
-    asked: Any = options.model_dump(exclude={"artifact"}, exclude_none=True)
+    asked: Any = options.model_dump(exclude={"artifact", "anyway"}, exclude_none=True)
     budget = None if options.bits is None else Budget(options.bits)
     budget = budget_beside_windows(budget, recipe.budget, has_windows)
     uncentered = find_engine("vllm").uncentered
@@ -113,20 +115,15 @@ def make_settings(options: Options, name: str, folder: Path, has_windows: bool) 
 
 
 def check_model(artifact: Artifact, name: str, folder: Path) -> None:
-    """Raise `RotationZooError` for an artifact of another model, and `UnsupportedModel` for a model
-    of which vLLM's pages cannot hold every layer, or that runs with scaled RoPE."""
+    """Raise `RotationZooError` for an artifact of another model, if it is not the one that this was
+    quantized from, and `UnsupportedModel` for one of which vLLM's pages cannot hold every layer."""
     check_sides("vllm", artifact.rotations.sides)
     made_for = artifact.manifest.model
-    if not artifact.bound or made_for.config_sha256 != hash_config(folder):
+    fitting = hash_config(folder), hash_config(folder, unquantized=True)
+    if not artifact.bound or made_for.config_sha256 not in fitting:
         raise RotationZooError(
             f"{artifact.folder} was made for {made_for.id}, and not for {name}",
             hint=f"make one with: rotationzoo calibrate {name}",
-        )
-    if scaling := artifact.recipe.rope_scaling:
-        raise UnsupportedModel(
-            f"{artifact.folder} was calibrated with the rope scaling {scaling}, which this backend "
-            "does not compare with the server's",
-            hint=f"make one without: rotationzoo calibrate {name}",
         )
     geometry = artifact.geometry
     shared = [layer.index for layer in geometry if layer.owner != layer.index]

@@ -131,8 +131,8 @@ def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     quick = " --quick" * (format == "sglang")
     assert planned.stderr == f"Next: rotationzoo calibrate demo --rope-scaling yarn:4{quick}\n"
     assert "a request has all 32,768 positions of demo" in planned.stdout
-    calibrate, generate, *last = ok(inside(*words, "--json"))["commands"]
-    assert not last or "serve" not in last[0], "which takes no scaled RoPE"
+    calibrate, generate, last = ok(inside(*words, "--json"))["commands"]
+    assert ("rotationzoo serve demo --rotations" in last) == (format == "fine")
     folder = f"rotations/demo-oscar{'-quick' * (format == 'sglang')}-yarn-4"
     assert generate.startswith(
         f"rotationzoo generate demo --rope-scaling yarn:4 --rotations {folder}"

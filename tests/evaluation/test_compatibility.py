@@ -27,10 +27,10 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.linalg.moments import Average
 from rotationzoo.model.compatibility import settle_rope_scaling
 from rotationzoo.model.loading import load_config
-from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import with_rope_scaling
+from rotationzoo.recipe.rope import scaling_of
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 from rotationzoo.text.documents import BUNDLED
 

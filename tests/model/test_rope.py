@@ -6,7 +6,7 @@ import transformers
 from support import architectures
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.rope import (
+from rotationzoo.recipe.rope import (
     apply_scaling,
     longer_rows_hint,
     position_count,

@@ -45,9 +45,10 @@ def serve(
     prompts_too=False,
     sampling=None,
     variables=None,
+    broken=False,
     **engine,
 ):
-    """What a vLLM engine answers; `RuntimeError` with its output where it fails."""
+    """What an engine answers, or a broken one; `RuntimeError` with its output where it fails."""
     if artifact is not None:
         engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
         if torch.cuda.is_available():  # where vLLM asks which layers are ours
@@ -65,7 +66,8 @@ def serve(
         **engine,
     }
     job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
-    return drive(folder, job | {"sampling": sampling or {}}, **(variables or {}))
+    job |= {"sampling": sampling or {}} | ({"broken": True} if broken else {})
+    return drive(folder, job, **(variables or {}))
 
 
 def drive(folder: Path, job: dict, **variables: str):
@@ -99,7 +101,7 @@ def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
     monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[package][-1]))
     monkeypatch.setattr(command, "read_command", _read_command)
     monkeypatch.setattr(command, "read_options", lambda words, more: None)
-    monkeypatch.setattr(server, "check_server", lambda config: None)
+    monkeypatch.setattr(server, "check_server", lambda settings, config: None)
 
 
 def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
@@ -111,6 +113,10 @@ def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
         parallel_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
         model_config=SimpleNamespace(
-            model=model, revision=None, dtype=torch.bfloat16, hf_config=load_config(find(model))
+            quantization=None,
+            model=model,
+            revision=None,
+            dtype=torch.bfloat16,
+            hf_config=load_config(find(model)),
         ),
     )

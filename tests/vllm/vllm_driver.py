@@ -3,19 +3,24 @@
 A job has the options of the engine and rounds of prompts; the prompts of a round are requests at
 the same time. The result has the tokens and log probabilities of each answer, and the engine's
 blocks. A job with a `server` asks that one instead, with OpenAI's client; one with `commands` runs
-rotationzoo's command line, and one with `configs` has vLLM make configs.
+rotationzoo's command line, one with `configs` has vLLM make configs, and one that is `broken`
+breaks a worker, which has to notice it.
 """
 
 import json
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from copy import copy
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 
 def main() -> None:
     job, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     kinds = {"server": ask_server, "commands": run_commands, "configs": make_configs}
+    kinds["broken"] = break_worker
     work = next((kinds[key] for key in kinds if key in job), run_engine)
     target.write_text(json.dumps(work(job)))
 
@@ -96,6 +101,67 @@ def make_configs(job: dict) -> list[dict]:
             worker = f"{type(error).__name__}: {error}"
         made.append({"worker": worker, "backend": AttentionBackendEnum.CPU_ATTN.get_path()})
     return made
+
+
+def break_worker(job: dict) -> dict[str, str]:
+    """What the worker of an engine in this process says when it is broken in each way, and whether
+    its pages are what they were."""
+    import torch
+    from vllm import LLM
+
+    from rotationzoo.errors import RotationZooError
+
+    llm = LLM(**job["engine"])
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    caches, said = [layer.kv_cache.view(torch.uint8) for layer in layers], {}
+    for cache in caches:
+        cache.random_(256)
+    before = [cache.clone() for cache in caches]
+    again = patch.object(type(worker).__base__, "initialize_from_config", lambda *_: None)
+    for name, way in ways_to_break(*layers).items():
+        with again, way:
+            try:
+                worker.initialize_from_config(worker.model_runner.kv_cache_config)
+                said[name] = ""
+            except RotationZooError as error:
+                said[name] = str(error)
+    same = [torch.equal(*pair) for pair in zip(caches, before, strict=True)]
+    return said | {"pages": str(all(same))}
+
+
+def ways_to_break(first, second, *_) -> dict:
+    from rotationzoo.codec.attention import ExactWindow
+    from rotationzoo.codec.pages import PageLayout
+    from rotationzoo.rotations import Rotations
+    from rotationzoo.vllm.backend import RotatedBuilder
+    from rotationzoo.vllm.pages import LayerPages
+
+    reader, pages = first.impl.reader, first.impl.reader.pages
+    others = Rotations({0: second.impl.reader.pages.codec.rotations[1]})
+    codec = replace(pages.codec, rotations=others)
+    dequantize = PageLayout.dequantize
+
+    def keys_alone(self, window) -> ExactWindow:
+        keys = self.copies["key"], self.copies["key"]
+        return ExactWindow(*keys, window.lengths, window.starts, window.slots)
+
+    return {
+        "nothing": nullcontext(),
+        "rotations": patch.multiple(reader, pages=replace_in(pages, codec), _turns=None),
+        "layout": patch.dict(pages.memory, value=pages.memory["key"]),
+        "codes": patch.object(PageLayout, "dequantize", lambda *given: dequantize(*given).roll(1)),
+        "windows": patch.object(LayerPages, "_window", keys_alone),
+        "kernel": patch.object(LayerPages, "attend", lambda *given: given[-1].zero_()),
+        "hook": patch.object(RotatedBuilder, "build", lambda self: None),
+    }
+
+
+def replace_in(pages, codec):
+    """Pages with another codec."""
+    other = copy(pages)
+    other.codec = codec
+    return other
 
 
 def only(table: dict):

@@ -11,10 +11,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from rotationzoo.artifact.measured import Tasks
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model.rope import check_positions
 from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
+from rotationzoo.recipe.rope import check_positions
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 from rotationzoo.words import nearest
 
