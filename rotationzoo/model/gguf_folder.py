@@ -14,7 +14,7 @@ import torch
 
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model.files import GGUF, check_configs
-from rotationzoo.model.rope import scaling_of
+from rotationzoo.recipe.rope import scaling_of
 
 _OTHER = "give the model that it was converted from"
 DTYPE = torch.bfloat16
