@@ -5,8 +5,9 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,13 +26,14 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import BACKENDS, SERVE
+from rotationzoo.vllm import BACKENDS, SERVE, WORKER
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
@@ -43,6 +45,7 @@ from rotationzoo.vllm.settings import (
     read_settings,
     select_heads,
     served_layers,
+    verified_tokens,
 )
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 
@@ -63,7 +66,9 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(FEW)
+        self.verified = verified_tokens(vllm_config)
+        self.few = max(FEW, self.verified)
+        self._init_reorder_batch_threshold(self.few)
         self.tokens = _page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
 
@@ -82,6 +87,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
             self.vllm_config.scheduler_config.max_num_seqs,
             self.device,
             layers[self.layer_names[0]].impl.attention.segment,
+            self.verified,
         )
 
     def build(
@@ -93,9 +99,8 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         known_lengths = common.seq_lens_cpu_upper_bound
         if known_lengths is None:
             known_lengths = common.seq_lens
-        known = Known(
-            common.query_start_loc_cpu.diff().long(), known_lengths.cpu().long(), common.max_seq_len
-        )
+        counts = common.query_start_loc_cpu.diff().long()
+        known = Known(counts, known_lengths.cpu().long(), common.max_seq_len, self.few)
         table, mapping = common.block_table_tensor, common.slot_mapping
         if self.pages > 1:
             inside = torch.arange(self.pages, dtype=table.dtype, device=table.device)
@@ -147,6 +152,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             check_kernels(settings, config.model_config.dtype)
         self.ranks = config.parallel_config.tensor_parallel_size
         self.most_requests = config.scheduler_config.max_num_seqs
+        self.verified = verified_tokens(config)
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
@@ -205,13 +211,16 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         is_first = self.reserved is None and self.reader is None
         if like.is_cuda and is_first and self.cache_config.block_size:
             tokens = _page_tokens(self.cache_config.block_size)
-            slots = count_slots(self.settings.layout, tokens, self.most_requests)
+            slots = self._count_slots(tokens)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
             queries = self.most_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
             room = max(self.attention.segment, self.most_tokens + windows)
             sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
             current_workspace_manager().get_simultaneous(*sizes)
+
+    def _count_slots(self, tokens: int) -> int:
+        return count_slots(self.settings.layout, tokens, self.most_requests, self.verified)
 
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
@@ -221,7 +230,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
             settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
         rows = (each.transpose(0, 1)[None] for each in (key, value))
-        slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
+        slots = self._count_slots(kv_cache.shape[2])
         settings = settings.for_layer(index, *rows)
         pages = LayerPages(settings, index, kv_cache, slots, key.dtype)
         return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
@@ -321,8 +330,33 @@ def _page_tokens(block: int) -> int:
     return math.gcd(block, 64)
 
 
+def _release_backend() -> None:
+    """Let other models of this process have vLLM's own backend on a CPU."""
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()
+
+
+def _load_draft_model(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:
+    """Load the model that drafts tokens for a model with rotations as if no artifact were named:
+    its few layers keep vLLM's own backend."""
+    parallel, drafts = config.parallel_config, config.speculative_config
+    own = {"additional_config": {}, "attention_config": replace(config.attention_config)}
+    own["attention_config"].backend = drafts.attention_backend
+    own["attention_config"].backend_per_kind = {}
+    kept = {name: getattr(config, name) for name in own}
+    _release_backend()
+    parallel.worker_cls = _WORKER
+    vars(config).update(own)
+    try:
+        return load(*arguments)
+    finally:
+        parallel.worker_cls = WORKER
+        vars(config).update(kept)
+
+
 _OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
-_Worker: Any = resolve_obj_by_qualname(f"vllm.v1.worker.{_OF_PLATFORM}")
+_WORKER = f"vllm.v1.worker.{_OF_PLATFORM}"
+_Worker: Any = resolve_obj_by_qualname(_WORKER)
 
 
 class RotatedWorker(_Worker):  # type: ignore[misc]
@@ -331,14 +365,18 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
     def load_model(self, **options: Any) -> None:
         """Raises `RotationZooError` for what is not served, before weights are read, and for a
         layer that would read an exact cache."""
-        config, place = self.vllm_config, AttentionBackendEnum.CPU_ATTN
+        config = self.vllm_config
         claim(config)
         # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
-        register_backend(place, f"{BACKENDS}_cpu.RotatedCpuBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}_cpu.RotatedCpuBackend")
+        runner = self.model_runner  # of which there are two versions
+        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        if hasattr(drafter, "load_model"):
+            drafter.load_model = partial(_load_draft_model, config, drafter.load_model)
         try:
             super().load_model(**options)
         finally:
-            place.clear_override()  # another model of this process keeps vLLM's
+            _release_backend()
         settings, layers = read_settings(config), config.compilation_config.static_forward_context
         assert settings is not None
         ours = (

@@ -9,7 +9,7 @@ from rotationzoo.errors import UnsupportedModel
 from rotationzoo.figures import byte_count
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, KEY, WORKER
-from rotationzoo.vllm.settings import served_layers
+from rotationzoo.vllm.settings import served_layers, verified_tokens
 from rotationzoo.vllm.steps import count_slots
 
 
@@ -34,7 +34,6 @@ def check_server(config: Any) -> None:
         "a KV connector": config.kv_transfer_config is not None,
         "KV offloading": cache.kv_offloading_size is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),
         "random weights (--load-format dummy)": config.load_config.load_format == "dummy",
@@ -57,7 +56,8 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
     if not layers:
         return ["Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits"]
     pages = [codec.page_layout(*each, tokens, layout.format) for each in product(layers, SIDES)]
-    elements = count_slots(layout, tokens, requests) * sum(each.heads * each.dim for each in pages)
+    slots = count_slots(layout, tokens, requests, verified_tokens(config))
+    elements = slots * sum(each.heads * each.dim for each in pages)
     copies = byte_count(tokens * elements * config.model_config.dtype.itemsize)
     notes = [
         f"Serving codes written by {codec.rounding} rounding, the first {layout.sink} and the last "

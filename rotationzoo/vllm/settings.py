@@ -145,6 +145,13 @@ def served_layers(settings: CacheSettings, config: Any) -> set[int]:
     return {*settings.codec.rotations} if full is None else full
 
 
+def verified_tokens(config: Any) -> int:
+    """How many new tokens a request has in a decoding step of a `VllmConfig`: one, and those that
+    were drafted."""
+    drafts = config.speculative_config
+    return 1 if drafts is None else 1 + int(drafts.num_speculative_tokens)
+
+
 def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
     """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU."""
     if not kernels_run_on(torch.device("cuda")):
