@@ -59,8 +59,9 @@ def without(budgeted, prompts, tmp_path_factory) -> dict:
     return serve(folder, budgeted.folder, [prompts], TOKENS, prompts_too=True, **ENGINE)
 
 
-def assert_answers(served: dict, without: dict, rounds: list[list[list[int]]]) -> None:
-    """Token for token, with log probabilities of the same; of the drafts, some are rejected."""
+def assert_answers(served: dict, without: dict, rounds: list[list[list[int]]]) -> tuple[int, int]:
+    """Token for token, with log probabilities of the same. How many drafts were accepted, and how
+    many were not."""
     expected = {tuple(each["ids"][:-TOKENS]): each for each in without["rounds"][0]}
     for asked, answers in zip(rounds, served["rounds"], strict=True):
         for prompt, answer in zip(asked, answers, strict=True):
@@ -70,8 +71,8 @@ def assert_answers(served: dict, without: dict, rounds: list[list[list[int]]]) -
             for kind in kinds:
                 difference = torch.tensor(answer[kind]) - torch.tensor(other[kind])
                 assert difference.abs().max() < CLOSE
-    print({name: number for name, number in served["counted"].items() if "spec" in name})
-    assert 0 < served["counted"][ACCEPTED] < served["counted"][DRAFTED]
+    accepted, drafted = (int(served["counted"][name]) for name in (ACCEPTED, DRAFTED))
+    return accepted, drafted - accepted
 
 
 def test_ngrams_with_a_budget_cached_prefixes_and_requests_that_preempt_each_other(
@@ -81,10 +82,9 @@ def test_ngrams_with_a_budget_cached_prefixes_and_requests_that_preempt_each_oth
     rounds = [prompts[:2], [prompts[1]], prompts[2:]]
     engine = ENGINE | {"num_gpu_blocks_override": 10, "enable_prefix_caching": True}
     drafts = NGRAMS | {"num_speculative_tokens": 3}
-    served = serve(
-        tmp_path, budgeted.folder, rounds, TOKENS, speculative_config=drafts, **engine
-    )
-    assert_answers(served, without, rounds)
+    served = serve(tmp_path, budgeted.folder, rounds, TOKENS, speculative_config=drafts, **engine)
+    accepted, rejected = assert_answers(served, without, rounds)
+    assert min(accepted, rejected) > 50, "134 and 199 were measured"
     assert served["rounds"][1][0]["cached"] == 384
     assert served["counted"]["vllm:num_preemptions"] > 0
 
@@ -102,11 +102,11 @@ def test_more_drafts_than_few_tokens_and_log_probabilities_of_prompts(
         speculative_config=drafts,
         **ENGINE,
     )
-    assert_answers(served, without, [prompts[:2]])
+    assert sum(assert_answers(served, without, [prompts[:2]])) > 0
 
 
 def make_head(folder: Path) -> Path:
-    """An EAGLE head of random weights that mostly predicts what the model did before."""
+    """An EAGLE head of random weights."""
     folder.mkdir()
     LlamaConfig(
         architectures=["LlamaForCausalLM"], vocab_size=2048, hidden_size=256, intermediate_size=512,
@@ -133,13 +133,14 @@ def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     method, layers, budgeted, without, prompts, tmp_path
 ):
     """In float32, a token of a KV head takes 2 x 64 x 4 bytes in each of its layers. The demo model
-    drafts for itself, and is rejected where codes make the difference."""
+    drafts for itself, and no draft of the head is accepted."""
     model = str(DEMO) if method == "draft_model" else str(make_head(tmp_path / "head"))
     drafts = {"method": method, "model": model, "num_speculative_tokens": 3}
     served = serve(
         tmp_path, budgeted.folder, [prompts[:2]], TOKENS, speculative_config=drafts, **ENGINE
     )
-    assert_answers(served, without, [prompts[:2]])
+    accepted, rejected = assert_answers(served, without, [prompts[:2]])
+    assert {"draft_model": accepted, "eagle": rejected}[method] > 20, "60 and 234 were measured"
     rotations = budgeted.rotations
     thirds = [int(rotations[layer][side].fine_channels) for layer in rotations for side in SIDES]
     cells = sum(18 + third // 8 for third in thirds)
