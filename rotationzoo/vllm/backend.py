@@ -340,7 +340,10 @@ def _load_draft_model(config: Any, load: Callable[..., Any], *arguments: Any) ->
     """Load the model that drafts tokens for a model with rotations as if no artifact were named:
     its few layers keep vLLM's own backend."""
     parallel, drafts = config.parallel_config, config.speculative_config
-    own = {"additional_config": {}, "attention_config": replace(config.attention_config)}
+    own: dict[str, Any] = {
+        "additional_config": {},
+        "attention_config": replace(config.attention_config),
+    }
     own["attention_config"].backend = drafts.attention_backend
     own["attention_config"].backend_per_kind = {}
     kept = {name: getattr(config, name) for name in own}
@@ -370,7 +373,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}_cpu.RotatedCpuBackend")
         runner = self.model_runner  # of which there are two versions
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
         if hasattr(drafter, "load_model"):
             drafter.load_model = partial(_load_draft_model, config, drafter.load_model)
         try:
