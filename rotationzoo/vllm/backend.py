@@ -66,8 +66,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.verified = verified_tokens(vllm_config)
-        self.few = max(FEW, self.verified)
+        self.few = max(FEW, verified_tokens(vllm_config))
         self._init_reorder_batch_threshold(self.few)
         self.tokens = _page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
@@ -87,7 +86,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
             self.vllm_config.scheduler_config.max_num_seqs,
             self.device,
             layers[self.layer_names[0]].impl.attention.segment,
-            self.verified,
+            verified_tokens(self.vllm_config),
         )
 
     def build(
@@ -96,11 +95,10 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         """Plan a step."""
         common = common_attn_metadata
         bounds = common.query_start_loc
-        known_lengths = common.seq_lens_cpu_upper_bound
-        if known_lengths is None:
-            known_lengths = common.seq_lens
+        lengths = common.seq_lens_cpu_upper_bound
+        lengths = (common.seq_lens if lengths is None else lengths).cpu().long()
         counts = common.query_start_loc_cpu.diff().long()
-        known = Known(counts, known_lengths.cpu().long(), common.max_seq_len, self.few)
+        known = Known(counts, lengths, common.max_seq_len, self.few)
         table, mapping = common.block_table_tensor, common.slot_mapping
         if self.pages > 1:
             inside = torch.arange(self.pages, dtype=table.dtype, device=table.device)
@@ -131,33 +129,27 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             "ALiBi": alibi_slopes is not None,
             f"attention of the kind {attn_type!r}": attn_type != "decoder",
             "caches that layers share": kv_sharing_target_layer_name is not None,
+            "CUSTOM for layers with a sliding window": sliding_window is not None,
         }
         for what, asked in unserved.items():
             if asked:
-                raise UnsupportedModel(f"rotations are not served with {what} by this backend")
-        if sliding_window is not None:
-            raise UnsupportedModel(
-                "layers with a sliding window are served by vLLM's own attention backend alone",
-                hint=SERVE,
-            )
+                raise UnsupportedModel(f"this backend serves no rotations with {what}", SERVE)
         global _current
         _current = config = get_current_vllm_config()
         settings = read_settings(config)
         if settings is None:
             raise RotationZooError(
-                "the attention backend CUSTOM is rotationzoo's, and no artifact is named", SERVE
+                "CUSTOM is rotationzoo's backend, and no artifact is named", SERVE
             )
         self.settings = settings
-        if config.device_config.device_type == "cuda":
-            check_kernels(settings, config.model_config.dtype)
-        self.ranks = config.parallel_config.tensor_parallel_size
-        self.most_requests = config.scheduler_config.max_num_seqs
-        self.verified = verified_tokens(config)
-        self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
-        self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
+        if is_cuda:
+            check_kernels(settings, dtype)
+        self.ranks = config.parallel_config.tensor_parallel_size
+        self.most_requests = config.scheduler_config.max_num_seqs, verified_tokens(config)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_size, self.scale, self.kv_cache_dtype = head_size, float(scale), kv_cache_dtype
+        self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
         self.most_tokens = config.scheduler_config.max_num_batched_tokens
         self.reader: LayerReader | None = None
@@ -211,16 +203,13 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         is_first = self.reserved is None and self.reader is None
         if like.is_cuda and is_first and self.cache_config.block_size:
             tokens = _page_tokens(self.cache_config.block_size)
-            slots = self._count_slots(tokens)
+            slots = count_slots(self.settings.layout, tokens, *self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
             queries = self.most_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
             room = max(self.attention.segment, self.most_tokens + windows)
             sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
             current_workspace_manager().get_simultaneous(*sizes)
-
-    def _count_slots(self, tokens: int) -> int:
-        return count_slots(self.settings.layout, tokens, self.most_requests, self.verified)
 
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
@@ -230,7 +219,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
             settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
         rows = (each.transpose(0, 1)[None] for each in (key, value))
-        slots = self._count_slots(kv_cache.shape[2])
+        slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
         settings = settings.for_layer(index, *rows)
         pages = LayerPages(settings, index, kv_cache, slots, key.dtype)
         return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
@@ -330,30 +319,19 @@ def _page_tokens(block: int) -> int:
     return math.gcd(block, 64)
 
 
-def _release_backend() -> None:
-    """Let other models of this process have vLLM's own backend on a CPU."""
+def _load_draft_model(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:
+    """Load a model that drafts tokens as if no artifact were named: it keeps vLLM's backend."""
+    chosen = {"backend": config.speculative_config.attention_backend, "backend_per_kind": {}}
+    own = {"additional_config": {}, "attention_config": replace(config.attention_config, **chosen)}
+    kept = {name: getattr(config, name) for name in own}
     AttentionBackendEnum.CPU_ATTN.clear_override()
     _cached_get_attn_backend.cache_clear()
-
-
-def _load_draft_model(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:
-    """Load the model that drafts tokens for a model with rotations as if no artifact were named:
-    its few layers keep vLLM's own backend."""
-    parallel, drafts = config.parallel_config, config.speculative_config
-    own: dict[str, Any] = {
-        "additional_config": {},
-        "attention_config": replace(config.attention_config),
-    }
-    own["attention_config"].backend = drafts.attention_backend
-    own["attention_config"].backend_per_kind = {}
-    kept = {name: getattr(config, name) for name in own}
-    _release_backend()
-    parallel.worker_cls = _WORKER
+    config.parallel_config.worker_cls = _WORKER
     vars(config).update(own)
     try:
         return load(*arguments)
     finally:
-        parallel.worker_cls = WORKER
+        config.parallel_config.worker_cls = WORKER
         vars(config).update(kept)
 
 
@@ -379,7 +357,8 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         try:
             super().load_model(**options)
         finally:
-            _release_backend()
+            AttentionBackendEnum.CPU_ATTN.clear_override()
+            _cached_get_attn_backend.cache_clear()  # another model of this process keeps vLLM's
         settings, layers = read_settings(config), config.compilation_config.static_forward_context
         assert settings is not None
         ours = (

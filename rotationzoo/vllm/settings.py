@@ -146,10 +146,8 @@ def served_layers(settings: CacheSettings, config: Any) -> set[int]:
 
 
 def verified_tokens(config: Any) -> int:
-    """How many new tokens a request has in a decoding step of a `VllmConfig`: one, and those that
-    were drafted."""
-    drafts = config.speculative_config
-    return 1 if drafts is None else 1 + int(drafts.num_speculative_tokens)
+    """How many new tokens a request has in a decoding step: one, and those that were drafted."""
+    return 1 + int(getattr(config.speculative_config, "num_speculative_tokens", 0))
 
 
 def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:

@@ -98,8 +98,7 @@ class Planner:
         verified: int = 1,
     ):
         """For pages of so many tokens and bytes on this device. Page 0 belongs to no request.
-        Prompts read `segment` earlier tokens at a time. Of a request, `verified` tokens are new in
-        a step without a prompt: one, and those that are drafted."""
+        Prompts read `segment` earlier tokens at a time, and others have `verified` new ones."""
         self.layout, self.tokens, self.page_bytes = layout, tokens, page_bytes
         self.sink, self.recent = layout.sink, layout.recent  # at least 1: a token reads itself
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens, 1)
@@ -347,8 +346,7 @@ def _new(
 
 def count_slots(layout: CacheLayout, tokens: int, most_requests: int, verified: int = 1) -> int:
     """The slots for exact copies of pages with so many tokens: as many as the windows of all
-    requests touch, another window for the chunk of a prompt, and slot 0. `verified`: as in
-    `Planner`."""
+    requests with `verified` new tokens touch, another for the chunk of a prompt, and slot 0."""
     sink, recent = _window_pages(layout, tokens, verified)
     return (sink + recent) * most_requests + recent + 1
 
