@@ -5,8 +5,9 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -31,7 +33,7 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import BACKENDS, SERVE
+from rotationzoo.vllm import BACKENDS, SERVE, WORKER
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import check_start, claim
@@ -43,6 +45,7 @@ from rotationzoo.vllm.settings import (
     read_settings,
     select_heads,
     served_layers,
+    verified_tokens,
 )
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 
@@ -63,7 +66,8 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(FEW)
+        self.few = max(FEW, verified_tokens(vllm_config))
+        self._init_reorder_batch_threshold(self.few)
         self.tokens = _page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
 
@@ -82,6 +86,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
             self.vllm_config.scheduler_config.max_num_seqs,
             self.device,
             layers[self.layer_names[0]].impl.attention.segment,
+            verified_tokens(self.vllm_config),
         )
 
     def build(
@@ -90,12 +95,10 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         """Plan a step."""
         common = common_attn_metadata
         bounds = common.query_start_loc
-        known_lengths = common.seq_lens_cpu_upper_bound
-        if known_lengths is None:
-            known_lengths = common.seq_lens
-        known = Known(
-            common.query_start_loc_cpu.diff().long(), known_lengths.cpu().long(), common.max_seq_len
-        )
+        lengths = common.seq_lens_cpu_upper_bound
+        lengths = (common.seq_lens if lengths is None else lengths).cpu().long()
+        counts = common.query_start_loc_cpu.diff().long()
+        known = Known(counts, lengths, common.max_seq_len, self.few)
         table, mapping = common.block_table_tensor, common.slot_mapping
         if self.pages > 1:
             inside = torch.arange(self.pages, dtype=table.dtype, device=table.device)
@@ -126,31 +129,24 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             "ALiBi": alibi_slopes is not None,
             f"attention of the kind {attn_type!r}": attn_type != "decoder",
             "caches that layers share": kv_sharing_target_layer_name is not None,
+            "CUSTOM for layers with a sliding window": sliding_window is not None,
         }
         for what, asked in unserved.items():
             if asked:
-                raise UnsupportedModel(f"rotations are not served with {what} by this backend")
-        if sliding_window is not None:
-            raise UnsupportedModel(
-                "layers with a sliding window are served by vLLM's own attention backend alone",
-                hint=SERVE,
-            )
+                raise UnsupportedModel(f"this backend serves no rotations with {what}", SERVE)
         global _current
         _current = config = get_current_vllm_config()
         settings = read_settings(config)
         if settings is None:
-            raise RotationZooError(
-                "the attention backend CUSTOM is rotationzoo's, and no artifact is named", SERVE
-            )
+            raise RotationZooError("no artifact is named for rotationzoo's backend", SERVE)
         self.settings = settings
-        if config.device_config.device_type == "cuda":
-            check_kernels(settings, config.model_config.dtype)
-        self.most_requests = config.scheduler_config.max_num_seqs
-        self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
-        self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
+        if is_cuda:
+            check_kernels(settings, dtype)
+        self.most_requests = config.scheduler_config.max_num_seqs, verified_tokens(config)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_size, self.scale, self.kv_cache_dtype = head_size, float(scale), kv_cache_dtype
+        self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
         self.most_tokens = config.scheduler_config.max_num_batched_tokens
         self.reader: LayerReader | None = None
@@ -204,7 +200,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         is_first = self.reserved is None and self.reader is None
         if like.is_cuda and is_first and self.cache_config.block_size:
             tokens = _page_tokens(self.cache_config.block_size)
-            slots = count_slots(self.settings.layout, tokens, self.most_requests)
+            slots = count_slots(self.settings.layout, tokens, *self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
             queries = self.most_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
@@ -222,7 +218,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     ) -> LayerReader:
         settings, self.reserved, self.reader = self.own_settings(), None, None
         rows = (each.transpose(0, 1)[None] for each in (key, value))
-        slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
+        slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
         pages = LayerPages(settings.for_layer(index, *rows), index, kv_cache, slots, key.dtype)
         return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
 
@@ -321,8 +317,25 @@ def _page_tokens(block: int) -> int:
     return math.gcd(block, 64)
 
 
+def _load_draft_model(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:
+    """Load a model that drafts tokens as if no artifact were named: it keeps vLLM's backend."""
+    chosen = {"backend": config.speculative_config.attention_backend, "backend_per_kind": {}}
+    own = {"additional_config": {}, "attention_config": replace(config.attention_config, **chosen)}
+    kept = {name: getattr(config, name) for name in own}
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()
+    config.parallel_config.worker_cls = _WORKER
+    vars(config).update(own)
+    try:
+        return load(*arguments)
+    finally:
+        config.parallel_config.worker_cls = WORKER
+        vars(config).update(kept)
+
+
 _OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
-_Worker: Any = resolve_obj_by_qualname(f"vllm.v1.worker.{_OF_PLATFORM}")
+_WORKER = f"vllm.v1.worker.{_OF_PLATFORM}"
+_Worker: Any = resolve_obj_by_qualname(_WORKER)
 
 
 class RotatedWorker(_Worker):  # type: ignore[misc]
@@ -331,14 +344,19 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
     def load_model(self, **options: Any) -> None:
         """Raises `RotationZooError` for what is not served, before weights are read, and for a
         layer that would read an exact cache."""
-        config, place = self.vllm_config, AttentionBackendEnum.CPU_ATTN
+        config = self.vllm_config
         claim(config)
         # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
-        register_backend(place, f"{BACKENDS}_cpu.RotatedCpuBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}_cpu.RotatedCpuBackend")
+        runner = self.model_runner  # of which there are two versions
+        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        if hasattr(drafter, "load_model"):
+            drafter.load_model = partial(_load_draft_model, config, drafter.load_model)
         try:
             super().load_model(**options)
         finally:
-            place.clear_override()  # another model of this process keeps vLLM's
+            AttentionBackendEnum.CPU_ATTN.clear_override()
+            _cached_get_attn_backend.cache_clear()  # another model of this process keeps vLLM's
         settings, layers = read_settings(config), config.compilation_config.static_forward_context
         assert settings is not None
         ours = (

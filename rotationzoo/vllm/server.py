@@ -12,7 +12,7 @@ from rotationzoo.figures import byte_count
 from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, KEY, WORKER
-from rotationzoo.vllm.settings import parse_options, served_layers
+from rotationzoo.vllm.settings import parse_options, served_layers, verified_tokens
 from rotationzoo.vllm.steps import count_slots
 
 
@@ -41,7 +41,6 @@ def check_server(settings: CacheSettings, config: Any) -> None:
         "a KV connector": config.kv_transfer_config is not None,
         "KV offloading": cache.kv_offloading_size is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),
         # It was not tried: what pages hold after it may be no numbers.
@@ -86,7 +85,8 @@ def _copied_bytes(settings: CacheSettings, config: Any) -> int:
     codec, layout, tokens = settings.codec, settings.layout, 64
     sides = product(served_layers(settings, config), SIDES)
     pages = [codec.page_layout(*each, tokens, layout.format) for each in sides]
-    slots = count_slots(layout, tokens, config.scheduler_config.max_num_seqs)
+    requests = config.scheduler_config.max_num_seqs
+    slots = count_slots(layout, tokens, requests, verified_tokens(config))
     elements = slots * tokens * sum(each.heads * each.dim for each in pages)
     itemsize: int = config.model_config.dtype.itemsize
     return elements * itemsize

@@ -142,6 +142,11 @@ def served_layers(settings: CacheSettings, config: Any) -> set[int]:
     return {*settings.codec.rotations} if full is None else full
 
 
+def verified_tokens(config: Any) -> int:
+    """How many new tokens a request has in a decoding step: one, and those that were drafted."""
+    return 1 + int(getattr(config.speculative_config, "num_speculative_tokens", 0))
+
+
 def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
     """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU."""
     if not kernels_run_on(torch.device("cuda")):

@@ -95,20 +95,21 @@ class Planner:
         most_requests: int,
         device: torch.device,
         segment: int = segments.SHORT,
+        verified: int = 1,
     ):
         """For pages of so many tokens and bytes on this device. Page 0 belongs to no request.
-        Prompts read `segment` earlier tokens at a time."""
+        Prompts read `segment` earlier tokens at a time, and others have `verified` new ones."""
         self.layout, self.tokens, self.page_bytes = layout, tokens, page_bytes
         self.sink, self.recent = layout.sink, layout.recent  # at least 1: a token reads itself
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens, 1)
-        self.slots = count_slots(layout, tokens, most_requests)
+        self.slots = count_slots(layout, tokens, most_requests, verified)
         self.slot_of = torch.zeros(pages, dtype=torch.int64, device=device)
         self._page_of = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._copied_from = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used[0] = _NEVER
         self._now = 0
-        self._most_requests, self._segment = most_requests, segment
+        self._most_rows, self._segment = max(segments.FEW, verified) * most_requests, segment
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def plan(
@@ -188,7 +189,7 @@ class Planner:
         """A tensor `[rows, ...]` at an address of its own."""
         place = name, size
         if place not in self._buffers or len(self._buffers[place]) < rows:
-            room = max(rows, segments.FEW * self._most_requests)
+            room = max(rows, self._most_rows)
             self._buffers[place] = _new(name, room, *size, device=device, dtype=dtype)
         return self._buffers[place][:rows]
 
@@ -343,10 +344,10 @@ def _new(
     return torch.empty(rows, *size, dtype=dtype, device=device)
 
 
-def count_slots(layout: CacheLayout, tokens: int, most_requests: int) -> int:
+def count_slots(layout: CacheLayout, tokens: int, most_requests: int, verified: int = 1) -> int:
     """The slots for exact copies of pages with so many tokens: as many as the windows of all
-    requests touch, another window for the chunk of a prompt, and slot 0."""
-    sink, recent = _window_pages(layout, tokens, 1)
+    requests with `verified` new tokens touch, another for the chunk of a prompt, and slot 0."""
+    sink, recent = _window_pages(layout, tokens, verified)
     return (sink + recent) * most_requests + recent + 1
 
 

@@ -2,7 +2,7 @@
 
     python scripts/bench/serve_engine.py MODEL ROTATIONS [--arms bf16,fp8,feedback,nearest]
         [--prompts 8192,32768,100000] [--prefix 64000] [--many 8x8192,8x32000] [--fill 30000]
-        [--beside 64000] [--jobs 64x30000+512,256x2048+2048] [--chats 16]
+        [--beside 64000] [--jobs 64x30000+512,256x2048+2048] [--chats 16] [--period 100]
 
 Run it with the Python that has vLLM, on one GPU. Each arm is a process of its own, on the same
 card, with the same random prompts, chunks of 8,192 tokens, prefix caching and captured decoding
@@ -15,9 +15,10 @@ steps. It prints one table, of medians of three where work can be repeated:
 * how long a decoding request waits for a token while a prompt is read beside it;
 * whole jobs: prompts and all their answers, and chats of ten turns after a shared prefix.
 
-A number of 0, or an empty list, leaves its part out. The model may have random weights. Times of a
-first prompt and of jobs are measured once: the second time they are cached. Each arm compiles its
-kernels before.
+An arm `feedback+3` verifies three tokens a step, which n-grams draft. A number of 0, or an empty
+list, leaves its part out. With a `--period`, prompts repeat themselves after so many tokens. The
+model may have random weights. Times of a first prompt and of jobs are measured once: the second
+time they are cached. Each arm compiles its kernels before.
 """
 
 import argparse
@@ -45,10 +46,14 @@ class Engine:
         import torch
         from vllm import LLM
 
+        arm, _, drafts = arm.partition("+")
         options: dict[str, Any] = {"fp8": {"kv_cache_dtype": "fp8"}}.get(arm, {})
         if arm in ("feedback", "nearest"):
             config = {"artifact": args.artifact, "rounding": arm}
             options = {"additional_config": {"rotationzoo": config}, "attention_backend": "CUSTOM"}
+        if drafts:
+            ngrams = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+            options["speculative_config"] = ngrams | {"num_speculative_tokens": int(drafts)}
         self.llm = LLM(
             args.model,
             dtype="bfloat16",
@@ -64,15 +69,15 @@ class Engine:
         config = self.llm.llm_engine.vllm_config
         self.capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         self.words, self.chunk = config.model_config.get_vocab_size(), args.chunk
-        self.draw = torch.Generator().manual_seed(0)
+        self.draw, self.period = torch.Generator().manual_seed(0), args.period
         self.torch = torch
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that no request had before."""
         drawn: list[int] = self.torch.randint(
-            5, self.words, (tokens,), generator=self.draw
+            5, self.words, (self.period or tokens,), generator=self.draw
         ).tolist()
-        return drawn
+        return (drawn * (tokens // len(drawn) + 1))[:tokens]
 
     def answer(self, prompts: list[list[int]], tokens: int = 1) -> float:
         """Seconds until all prompts have answers of so many tokens, which are added to them."""
@@ -196,6 +201,7 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=64_000, help="tokens of a prompt")
     parser.add_argument("--jobs", type=shapes, default=[])
     parser.add_argument("--chats", type=int, default=16)
+    parser.add_argument("--period", type=int, default=0, help="tokens; 0: nothing is repeated")
     parser.add_argument("--longest", type=int, default=104_448, help="--max-model-len")
     parser.add_argument("--requests", type=int, default=64, help="--max-num-seqs")
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")

@@ -54,14 +54,14 @@ class Server:
         device="cpu",
         dtype=torch.float32,
         segment=segments.SHORT,
+        verified=1,
     ):
-        self.tokens = tokens
+        self.tokens, self.few = tokens, max(segments.FEW, verified)
         size = pages, HEADS, tokens, cell_bytes(settings, DIM) // 2
         cache = torch.zeros(size, dtype=torch.bfloat16, device=device)
         like = torch.zeros(1, HEADS, 1, DIM, device=device)
-        self.planner = Planner(
-            settings.layout, tokens, cache[0].nbytes, pages, most_requests, cache.device, segment
-        )
+        held = tokens, cache[0].nbytes, pages, most_requests, cache.device
+        self.planner = Planner(settings.layout, *held, segment, verified)
         attention = TorchAttention()
         attention.segment = segment
         settings = settings.for_layer(0, like, like)
@@ -91,14 +91,15 @@ class Server:
             table[row, : len(pages)] = torch.tensor(pages)
             mapping += [pages[at // tokens] * tokens + at % tokens for at in range(start, end)]
         lengths = torch.tensor([self.lengths[request] for request in counts])
-        known = Known(torch.tensor([*counts.values()]), lengths, int(lengths.max()))
+        new, most = torch.tensor([*counts.values()]), int(lengths.max())
+        known = Known(new, lengths, most, self.few)
         numbers = [lengths.int(), known.counts.int(), torch.tensor(mapping)]
         return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
 
     def run(self, rows: dict) -> dict:
         """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in
         vLLM, requests with few new tokens come first."""
-        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > segments.FEW))
+        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > self.few))
         step = self.plan({request: len(each["key"]) for request, each in rows.items()})
         both = {
             side: torch.cat([each[side] for each in rows.values()]).to(self.device, self.dtype)

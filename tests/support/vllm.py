@@ -110,6 +110,7 @@ def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
     return SimpleNamespace(
         additional_config=json.loads(named),
         lora_config=None,
+        speculative_config=None,
         parallel_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
         model_config=SimpleNamespace(

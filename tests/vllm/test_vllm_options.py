@@ -28,6 +28,7 @@ SHORT = Data(tokens=1024, length=512)
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0}
 EXACT = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 SPREAD = "--hf_overrides.rope_parameters.factor=4 --hf_overrides.rope_parameters.rope_type=linear"
+DRAFTS = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":2}'
 REFUSED = {
     "--additional_config {}": "another additional_config",
     "--additional-config.foo=1": "another additional_config",
@@ -45,7 +46,6 @@ REFUSED = {
     "--max-num-seqs 1000000 --max-num-batched-tokens 1000000": "(--max-num-seqs)",
     "--load-format=dummy": "with random weights",
     "--kv_cache_dtype fp8": "KV cache dtype",
-    '--speculative-config {"method":"ngram","num_speculative_tokens":2}': "speculative decoding",
     "--attention-backend FLASH_ATTN": "another attention backend than CUSTOM",
     "--attention-config.backend=TRITON_ATTN": "another attention backend than CUSTOM",
     "-pp 2": "pipeline parallelism",
@@ -59,6 +59,7 @@ NOTED = {
     "--port 8123": "exact, which takes",
     '--hf-overrides {"rms_norm_eps":1e-06}': "exact, which takes",
     "--max-num-seqs 512": "403 MB for 512 requests at a time",
+    f"--max-num-seqs 512 --speculative-config {DRAFTS}": "471 MB for 512 requests at a time",
     "--enable-lora": "without the adapters of --enable-lora",
     "--attention-backend CUSTOM": "exact, which takes",
     f"--tokenizer {DEMO}": "exact, which takes",

@@ -97,21 +97,30 @@ def test_requests_in_one_step_read_what_each_alone_reads(segment):
             assert (output - alone[request][step - request]).abs().max() < CLOSE
 
 
-@pytest.mark.parametrize(("format", "sink", "recent"), [("vllm", 3, 6), ("budget", 12, 4)])
-def test_few_tokens_in_one_step_read_what_each_reads_in_a_step_of_its_own(format, sink, recent):
+@pytest.mark.parametrize(
+    ("format", "sink", "recent", "verified", "times"),
+    [("vllm", 3, 6, 4, 2), ("budget", 12, 4, 4, 2), ("vllm", 3, 20, 12, 1)],
+)
+def test_few_tokens_in_one_step_read_what_each_reads_in_a_step_of_its_own(
+    format, sink, recent, verified, times
+):
     """From the first token on, inside the sink, and at the end of a page. Every step comes twice:
-    the tokens of the first are drafts that are taken back."""
+    the tokens of the first are drafts that are taken back. There are as many requests as slots
+    are for, and as many drafts as a server verifies, also more than are few without drafts."""
     settings = settings_of(format, sink=sink, recent=recent)
-    server, done = Server(settings), {0: 0, 1: 9, 2: 14}
-    rows = {request: draw(50, seed=request) for request in done}
+    done = {0: 0, 1: 9, 2: 14, 3: 5, 4: 12, 5: 21}
+    server = Server(settings, len(done), pages=80, verified=verified)
+    rows = {request: draw(90, seed=request) for request in done}
     expected = {}
     for request, prompt in done.items():
-        calls = [prompt][: prompt > 0] + [1] * (50 - prompt)
+        calls = [prompt][: prompt > 0] + [1] * (90 - prompt)
         expected[request] = torch.cat(read_in_transformers(settings, rows[request], calls))
         server.begin(request)
         if prompt:
             server.run({request: part_of(rows[request], 0, prompt)})
-    for counts in [(4, 4, 4), (1, 3, 2), (2, 2, 2), (4, 1, 1), (3, 4, 2), (1, 1, 1), (4, 4, 4)] * 2:
+    several = [(4, 4, 4), (1, 3, 2), (2, 2, 2), (4, 1, 1), (3, 4, 2), (1, 1, 1), (4, 4, 4)]
+    for counts in several * times:
+        counts = [count * verified // 4 for count in counts * 2]
         for is_draft in (True, False):
             new = {}
             for request, count in enumerate(counts):

@@ -38,10 +38,13 @@ def run_engine(job: dict) -> dict:
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         requests = llm.generate(asked, settings, use_tqdm=False)
         rounds.append([each for request in requests for each in describe(request)])
+    counted = {}
+    if not job["engine"].get("disable_log_stats", True):
+        counted = {each.name: getattr(each, "value", None) for each in llm.get_metrics()}
     cache = llm.llm_engine.vllm_config.cache_config
     held = {"blocks": cache.num_gpu_blocks, "capacity": cache.kv_cache_size_tokens}
     held["tokens"] = cache.num_gpu_blocks * cache.block_size  # without layers with a window
-    return {"rounds": rounds, **held}
+    return {"rounds": rounds, "counted": counted, **held}
 
 
 def describe(request) -> list[dict]:

@@ -1,0 +1,138 @@
+"""A released vLLM that drafts tokens and verifies them over our pages, against one that does not.
+
+`make vllm` installs vLLM in an environment of its own; without it these tests are skipped.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.places import ROOT
+from support.recipes import QUICK
+from support.vllm import NEEDS_VLLM, ON_GPU, serve
+from transformers import AutoTokenizer, LlamaConfig
+
+from rotationzoo.budget import Budget
+from rotationzoo.calibration.calibrate import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.model.source import DEMO
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import with_budget
+from rotationzoo.rotations import SIDES
+
+pytestmark = [*NEEDS_VLLM, pytest.mark.skipif(bool(ON_GPU), reason="a GPU's blocks are smaller")]
+TOKENS = 40
+CLOSE = 1e-3  # of log probabilities: 1.2e-5 was measured, and codes that flip would make more
+# A prompt is cut into the same chunks, however many tokens others have in the step.
+ENGINE = {
+    "max_model_len": 800,
+    "max_num_batched_tokens": 1024,
+    "long_prefill_token_threshold": 128,
+    "disable_log_stats": False,
+}
+NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{each}_tokens" for each in ("draft", "accepted"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """A text that repeats itself, one that does not, and four that preempt each other."""
+    text = (ROOT / "rotationzoo/cache/layer.py").read_text()
+    ids = AutoTokenizer.from_pretrained(DEMO)(text).input_ids
+    starts = [ids[at : at + 235] for at in range(0, 600, 150)]
+    return [ids[:90] * 3, ids[300:750], *starts]
+
+
+@pytest.fixture(scope="module")
+def budgeted(tmp_path_factory):
+    recipe = with_budget(QUICK, Budget(2.7))
+    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
+    folder = tmp_path_factory.mktemp("artifact") / "budgeted"
+    return calibrate(Job("demo", recipe, folder, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def without(budgeted, prompts, tmp_path_factory) -> dict:
+    """The answers without drafts."""
+    folder = tmp_path_factory.mktemp("without")
+    return serve(folder, budgeted.folder, [prompts], TOKENS, prompts_too=True, **ENGINE)
+
+
+def assert_answers(served: dict, without: dict, rounds: list[list[list[int]]]) -> tuple[int, int]:
+    """Token for token, with log probabilities of the same. How many drafts were accepted, and how
+    many were not."""
+    expected = {tuple(each["ids"][:-TOKENS]): each for each in without["rounds"][0]}
+    for asked, answers in zip(rounds, served["rounds"], strict=True):
+        for prompt, answer in zip(asked, answers, strict=True):
+            other = expected[tuple(prompt)]
+            assert answer["ids"] == other["ids"]
+            kinds = ("answer", "prompt") if answer["prompt"] else ("answer",)
+            for kind in kinds:
+                difference = torch.tensor(answer[kind]) - torch.tensor(other[kind])
+                assert difference.abs().max() < CLOSE
+    accepted, drafted = (int(served["counted"][name]) for name in (ACCEPTED, DRAFTED))
+    return accepted, drafted - accepted
+
+
+def test_ngrams_with_a_budget_cached_prefixes_and_requests_that_preempt_each_other(
+    budgeted, without, prompts, tmp_path
+):
+    """In nine blocks of 128 tokens, of which the four last requests would take twelve."""
+    rounds = [prompts[:2], [prompts[1]], prompts[2:]]
+    engine = ENGINE | {"num_gpu_blocks_override": 10, "enable_prefix_caching": True}
+    drafts = NGRAMS | {"num_speculative_tokens": 3}
+    served = serve(tmp_path, budgeted.folder, rounds, TOKENS, speculative_config=drafts, **engine)
+    accepted, rejected = assert_answers(served, without, rounds)
+    assert min(accepted, rejected) > 50, "134 and 199 were measured"
+    assert served["rounds"][1][0]["cached"] == 384
+    assert served["counted"]["vllm:num_preemptions"] > 0
+
+
+def make_head(folder: Path) -> Path:
+    """An EAGLE head of random weights."""
+    folder.mkdir()
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=2048, hidden_size=256, intermediate_size=512,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=8192,
+    ).save_pretrained(folder)  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return 0.02 * torch.randn(size, generator=generator)
+
+    layer = {f"self_attn.{side}_proj": draw(128, 256) for side in ("k", "v")}
+    layer |= {f"self_attn.{side}_proj": draw(256, 256) for side in ("q", "o")}
+    layer |= {f"mlp.{name}_proj": draw(512, 256) for name in ("gate", "up")}
+    layer |= {"mlp.down_proj": draw(256, 512), "post_attention_layernorm": torch.ones(256)}
+    weights = {f"layers.0.{name}.weight": weight for name, weight in layer.items()}
+    weights["fc.weight"] = torch.cat([draw(256, 256), torch.eye(256)], 1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("method", "layers"), [("draft_model", 4), ("eagle", 1)])
+def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
+    method, layers, budgeted, without, prompts, tmp_path
+):
+    """In float32, a token of a KV head takes 2 x 64 x 4 bytes in each of its layers. The demo model
+    drafts for itself, and no draft of the head is accepted."""
+    model = str(DEMO) if method == "draft_model" else str(make_head(tmp_path / "head"))
+    drafts = {"method": method, "model": model, "num_speculative_tokens": 3}
+    served = serve(
+        tmp_path,
+        budgeted.folder,
+        [prompts[:2]],
+        TOKENS,
+        prompts_too=True,
+        speculative_config=drafts,
+        **ENGINE,
+    )
+    accepted, rejected = assert_answers(served, without, [prompts[:2]])
+    assert {"draft_model": accepted, "eagle": rejected}[method] > 20, "60 and 234 were measured"
+    rotations = budgeted.rotations
+    thirds = [int(rotations[layer][side].fine_channels) for layer in rotations for side in SIDES]
+    cells = sum(18 + third // 8 for third in thirds)
+    share = cells / (cells + 512 * layers)
+    assert served["blocks"] == pytest.approx(without["blocks"] * share, rel=1e-2)
