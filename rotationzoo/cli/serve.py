@@ -56,7 +56,7 @@ def serve_command(
             hint="give them as: rotationzoo serve MODEL --rotations FOLDER",
         )
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.geometry import full_attention_layers
+    from rotationzoo.geometry import full_attention_layers, shares_blocks
     from rotationzoo.model.compatibility import check_weights
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
@@ -66,7 +66,8 @@ def serve_command(
     from rotationzoo.vllm.settings import Options, make_settings
 
     source = find(model, revision)
-    full = full_attention_layers(load_config(source))
+    config = load_config(source)
+    full, has_others = full_attention_layers(config), shares_blocks(config)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     package, missing = choose_package()
@@ -84,7 +85,7 @@ def serve_command(
         sink=sink,
         recent=recent,
     )
-    settings = make_settings(asked, source.name, source.folder, full is not None)
+    settings = make_settings(asked, source.name, source.folder, has_others)
     artifact = Artifact.open(Path(asked.artifact))
     words += ["--revision", revision] if revision else []
     named = {KEY: asked.model_dump(exclude_none=True)}
@@ -92,8 +93,8 @@ def serve_command(
     notes = [] if missing else claim(read_command(words, handed_on))
     if has_weights(source):
         check_weights([artifact], source, anyway)
-    if full is not None and settings.codec.rotations.has_budget:
-        out.note("Beside layers with a sliding window, all others get the same bits of the budget")
+    if has_others and settings.codec.rotations.has_budget:
+        out.note("Beside layers of other kinds, those in 2 bits get the same bits of the budget")
     if artifact.recipe.turns_mean("key"):
         out.note("The turned mean of keys is left out: only RotatedCache reads it so far")
     for note in notes:

@@ -7,6 +7,7 @@ from typing import Any
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.figures import byte_count
+from rotationzoo.geometry import full_attention_layers
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, KEY, WORKER
 from rotationzoo.vllm.settings import served_layers
@@ -27,6 +28,7 @@ def check_server(config: Any) -> None:
     path = place.get_path() if place.is_overridden() else BACKENDS
     heads = model.get_total_num_kv_heads()
     changed = ", ".join(_changed_keys(model))
+    has_windows = full_attention_layers(model.hf_config) is not None
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
@@ -34,6 +36,9 @@ def check_server(config: Any) -> None:
         "a KV connector": config.kv_transfer_config is not None,
         "KV offloading": cache.kv_offloading_size is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "sliding windows beside states": model.is_hybrid and has_windows,
+        # The page of a prefix that ends inside it is copied by vLLM, without our exact copies.
+        "prefixes shorter than a block": model.is_hybrid and cache.prefix_match_unit is not None,
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rotationzoo.codec.settings import CacheSettings
-from rotationzoo.geometry import full_attention_layers
+from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.vllm import command, plugin, server, settings
@@ -32,9 +32,9 @@ if torch.cuda.is_available():  # which several engines share
 def server_settings(model: Path | str, artifact: Path, **options: Any) -> CacheSettings:
     """What a server of a model makes of an artifact."""
     source = find(str(model))
-    has_windows = full_attention_layers(load_config(source)) is not None
+    has_others = shares_blocks(load_config(source))
     asked = settings.Options(artifact=str(artifact), **options)
-    return settings.make_settings(asked, source.name, source.folder, has_windows)
+    return settings.make_settings(asked, source.name, source.folder, has_others)
 
 
 def serve(
