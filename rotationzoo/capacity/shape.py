@@ -146,9 +146,8 @@ def read_shape(source: Source) -> Shape:
 
 @torch.no_grad()
 def _count_states(model: PreTrainedModel) -> int:
-    """Bytes of the states that a model on `meta` keeps of a request, as servers store them: matrices
-    in float32, and the inputs of convolutions, of which the newest one is not stored, in bfloat16.
-    """
+    """Bytes of the states that a model on `meta` keeps of a request, as servers store them: of a
+    convolution, all inputs but the newest, in bfloat16, and everything else in float32."""
     ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
     output, total = decoder(model)(input_ids=ids, use_cache=True), 0
     for layer in returned_cache(output).layers:
