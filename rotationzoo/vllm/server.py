@@ -37,8 +37,8 @@ def check_server(config: Any) -> None:
         "KV offloading": cache.kv_offloading_size is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "sliding windows beside states": model.is_hybrid and has_windows,
-        # The page of a prefix that ends inside it is copied by vLLM, without our exact copies.
-        "prefixes shorter than a block": model.is_hybrid and cache.prefix_match_unit is not None,
+        # vLLM would copy such a block, and not know of the exact copies of its pages.
+        "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),

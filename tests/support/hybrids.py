@@ -38,7 +38,7 @@ _MODELS = {
         head_dim=32, mamba_d_ssm=128, mamba_n_heads=4)),
     "lfm2": ("Lfm2", "Lfm2", dict(
         layer_types=["conv", "full_attention", "conv", "full_attention"], conv_dim=128,
-        block_auto_adjust_ff_dim=False, block_ff_dim=128)),
+        block_dim=128, block_multiple_of=32, block_auto_adjust_ff_dim=False, block_ff_dim=128)),
 }  # fmt: skip
 CACHED = {
     "qwen3_next": [3],
