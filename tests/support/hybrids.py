@@ -36,6 +36,9 @@ _MODELS = {
         mamba_head_dim=32, ssm_state_size=32, n_groups=2, chunk_size=64)),
     "falcon_h1": ("FalconH1", "FalconH1", _MAMBA | dict(
         head_dim=32, mamba_d_ssm=128, mamba_n_heads=4)),
+    "granite_h": ("GraniteMoeHybrid", "GraniteMoeHybrid", _MAMBA | dict(
+        layer_types=["mamba", "mamba", "mamba", "attention"], num_local_experts=0,
+        shared_intermediate_size=128)),
     "lfm2": ("Lfm2", "Lfm2", dict(
         layer_types=["conv", "full_attention", "conv", "full_attention"], conv_dim=128,
         block_dim=128, block_multiple_of=32, block_auto_adjust_ff_dim=False, block_ff_dim=128)),
@@ -46,6 +49,7 @@ CACHED = {
     "jamba": [3],
     "nemotron_h": [1],
     "falcon_h1": [0, 1, 2, 3],
+    "granite_h": [3],
     "lfm2": [1, 3],
 }
 """The layers of each that hold keys and values."""

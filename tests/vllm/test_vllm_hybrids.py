@@ -30,7 +30,7 @@ def served(tmp_path_factory) -> dict[str, Served]:
     prompt = ids.input_ids[:1100]
     asked = {
         "falcon_h1": ([[prompt], [prompt]], {"enable_prefix_caching": True}),
-        "lfm2": ([[prompt]], {"enable_prefix_caching": False, "prompts_too": True}),
+        "granite_h": ([[prompt]], {"enable_prefix_caching": False, "prompts_too": True}),
         "jamba": ([], {"enable_prefix_caching": False}),
     }
     made = {name: calibrate_hybrid(name, folder) for name in asked}
@@ -45,7 +45,7 @@ def served(tmp_path_factory) -> dict[str, Served]:
     }
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["falcon_h1", "granite_h"])
 def test_every_log_probability_is_that_of_the_cache_in_transformers(served, name):
     """The second request to Falcon-H1 finds two blocks of 512 tokens, and the state after them."""
     model, artifact, answers = served[name]
