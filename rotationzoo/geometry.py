@@ -133,3 +133,14 @@ def full_attention_layers(config: Any) -> set[int] | None:
         return None
     owners = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
     return {index for index in range(owners) if kinds[index] in ("full_attention", "hybrid")}
+
+
+_STATES = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
+
+
+def shares_blocks(config: Any) -> bool:
+    """Whether a model of this config has layers that vLLM gives blocks of the same bytes as those
+    with full attention: with a sliding window, or with the states of linear attention, Mamba or a
+    convolution."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return full_attention_layers(config) is not None or not _STATES.isdisjoint(kinds)

@@ -12,7 +12,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.reduction import budget_beside_windows
+from rotationzoo.codec.reduction import budget_beside_others
 from rotationzoo.codec.settings import (
     CacheOptions,
     CacheSettings,
@@ -23,7 +23,7 @@ from rotationzoo.codec.settings import (
     complete_settings,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.geometry import check_group_size, full_attention_layers
+from rotationzoo.geometry import check_group_size, shares_blocks
 from rotationzoo.model.compatibility import check_fits
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Recipe
@@ -69,14 +69,13 @@ def build_settings(
 def served_budget(
     options: CacheOptions, artifact: Artifact, config: PretrainedConfig
 ) -> Budget | None:
-    """The budget of an artifact in a cache with these options, as `budget_beside_windows` has it
+    """The budget of an artifact in a cache with these options, as `budget_beside_others` has it
     where the engine keeps layers with a sliding window exact."""
     bits = options.get("bits")
     budget = None if bits is None else Budget(bits)
     if find_engine(options.get("engine", DEFAULT)).sliding:
         return budget
-    has_windows = full_attention_layers(config) is not None
-    return budget_beside_windows(budget, artifact.recipe.budget, has_windows)
+    return budget_beside_others(budget, artifact.recipe.budget, shares_blocks(config))
 
 
 def served_rotations(artifact: Artifact, engine: str, budget: Budget | None = None) -> Rotations:

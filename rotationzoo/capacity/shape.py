@@ -9,14 +9,17 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from rotationzoo.codec.formats import FINE, VLLM
 from rotationzoo.codec.int2 import bits_per_element
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import UnsupportedModel
-from rotationzoo.geometry import Layer, cached_layers
+from rotationzoo.geometry import Layer, cached_layers, shares_blocks
 from rotationzoo.model import loading
+from rotationzoo.model.cache_names import returned_cache
+from rotationzoo.model.capture import decoder
 from rotationzoo.model.files import indexed_bytes, text_config, weight_files
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
@@ -62,7 +65,8 @@ class Shape:
     expert_parameters: int = 0
     """Those of routed experts, in all layers together."""
     state_bytes: int = 0
-    """Bytes per request of linear attention's states, which do not grow with the context."""
+    """Bytes per request of the states of linear attention, Mamba and convolutions, which do not
+    grow with the context."""
     uncounted_states: bool = False
     """Whether layers without keys and values keep states of a size that is not known here, or
     sparse attention the keys of an index."""
@@ -124,8 +128,8 @@ def read_shape(source: Source) -> Shape:
     kept, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     windows = {index: getattr(each, "sliding_window", None) for index, each in enumerate(kept)}
     layers = [CachedLayer(each, windows.get(each.index)) for each in cached_layers(geometry)]
-    without, state = text.num_hidden_layers - len(geometry), _linear_state(text)
     has_index = any(hasattr(each, "update_indexer") for each in kept)
+    states = _count_states(model) if shares_blocks(config) else 0
     embedding: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()
     routed = [p.numel() for name, p in model.named_parameters() if ".experts." in name]
@@ -135,22 +139,24 @@ def read_shape(source: Source) -> Shape:
         tied=output is None or output.weight is embedding.weight,
         parameters=model.num_parameters(),
         expert_parameters=sum(routed),
-        state_bytes=without * state,
-        uncounted_states=has_index or (without > 0 and state == 0),
+        state_bytes=states,
+        uncounted_states=has_index or (len(geometry) < text.num_hidden_layers and not states),
     )
 
 
-def _linear_state(text: Any) -> int:
-    """Bytes of one layer of gated delta networks: a float32 matrix per value head, and the inputs
-    of its convolution in bfloat16. 0 for other kinds of layers."""
-    heads = getattr(text, "linear_num_value_heads", None)
-    if not heads:
-        return 0
-    key, value = text.linear_key_head_dim, text.linear_value_head_dim
-    channels = 2 * text.linear_num_key_heads * key + heads * value
-    matrix: int = 4 * heads * key * value
-    convolution: int = 2 * channels * (text.linear_conv_kernel_dim - 1)
-    return matrix + convolution
+@torch.no_grad()
+def _count_states(model: PreTrainedModel) -> int:
+    """Bytes of the states that a model on `meta` keeps of a request, as servers store them: of a
+    convolution, all inputs but the newest, in bfloat16, and everything else in float32."""
+    ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
+    output, total = decoder(model)(input_ids=ids, use_cache=True), 0
+    for layer in returned_cache(output).layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            inputs = (each for each in layer.conv_states.values() if each is not None)
+            matrices = (each for each in layer.recurrent_states.values() if each is not None)
+            total += sum(2 * (each.numel() - each[..., 0].numel()) for each in inputs)
+            total += sum(4 * each.numel() for each in matrices)
+    return total
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def serve_command(
         )
     from rotationzoo.artifact.manifest import hash_config
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.geometry import full_attention_layers
+    from rotationzoo.geometry import full_attention_layers, shares_blocks
     from rotationzoo.model.compatibility import check_weights
     from rotationzoo.model.files import is_gguf
     from rotationzoo.model.loading import load_config
@@ -70,13 +70,14 @@ def serve_command(
     from rotationzoo.vllm.settings import Options, make_settings
 
     source = find(model, revision)
-    full = full_attention_layers(load_config(source))
     if is_gguf(source.folder):
         raise RotationZooError(
             f"{model} is a GGUF file, which vLLM does not read here",
             hint="serve the model that it was converted from, or export for llama.cpp: rotationzoo "
             "export ROTATIONS --for llama.cpp --base MODEL.gguf",
         )
+    config = load_config(source)
+    full, has_others = full_attention_layers(config), shares_blocks(config)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     package, missing = choose_package(anyway)
@@ -95,7 +96,7 @@ def serve_command(
         recent=recent,
         anyway=anyway or None,
     )
-    settings = make_settings(asked, source.name, source.folder, full is not None)
+    settings = make_settings(asked, source.name, source.folder, has_others)
     artifact = Artifact.open(Path(asked.artifact))
     words += ["--revision", revision] if revision else []
     if scaling := artifact.recipe.rope_scaling:
@@ -107,8 +108,8 @@ def serve_command(
     # Quantized weights are others than those that they were made of.
     if has_weights(source) and artifact.manifest.model.config_sha256 == hash_config(source.folder):
         check_weights([artifact], source, anyway)
-    if full is not None and settings.codec.rotations.has_budget:
-        out.note("Beside layers with a sliding window, all others get the same bits of the budget")
+    if has_others and settings.codec.rotations.has_budget:
+        out.note("Beside layers of other kinds, those in 2 bits get the same bits of the budget")
     if artifact.recipe.turns_mean("key"):
         out.note("The turned mean of keys is left out: only RotatedCache reads it so far")
     for note in notes:

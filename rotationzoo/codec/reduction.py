@@ -51,10 +51,10 @@ def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
         )
 
 
-def budget_beside_windows(budget: Budget | None, own: Budget, has_windows: bool) -> Budget | None:
-    """The budget, or rotations' `own`, in an engine that keeps layers with a sliding window exact.
-    Beside such layers all others get the same bits, because the engine pads the pages of all layers
-    to the largest."""
-    if not own or not has_windows:
+def budget_beside_others(budget: Budget | None, own: Budget, has_others: bool) -> Budget | None:
+    """The budget, or rotations' `own`, in an engine that keeps layers with a sliding window exact,
+    and states. Beside such layers all others get the same bits, because the engine pads the pages
+    of all layers to the largest."""
+    if not own or not has_others:
         return budget
     return EvenBudget(**asdict(budget or own))

@@ -15,13 +15,13 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.budget import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.reduction import budget_beside_windows, check_budget
+from rotationzoo.codec.reduction import budget_beside_others, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
 from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
-from rotationzoo.geometry import Geometry, full_attention_layers, has_latents
+from rotationzoo.geometry import Geometry, full_attention_layers, has_latents, shares_blocks
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
 from rotationzoo.model.geometry import geometry_on_meta
@@ -215,14 +215,14 @@ def _leave_windows(
     """The job of an engine that keeps layers with a sliding window exact. A real cache stores every
     layer, and layers that were named are those to store."""
     full = full_attention_layers(config)
-    if not job.leaves_windows or full is None:
+    if not job.leaves_windows or not shares_blocks(config):
         return job
     if job.format == BUDGETED:
         own = next((each.recipe.budget for each in artifacts if each.recipe.budget), EQUAL)
-        job = replace(job, budget=budget_beside_windows(job.budget, own, has_windows=True))
-        rungs = [budget_beside_windows(rung, own, has_windows=True) for rung in job.rungs]
+        job = replace(job, budget=budget_beside_others(job.budget, own, has_others=True))
+        rungs = [budget_beside_others(rung, own, has_others=True) for rung in job.rungs]
         job = replace(job, rungs=tuple(filter(None, rungs)))
-    if job.layers or job.fills_cache:
+    if full is None or job.layers or job.fills_cache:
         return job
     if not full:
         raise UsageError(

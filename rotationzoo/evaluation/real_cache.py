@@ -18,7 +18,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.forward import Trial
-from rotationzoo.geometry import full_attention_layers
+from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.compatibility import other_weights_note
@@ -140,10 +140,10 @@ def record_probes(
     """
     if note := other_weights_note(artifact, source):
         raise RotationZooError(note)
-    has_windows = full_attention_layers(model.config) is not None
     options = Options(artifact=str(artifact.folder))
-    settings = make_settings(options, source.name, source.folder, has_windows)
-    if has_windows:
+    has_others = shares_blocks(model.config)
+    settings = make_settings(options, source.name, source.folder, has_others)
+    if full_attention_layers(model.config) is not None:
         raise RotationZooError("a server keeps layers with a sliding window exact")
     positions = position_count(model.config) or PROMPT + ANSWER
     length = min(PROMPT, positions - ANSWER)

@@ -9,6 +9,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.figures import byte_count
+from rotationzoo.geometry import full_attention_layers
 from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, KEY, WORKER
@@ -33,6 +34,7 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     changed = ", ".join(_changed_keys(config))
     copies = _copied_bytes(settings, config)
     memory = cache.gpu_memory_utilization * current_platform.get_device_total_memory()
+    has_windows = full_attention_layers(model.hf_config) is not None
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
@@ -41,6 +43,9 @@ def check_server(settings: CacheSettings, config: Any) -> None:
         "a KV connector": config.kv_transfer_config is not None,
         "KV offloading": cache.kv_offloading_size is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "sliding windows beside states": model.is_hybrid and has_windows,
+        # vLLM would copy such a block, and not know of the exact copies of its pages.
+        "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),
         # It was not tried: what pages hold after it may be no numbers.

@@ -20,7 +20,7 @@ from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engines import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
-from rotationzoo.codec.reduction import budget_beside_windows, reduce_rotations
+from rotationzoo.codec.reduction import budget_beside_others, reduce_rotations
 from rotationzoo.codec.settings import (
     CacheOptions,
     CacheSettings,
@@ -29,7 +29,7 @@ from rotationzoo.codec.settings import (
     complete_settings,
 )
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import full_attention_layers
+from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.storage import strict_json
 from rotationzoo.vllm import KEY
@@ -73,8 +73,8 @@ def read_settings(config: Any) -> CacheSettings | None:
         return None
     model = config.model_config
     folder = _config_folder(model.model, model.revision)
-    has_windows = full_attention_layers(model.hf_config) is not None
-    return _settings_of(options.model_dump_json(), model.model, folder, has_windows)
+    has_others = shares_blocks(model.hf_config)
+    return _settings_of(options.model_dump_json(), model.model, folder, has_others)
 
 
 def _config_folder(model: str, revision: str | None) -> Path:
@@ -87,26 +87,26 @@ def _config_folder(model: str, revision: str | None) -> Path:
 
 
 @functools.cache
-def _settings_of(options: str, name: str, folder: Path, has_windows: bool) -> CacheSettings:
+def _settings_of(options: str, name: str, folder: Path, has_others: bool) -> CacheSettings:
     # vLLM builds a model with its own device and dtype as torch's defaults.
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            return make_settings(Options(**json.loads(options)), name, folder, has_windows)
+            return make_settings(Options(**json.loads(options)), name, folder, has_others)
     finally:
         torch.set_default_dtype(dtype)
 
 
-def make_settings(options: Options, name: str, folder: Path, has_windows: bool) -> CacheSettings:
+def make_settings(options: Options, name: str, folder: Path, has_others: bool) -> CacheSettings:
     """The settings that options make for the model of this name, whose config is in the folder.
-    `has_windows`: whether layers of it have a sliding window. Raises as `read_settings`."""
+    `has_others`: as `shares_blocks` says of it. Raises as `read_settings`."""
     artifact = Artifact.open(Path(options.artifact).expanduser())
     check_model(artifact, name, folder)
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact", "anyway"}, exclude_none=True)
     budget = None if options.bits is None else Budget(options.bits)
-    budget = budget_beside_windows(budget, recipe.budget, has_windows)
+    budget = budget_beside_others(budget, recipe.budget, has_others)
     uncentered = find_engine("vllm").uncentered
     rotations = reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
     chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}

@@ -56,7 +56,14 @@ def test_states_of_linear_attention_count_once_a_request(name, tmp_path):
 
 
 @families(["lfm2"])
+def test_inputs_of_convolutions_count(name, tmp_path):
+    """Three layers, and two inputs of 64 channels before the newest one."""
+    assert shape(name, tmp_path).state_bytes == 3 * 2 * 2 * 64
+
+
+@families(["minimax"])
 def test_states_of_unknown_size_are_admitted(name, tmp_path):
+    """They are in a cache of the family's own."""
     assert shape(name, tmp_path).uncounted_states
 
 
@@ -68,7 +75,7 @@ def test_latents_count_with_the_keys_beside_them(name, tmp_path):
     assert latent.parameters > latent.expert_parameters > 0
     capacity = measure_capacity(Wish(str(tmp_path), None, 1, parse_card("24GiB")))
     told = [line for line in remarks(capacity) if "keys of a sparse index" in line]
-    assert bool(told) == (name in [*SPARSE, "kimi_linear"])
+    assert bool(told) == (name in SPARSE)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rotationzoo.codec.settings import CacheSettings
-from rotationzoo.geometry import full_attention_layers
+from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.vllm import command, plugin, server, settings
@@ -32,23 +32,31 @@ if torch.cuda.is_available():  # which several engines share
 def server_settings(model: Path | str, artifact: Path, **options: Any) -> CacheSettings:
     """What a server of a model makes of an artifact."""
     source = find(str(model))
-    has_windows = full_attention_layers(load_config(source)) is not None
+    has_others = shares_blocks(load_config(source))
     asked = settings.Options(artifact=str(artifact), **options)
-    return settings.make_settings(asked, source.name, source.folder, has_windows)
+    return settings.make_settings(asked, source.name, source.folder, has_others)
 
 
-def serve(
-    folder: Path,
+def serve(folder: Path, artifact: Path | None, rounds, variables=None, **options):
+    """What an engine answers, or a broken one; `RuntimeError` with its output where it fails."""
+    return drive(folder, engine_job(artifact, rounds, **options), **(variables or {}))
+
+
+def serve_in_turn(folder: Path, jobs: list[dict]) -> list[dict]:
+    """What several engines answer, one after another in one process, which starts sooner."""
+    return drive(folder, {"engines": jobs}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+def engine_job(
     artifact: Path | None,
     rounds,
     tokens=TOKENS,
     prompts_too=False,
     sampling=None,
-    variables=None,
     broken=False,
     **engine,
-):
-    """What an engine answers, or a broken one; `RuntimeError` with its output where it fails."""
+) -> dict:
+    """A job of `vllm_driver.py`."""
     if artifact is not None:
         engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
         if torch.cuda.is_available():  # where vLLM asks which layers are ours
@@ -66,8 +74,7 @@ def serve(
         **engine,
     }
     job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
-    job |= {"sampling": sampling or {}} | ({"broken": True} if broken else {})
-    return drive(folder, job, **(variables or {}))
+    return job | {"sampling": sampling or {}} | ({"broken": True} if broken else {})
 
 
 def drive(folder: Path, job: dict, **variables: str):

@@ -20,9 +20,16 @@ from support.codec import on_gpu
 from support.places import ROOT
 from support.recipes import QUICK
 from support.vllm import CHUNK, NEEDS_VLLM, ON_GPU, PYTHON, TOKENS, drive, environment, serve
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from support.vllm_answers import (
+    CLOSE,
+    assert_same,
+    differences,
+    read_exact,
+    read_in_transformers,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rotationzoo import Artifact, RotatedCache
+from rotationzoo import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
@@ -40,22 +47,7 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.simulated import Simulation
 
 pytestmark = NEEDS_VLLM
-# Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
-# measured where no code is that near to a half, and 1.4e-3 at most where one is. Rows that are read
-# exact instead of from codes make .045 on average, and 2 at most.
-CLOSE, FLIPPED = 1e-3, 0.1
 TEXT = (ROOT / "rotationzoo/cache/layer.py").read_text()
-
-
-def differences(found: list[float], expected: list[float]) -> torch.Tensor:
-    return (torch.tensor(found) - torch.tensor(expected)).abs()
-
-
-def assert_same(found: list[float], expected: list[float]) -> None:
-    difference = differences(found, expected)
-    print(f"measured {difference.mean():.1e}, at most {difference.max():.1e}")
-    assert difference.mean() < CLOSE
-    assert difference.max() < FLIPPED
 
 
 @pytest.fixture(scope="module")
@@ -71,34 +63,6 @@ def alone(made, prompts, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("alone")
     options = {"prompts_too": True, "enable_prefix_caching": False}
     return serve(folder, made, [[ids] for ids in prompts], **options)
-
-
-def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK, cut=0):
-    """The log probability of each token but the first, with a prompt in chunks, of which one begins
-    at `cut`, and tokens after it one by one."""
-    row, prompt = torch.tensor(ids, device=model.device)[None], len(ids) - tokens
-    cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
-    for index, layer in enumerate(DynamicCache(config=model.config).layers):
-        if layer.is_sliding:  # which vLLM's own backend serves
-            cache.layers[index] = layer
-    expected, at = [], 0
-    while at < len(ids) - 1:
-        end = min(at + chunk, cut if at < cut else prompt) if at < prompt else at + 1
-        with torch.no_grad():
-            logits = model(row[:, at:end], past_key_values=cache).logits[0]
-        following = row[0, at + 1 : end + 1]
-        read = logits[: len(following)].log_softmax(-1)
-        expected += read.gather(1, following[:, None])[:, 0].tolist()
-        at = end
-    return expected
-
-
-def read_exact(model, ids: list[int]) -> list[float]:
-    """The log probability of each token but the first."""
-    row = torch.tensor(ids, device=model.device)
-    with torch.no_grad():
-        read = model(row[None]).logits[0, :-1].log_softmax(-1)
-    return read.gather(1, row[1:, None])[:, 0].tolist()
 
 
 def load(folder: Path):

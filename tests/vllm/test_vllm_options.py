@@ -49,6 +49,7 @@ REFUSED = {
     "--attention-backend FLASH_ATTN": "another attention backend than CUSTOM",
     "--attention-config.backend=TRITON_ATTN": "another attention backend than CUSTOM",
     "-pp 2": "pipeline parallelism",
+    "--prefix-match-unit 64": "prefixes that end inside a block",
     '--weight-transfer-config {"backend":"nccl"}': "weights that change meanwhile",
     "--no-such-option": "vLLM refuses its options: unrecognized arguments: --no-such-option",
     "--max-num-seqs many": "vLLM refuses its options: argument --max-num-seqs: invalid int",

@@ -3,8 +3,9 @@
 A job has the options of the engine and rounds of prompts; the prompts of a round are requests at
 the same time. The result has the tokens and log probabilities of each answer, and the engine's
 blocks. A job with a `server` asks that one instead, with OpenAI's client; one with `commands` runs
-rotationzoo's command line, one with `configs` has vLLM make configs, and one that is `broken`
-breaks a worker, which has to notice it.
+rotationzoo's command line, and one with `configs` has vLLM make configs. One with `engines` runs
+the jobs of several, one after another, and one that is `broken` breaks a worker, which has to
+notice it.
 """
 
 import json
@@ -21,6 +22,7 @@ def main() -> None:
     job, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     kinds = {"server": ask_server, "commands": run_commands, "configs": make_configs}
     kinds["broken"] = break_worker
+    kinds["engines"] = lambda job: [run_engine(each) for each in job["engines"]]
     work = next((kinds[key] for key in kinds if key in job), run_engine)
     target.write_text(json.dumps(work(job)))
 

@@ -1,0 +1,46 @@
+"""Models whose layers have states of linear attention, Mamba or convolutions beside keys and
+values, or in the same layer."""
+
+import pytest
+from support.hybrids import CACHED, calibrate_hybrid
+from support.vllm import server_settings
+
+from rotationzoo import RotatedCache
+from rotationzoo.api import evaluate
+from rotationzoo.cache.layer import RotatedLayer
+from rotationzoo.capacity.shape import read_shape
+from rotationzoo.geometry import full_attention_layers
+from rotationzoo.model.source import find
+from rotationzoo.vllm.settings import cell_bytes
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_all_agree_on_the_layers_that_hold_keys_and_values(name, tmp_path):
+    model, folder, artifact = calibrate_hybrid(name, tmp_path)
+    options = {"tokens": 256, "length": 256, "windows": (16, 32), "tasks": [], "queries": 0}
+    report = evaluate(str(folder), artifact, engine="vllm", device="cpu", **options)
+    cache, served = RotatedCache(artifact, model, engine="vllm"), find(str(folder))
+    kept = [at for at, each in enumerate(cache.layers) if isinstance(each, RotatedLayer)]
+    planned = read_shape(served)
+    found = {
+        "calibrate": [*artifact.rotations],
+        "evaluate": report["layers"],
+        "RotatedCache": kept,
+        "plan": [each.layer.index for each in planned.layers],
+        "serve": [*server_settings(folder, artifact.folder).codec.rotations],
+    }
+    assert found == dict.fromkeys(found, CACHED[name])
+    assert full_attention_layers(model.config) is None, "serve leaves none of them exact"
+    assert planned.state_bytes > 0
+    assert not planned.uncounted_states
+
+
+def test_a_budget_gives_layers_beside_states_the_same_bits(tmp_path):
+    """Blocks of all layers take the same bytes."""
+    model, folder, artifact = calibrate_hybrid("falcon_h1", tmp_path, bits=3.5)
+    apart = {sides["key"].fine_channels.sum().item() for sides in artifact.rotations.values()}
+    assert len(apart) > 1, "the budget itself gives layers different bits"
+    settings = server_settings(folder, artifact.folder)
+    assert cell_bytes(settings, 32) == 28  # and 24 without a budget
+    cache = RotatedCache(artifact, model, engine="vllm")
+    assert cell_bytes(cache.settings, 32) == 28
