@@ -135,12 +135,10 @@ def full_attention_layers(config: Any) -> set[int] | None:
     return {index for index in range(owners) if kinds[index] in ("full_attention", "hybrid")}
 
 
-_STATES = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
-
-
 def shares_blocks(config: Any) -> bool:
     """Whether a model of this config has layers that vLLM gives blocks of the same bytes as those
     with full attention: with a sliding window, or with the states of linear attention, Mamba or a
     convolution."""
+    states = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    return full_attention_layers(config) is not None or not _STATES.isdisjoint(kinds)
+    return full_attention_layers(config) is not None or not states.isdisjoint(kinds)

@@ -14,7 +14,7 @@ from rotationzoo import __version__
 from rotationzoo.artifact.layout import rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
 from rotationzoo.artifact.statistics_layout import statistics_tensors
-from rotationzoo.artifact.store import CARD, COPY_IT, MANIFEST, SIGNATURE, Artifact
+from rotationzoo.artifact.store import CARD, COPY_IT, MANIFEST, PARTS, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.report.card import render_card
@@ -129,12 +129,21 @@ def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
     folders.write_new(work / MANIFEST, strict_json.text(content))
 
 
+def foreign_files(folder: Path) -> list[str]:
+    """Entries of an artifact's folder with unknown names, and those that are not regular files."""
+    names = []
+    for path in sorted(folder.iterdir()):
+        if path.name not in PARTS or path.is_symlink() or not path.is_file():
+            names.append(path.name)
+    return names
+
+
 def check_replaceable(folder: Path) -> None:
     """Raise `RotationZooError` unless there is nothing in place of `folder`, an empty folder, or an
     artifact with no other files in it."""
     folders.check_name(folder)
     if files.size_of(folder / MANIFEST) is not None:
-        if foreign := Artifact.open(folder).foreign_files():
+        if foreign := foreign_files(Artifact.open(folder).folder):
             raise RotationZooError(
                 f"{folder} also holds {foreign[0]}, which is no part of an artifact",
                 hint="choose another place with --output",

@@ -73,14 +73,6 @@ class Artifact:
         """The same artifact after its folder was renamed, with everything that was read of it."""
         return Artifact(folder, self.content, self.hashes, self._examined)
 
-    def foreign_files(self) -> list[str]:
-        """Entries of the folder with unknown names, and those that are not regular files."""
-        names = []
-        for path in sorted(self.folder.iterdir()):
-            if path.name not in PARTS or path.is_symlink() or not path.is_file():
-                names.append(path.name)
-        return names
-
     @cached_property
     def manifest(self) -> Manifest:
         """The typed manifest. Raises `RotationZooError` if it is damaged."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rotationzoo.budget import Budget
@@ -304,7 +303,3 @@ class Recipe(Section):
     def group(self, dim: int) -> int:
         """The quantization group size for a head dimension."""
         return self.group_size or dim
-
-    def yaml(self) -> str:
-        """The recipe as a YAML file that `load` reads."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)

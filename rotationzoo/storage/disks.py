@@ -1,6 +1,7 @@
 """What a disk refuses, in a sentence, and what helps: room, a permission, or another place."""
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,3 +34,14 @@ def disk_errors(path: Path, way_out: str = WAY_OUT) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         ways = ", or ".join(filter(None, (remedy(error), way_out)))
         raise RotationZooError(f"{path} cannot be written: {reason}", ways) from error
+
+
+def check_regular(path: Path) -> None:
+    """Raise `RotationZooError` unless `path` is a regular file that this user may read: reading a
+    pipe or a device could block for ever."""
+    if not path.exists():
+        raise RotationZooError(f"there is no file {path}", hint="check the path")
+    if not path.is_file():
+        raise RotationZooError(f"{path} is no regular file", hint="give a file")
+    if not os.access(path, os.R_OK):
+        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")

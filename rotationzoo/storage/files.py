@@ -178,14 +178,3 @@ def put_back(folder: Path) -> None:
 def beside(folder: Path, what: str) -> Path:
     """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
     return folder.with_name(f".{folder.name}.{what}")
-
-
-def check_regular(path: Path) -> None:
-    """Raise `RotationZooError` unless `path` is a regular file that this user may read: reading a
-    pipe or a device could block for ever."""
-    if not path.exists():
-        raise RotationZooError(f"there is no file {path}", hint="check the path")
-    if not path.is_file():
-        raise RotationZooError(f"{path} is no regular file", hint="give a file")
-    if not os.access(path, os.R_OK):
-        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")

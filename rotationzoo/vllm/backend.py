@@ -5,9 +5,8 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -33,10 +32,10 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import BACKENDS, SERVE, WORKER
+from rotationzoo.vllm import BACKENDS, SERVE
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.plugin import check_start, claim
+from rotationzoo.vllm.plugin import claim
 from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import (
@@ -317,22 +316,6 @@ def _page_tokens(block: int) -> int:
     return math.gcd(block, 64)
 
 
-def _load_draft_model(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:
-    """Load a model that drafts tokens as if no artifact were named: it keeps vLLM's backend."""
-    chosen = {"backend": config.speculative_config.attention_backend, "backend_per_kind": {}}
-    own = {"additional_config": {}, "attention_config": replace(config.attention_config, **chosen)}
-    kept = {name: getattr(config, name) for name in own}
-    AttentionBackendEnum.CPU_ATTN.clear_override()
-    _cached_get_attn_backend.cache_clear()
-    config.parallel_config.worker_cls = _WORKER
-    vars(config).update(own)
-    try:
-        return load(*arguments)
-    finally:
-        config.parallel_config.worker_cls = WORKER
-        vars(config).update(kept)
-
-
 _OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
 _WORKER = f"vllm.v1.worker.{_OF_PLATFORM}"
 _Worker: Any = resolve_obj_by_qualname(_WORKER)
@@ -348,10 +331,10 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         claim(config)
         # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}_cpu.RotatedCpuBackend")
-        runner = self.model_runner  # of which there are two versions
-        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        if hasattr(drafter, "load_model"):
-            drafter.load_model = partial(_load_draft_model, config, drafter.load_model)
+        if config.speculative_config is not None:
+            from rotationzoo.vllm.drafts import keep_own_backend
+
+            keep_own_backend(self.model_runner, config, _WORKER)
         try:
             super().load_model(**options)
         finally:
@@ -369,4 +352,6 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Raises `RotationZooError` for pages in which tokens do not read what is defined."""
         super().initialize_from_config(kv_cache_config)
-        check_start(self.vllm_config, self.stored, kv_cache_config)
+        from rotationzoo.vllm.self_check import check_pages  # which nothing needs later
+
+        check_pages(self.vllm_config, self.stored, kv_cache_config)

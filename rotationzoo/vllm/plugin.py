@@ -75,14 +75,6 @@ def claim(config: Any) -> list[str]:
     return [TRIED] * newer + describe(settings, config)
 
 
-def check_start(*given: Any) -> None:
-    """Raise as `self_check.check_pages`, and where vLLM has other hooks than expected."""
-    from rotationzoo.vllm.self_check import check_pages
-
-    with as_unavailable("vLLM does not call this backend as it expects", hint=OTHER_VERSION):
-        check_pages(*given)
-
-
 def register() -> None:
     """Put the backend where vLLM looks for a `CUSTOM` one, and claim each `VllmConfig` that names
     an artifact, before anything is started."""

@@ -9,9 +9,10 @@ import torch
 
 from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.settings import CacheSettings
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import Rows
+from rotationzoo.vllm.plugin import OTHER_VERSION
 
 FURTHEST = 0.25
 """So far from the definition may a step be, where 1 is what quantization changes. The demo model is
@@ -68,16 +69,18 @@ class LayerRun:
 @torch.no_grad()
 def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> None:
     """Check at most `LAYERS` of the layers of our backend, `stored` by number, among them the
-    first, with whole windows, and the last. Raises as `check_layer`."""
+    first, with whole windows, and the last. Raises as `check_layer`, and where vLLM has other hooks
+    than expected."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         specs |= {name: of_layers.get(name, group.kv_cache_spec) for name in group.layer_names}
     step = -(-(len(stored) - 1) // (LAYERS - 1)) or 1
     layers, furthest = sorted(stored), [0.0]
-    for layer in layers[:-1:step] + layers[-1:]:
-        run = LayerRun(config, stored[layer], specs[stored[layer]])
-        furthest.append(check_layer(run, layer, CHUNK if len(furthest) > 1 else MOST))
+    with as_unavailable("vLLM does not call this backend as it expects", hint=OTHER_VERSION):
+        for layer in layers[:-1:step] + layers[-1:]:
+            run = LayerRun(config, stored[layer], specs[stored[layer]])
+            furthest.append(check_layer(run, layer, CHUNK if len(furthest) > 1 else MOST))
     said = "%d layers are stored in 2 bits: tokens read what is defined, %.3f (at most %.2f) apart"
     getLogger("vllm.rotationzoo").info(said, len(layers), max(furthest), FURTHEST)
 

@@ -35,8 +35,8 @@ def load(python, modules, **options):
 
 def ours_of(file) -> list[str]:
     """The modules of this package that a file imports from at its top."""
-    tree = ast.parse((ROOT / file).read_text("utf-8"))
-    froms = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    body = ast.parse((ROOT / file).read_text("utf-8")).body
+    froms = [node.module for node in body if isinstance(node, ast.ImportFrom)]
     return sorted({name for name in froms if name and name.startswith("rotationzoo")})
 
 

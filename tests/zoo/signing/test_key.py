@@ -12,7 +12,7 @@ from support.published import ZOO, ok, refused
 from rotationzoo import pull
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
-from rotationzoo.writer import add_files
+from rotationzoo.writer import add_files, foreign_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.push import Destination, prepare_upload, push
@@ -97,7 +97,7 @@ def test_what_is_added_to_an_artifact_ends_its_signature(zoo, signed, caplog, mo
     changed = add_files(Artifact.open(folder), {"answers.png": b"a picture"}, {})
     assert "is no longer signed" in caplog.text
     assert not (folder / "model.sig").exists()
-    assert changed.foreign_files() == []
+    assert foreign_files(changed.folder) == []
     assert ok(zoo.run("verify", folder, "--json"))["signature"]["state"] == "unsigned"
 
 
