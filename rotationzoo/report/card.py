@@ -71,6 +71,11 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
 
 
 @cache
+def recipe_lines(recipe: Recipe) -> str:
+    """The lines of the recipe's YAML file."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False).strip()
+
+
 def template_environment(*folders: Path, is_html: bool = False) -> Environment:
     """The templates of this package and of the `folders`. Those of HTML escape every value that is
     not `Markup`; others are Markdown."""
@@ -83,7 +88,7 @@ def template_environment(*folders: Path, is_html: bool = False) -> Environment:
         keep_trailing_newline=not is_html,
     )
     environment.globals |= {word.__name__: word for word in _WORDS}
-    environment.globals |= {"CONTEXT": CONTEXT, "tables": tables}
+    environment.globals |= {"CONTEXT": CONTEXT, "tables": tables, "recipe_lines": recipe_lines}
     return environment
 
 
