@@ -240,7 +240,7 @@ def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     check_budget(job.budget, has_budget, name)
     said = []
     if isinstance(job.budget, EvenBudget):
-        said = ["Beside layers with a sliding window, all others get the same bits of the budget"]
+        said = ["Beside layers of other kinds, those in 2 bits get the same bits of the budget"]
     elif job.budget:
         said = [f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"]
     return replace(job, format=name, notes=[*job.notes, *said])
