@@ -60,10 +60,11 @@ NOT_RUN = {
 # Options of scripts and of other programs, which the text names beside ours.
 OF_OTHERS = {
     "--additional-config", "--attention-backend", "--attention-config", "--enable-lora",
-    "--hf-config-path", "--hf-overrides", "--kv-bits", "--kv-cache-dtype",
+    "--enable-sleep-mode", "--hf-config-path", "--hf-overrides", "--kv-bits", "--kv-cache-dtype",
     "--kv-cache-dtype-skip-layers", "--kv-mean-center", "--load-format",
-    "--mamba-radix-cache-strategy", "--max-num-seqs", "--models", "--quantized-kv-start",
-    "--truncate", "--weight-transfer-config", "--worker-cls", "--write-docs",
+    "--mamba-radix-cache-strategy", "--max-num-seqs", "--models", "--prefix-match-unit",
+    "--quantization", "--quantized-kv-start", "--speculative-config", "--tokenizer", "--truncate",
+    "--weight-transfer-config", "--worker-cls", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}
 WITH_COMMANDS = [page for page, text in TEXTS.items() if script_of(text, NOT_RUN).strip()]
