@@ -70,12 +70,12 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     )
 
 
-@cache
 def recipe_lines(recipe: Recipe) -> str:
     """The lines of the recipe's YAML file."""
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False).strip()
 
 
+@cache
 def template_environment(*folders: Path, is_html: bool = False) -> Environment:
     """The templates of this package and of the `folders`. Those of HTML escape every value that is
     not `Markup`; others are Markdown."""
