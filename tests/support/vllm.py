@@ -37,9 +37,9 @@ def server_settings(model: Path | str, artifact: Path, **options: Any) -> CacheS
     return settings.make_settings(asked, source.name, source.folder, has_others)
 
 
-def serve(folder: Path, artifact: Path | None, rounds, variables=None, **options):
+def serve(folder: Path, artifact: Path | None, rounds, tokens=TOKENS, variables=None, **options):
     """What an engine answers, or a broken one; `RuntimeError` with its output where it fails."""
-    return drive(folder, engine_job(artifact, rounds, **options), **(variables or {}))
+    return drive(folder, engine_job(artifact, rounds, tokens, **options), **(variables or {}))
 
 
 def serve_in_turn(folder: Path, jobs: list[dict]) -> list[dict]:
