@@ -4,7 +4,7 @@ devices."""
 import copy
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from itertools import accumulate
@@ -18,7 +18,6 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.model.files import (
     GGUF,
-    Stored,
     check_count,
     entry_file,
     read_headers,
@@ -155,10 +154,15 @@ def load(
         # where the process sees only one.
         device = f"cuda:{torch.cuda.current_device()}"
     where: dict[str, Any] = {"device_map": device} if placement is None else dict(vars(placement))
-    where |= _gguf_options(paths)
+    of_gguf = _gguf_options(paths)
+    where |= of_gguf
+    # transformers shows the progress of a GGUF file, whatever it is told.
+    hidden = redirect_stderr(StringIO()) if of_gguf else nullcontext()
     try:
-        with as_unavailable(cannot, hint=_FETCH_HINT), _hidden_progress(paths):
-            check_codes(stored := _read_tensors(paths), config, source.name)
+        with as_unavailable(cannot, hint=_FETCH_HINT), hidden:
+            # Those of a GGUF file have names and codes that are translated.
+            stored = {} if of_gguf else read_headers(paths)
+            check_codes(stored, config, source.name)
             model, loading_info = _model_class(config, source.name).from_pretrained(
                 source.folder,
                 config=config,
@@ -207,11 +211,6 @@ def load(
     return evaluated
 
 
-def _read_tensors(paths: list[Path]) -> dict[str, Stored]:
-    """The headers of weights; none of a GGUF file, whose names and codes are translated."""
-    return {} if paths and paths[0].name == GGUF else read_headers(paths)
-
-
 def _gguf_options(paths: list[Path]) -> dict[str, Any]:
     """What makes transformers read a GGUF file, if there is one."""
     import transformers
@@ -223,11 +222,6 @@ def _gguf_options(paths: list[Path]) -> dict[str, Any]:
     if config_class := getattr(transformers, "GgufConfig", None):
         options["quantization_config"] = config_class(dequantize=True)
     return options
-
-
-def _hidden_progress(paths: list[Path]) -> AbstractContextManager[Any]:
-    """Hides the progress that transformers shows of a GGUF file, whatever it is told."""
-    return redirect_stderr(StringIO()) if _gguf_options(paths) else nullcontext()
 
 
 def notes_of(model: "PreTrainedModel") -> list[str]:
