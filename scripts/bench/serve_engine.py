@@ -15,10 +15,11 @@ steps. It prints one table, of medians of three where work can be repeated:
 * how long a decoding request waits for a token while a prompt is read beside it;
 * whole jobs: prompts and all their answers, and chats of ten turns after a shared prefix.
 
-An arm `feedback+3` verifies three tokens a step, which n-grams draft. A number of 0, or an empty
-list, leaves its part out. With a `--period`, prompts repeat themselves after so many tokens. The
-model may have random weights. Times of a first prompt and of jobs are measured once: the second
-time they are cached. Each arm compiles its kernels before.
+An arm `feedback:fine:2.75+3` stores the format `fine` with a budget of 2.75 bits, and verifies
+three tokens a step, which n-grams draft. A number of 0, or an empty list, leaves its part out. With
+a `--period`, prompts repeat themselves after so many tokens. The model may have random weights.
+Times of a first prompt and of jobs are measured once: the second time they are cached. Each arm
+compiles its kernels before.
 """
 
 import argparse
@@ -47,9 +48,12 @@ class Engine:
         from vllm import LLM
 
         arm, _, drafts = arm.partition("+")
+        arm, *stored = arm.split(":")
         options: dict[str, Any] = {"fp8": {"kv_cache_dtype": "fp8"}}.get(arm, {})
         if arm in ("feedback", "nearest"):
-            config = {"artifact": args.artifact, "rounding": arm}
+            config: dict[str, Any] = {"artifact": args.artifact, "rounding": arm}
+            config |= zip(("format", "bits"), stored, strict=False)
+            config |= {"bits": float(config["bits"])} if "bits" in config else {}
             options = {"additional_config": {"rotationzoo": config}, "attention_backend": "CUSTOM"}
         if drafts:
             ngrams = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support.places import ROOT
 from support.recipes import QUICK
-from support.vllm import NEEDS_VLLM, ON_GPU, serve
+from support.vllm import NEEDS_VLLM, serve
 from transformers import AutoTokenizer, LlamaConfig
 
 from rotationzoo.budget import Budget
@@ -21,12 +21,13 @@ from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import with_budget
 from rotationzoo.rotations import SIDES
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.skipif(bool(ON_GPU), reason="a GPU's blocks are smaller")]
+pytestmark = NEEDS_VLLM
 TOKENS = 40
 CLOSE = 1e-3  # of log probabilities: 1.2e-5 was measured, and codes that flip would make more
 # A prompt is cut into the same chunks, however many tokens others have in the step.
 ENGINE = {
     "max_model_len": 800,
+    "block_size": 128,
     "max_num_batched_tokens": 1024,
     "long_prefill_token_threshold": 128,
     "disable_log_stats": False,
