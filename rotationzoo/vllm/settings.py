@@ -88,14 +88,17 @@ def _config_folder(model: str, revision: str | None) -> Path:
 
 @functools.cache
 def _settings_of(options: str, name: str, folder: Path, has_others: bool) -> CacheSettings:
-    # vLLM builds a model with its own device and dtype as torch's defaults.
-    dtype = torch.get_default_dtype()
+    # vLLM's defaults are its model's. It may fork this process, and a child waits for ever for
+    # threads of OpenMP.
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
     try:
         with torch.device("cpu"):
             return make_settings(Options(**json.loads(options)), name, folder, has_others)
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
 
 
 def make_settings(options: Options, name: str, folder: Path, has_others: bool) -> CacheSettings:

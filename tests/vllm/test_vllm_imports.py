@@ -59,3 +59,30 @@ def test_the_backend_itself_loads_no_more():
     assert BACKEND in loaded
     assert len(loaded) <= MODULES
     assert count_lines(loaded.values()) <= LINES
+
+
+FORK = """
+import os
+from pathlib import Path
+import torch
+from rotationzoo.vllm import settings
+
+def add(*words):
+    torch.ones(10_000_000).add_(1)
+
+torch.set_num_threads(2)
+settings.make_settings = add
+settings._settings_of('{"artifact": "any"}', "a model", Path(), False)
+assert torch.get_num_threads() == 2
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+else:
+    add()
+    os._exit(0)
+"""
+
+
+def test_a_process_that_read_settings_can_be_forked():
+    """vLLM's `LLM` forks its engine on a GPU, and a child waits for threads that its parent had."""
+    subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, check=True, timeout=60)
