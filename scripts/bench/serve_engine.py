@@ -56,7 +56,7 @@ class Engine:
             config |= {"bits": float(config["bits"])} if "bits" in config else {}
             options = {"additional_config": {"rotationzoo": config}, "attention_backend": "CUSTOM"}
         if drafts:
-            ngrams = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+            ngrams = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
             options["speculative_config"] = ngrams | {"num_speculative_tokens": int(drafts)}
         self.llm = LLM(
             args.model,

@@ -20,7 +20,7 @@ from rotationzoo.words import nearest
 
 SHORTEST = 2  # tokens of a prompt
 MOST_QUESTIONS = 100_000
-LOOKS = 16, 32, 64, 128
+LOOKS = 16, 32, 64, 128, 256, 512
 """Questions per task and length after which `auto` looks whether the decision is made."""
 _LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
 _LEAD = 256  # tokens, at most, before the questions of a blind prompt
