@@ -111,8 +111,8 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
         if key.calibration.get(name) != value.calibration.get(name):
             yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
     # Only data-free rotations may be the same for keys and values.
-    free = describe(key).composition in DATA_FREE
-    if not free and all(torch.equal(matrices[i], others[i]) for i in matrices):
+    _, composition = describe(key)
+    if composition not in DATA_FREE and all(torch.equal(matrices[i], others[i]) for i in matrices):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
 
 

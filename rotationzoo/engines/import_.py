@@ -65,7 +65,7 @@ def import_(job: Import) -> Artifact:
     files = gather_files(job.files, job.transposed)
     source, geometry = find_geometry(files, job.model, job.revision)
     first = next(iter(files.values()))
-    group_size = job.group_size or describe(first).group_size
+    group_size = job.group_size or first.group_size
     check_group_size(group_size, head_dims(geometry))
     recipe, notes = _recipe_of(files, job, group_size)
     measured = {side: _measure(file.path) for side, file in files.items()}
@@ -121,7 +121,8 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
     }
     stated |= _OF_LATENTS if of_latents else {}
     for side, file in files.items():
-        if statistic := describe(file).statistic:
+        statistic, _ = describe(file)
+        if statistic is not None:
             stated[f"{side}_statistic"] = statistic
     said = {name: first.calibration.get(name) for name in _SERVED}
     stated |= {name: value for name, value in said.items() if isinstance(value, int | float)}
@@ -149,20 +150,17 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
 
 def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str]]:
     """The composition of the matrices as far as the files state it, and remarks."""
+    stated = sorted({composition for _, composition in map(describe, files.values())})
+    composition = stated[0]
     if LATENT in files:
-        described = describe(files[LATENT])
-        if described.group_size and described.group_size == group_size:
-            return described.composition, []
+        if composition != GIVEN and files[LATENT].group_size == group_size:
+            return composition, []
         return GIVEN, [
             "nothing says how the matrices were made; of OSCAR's tool for latents, which names its "
             "folder c_kv_rcov_phblock_g128, in its groups, they would be checked against a model"
         ]
-    stated = {describe(file).composition for file in files.values()}
     if len(stated) > 1:
-        return GIVEN, [
-            f"keys and values have different compositions: {' and '.join(sorted(stated))}"
-        ]
-    (composition,) = stated
+        return GIVEN, [f"keys and values have different compositions: {' and '.join(stated)}"]
     if composition == "r_pbr_hblock" and group_size is None:
         unknown = "the composition depends on the group size, which the files do not say"
         return GIVEN, [f"{unknown}: --group-size names it"]

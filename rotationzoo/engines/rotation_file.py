@@ -49,6 +49,14 @@ class RotationFile:
     descending: bool = False
     """Whether the file lists its largest eigenvalue first."""
 
+    @property
+    def group_size(self) -> int | None:
+        """Channels that share a scale; None if the file does not say."""
+        group = self.calibration.get("group_size")
+        if self.side == LATENT and (fitted := _OF_LATENTS.fullmatch(self.content.objective)):
+            group = int(fitted[1])
+        return group if isinstance(group, int) and group > 0 else None
+
 
 def normalise(file: RotationFile, transposed: bool) -> RotationFile:
     """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues. A `transposed`
@@ -76,30 +84,13 @@ def normalise(file: RotationFile, transposed: bool) -> RotationFile:
     return replace(file, content=content, notes=tuple(notes), descending=bool(descending))
 
 
-@dataclass(frozen=True)
-class Described:
-    """A file's statement about its matrices, in a recipe's words."""
-
-    statistic: str | None
-    """None if the file states none, or needs none."""
-    composition: str
-    """`given` if the file names no known composition."""
-    group_size: int | None = None
-    """Channels that share a scale; None if the file does not say."""
-
-
-def describe(file: RotationFile) -> Described:
-    """The statistic, the composition and the group size of a file, from its objective and its
-    `calibration` entry. A folder of latents says them by its name alone."""
-    name, group = file.content.objective, file.calibration.get("group_size")
+def describe(file: RotationFile) -> tuple[str | None, str]:
+    """The statistic and the composition of a file in a recipe's words, from its objective and its
+    `calibration` entry: None if it states or needs no statistic, and `given` if it names no known
+    composition. A folder of latents says them by its name alone."""
+    name = file.content.objective
     if file.side == LATENT:
-        fitted = _OF_LATENTS.fullmatch(name)
-        return Described(None, "r_pbr_hblock", int(fitted[1])) if fitted else Described(None, GIVEN)
-    group_size = group if isinstance(group, int) and group > 0 else None
-    return Described(*_statistic_and_composition(file, name), group_size)
-
-
-def _statistic_and_composition(file: RotationFile, name: str) -> tuple[str | None, str]:
+        return None, "r_pbr_hblock" if file.group_size else GIVEN
     said = file.calibration.get(f"{file.side}_statistic")
     statistic = said if said in (*STATISTICS.values(), "output") else None
     if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", name):

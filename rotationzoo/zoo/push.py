@@ -88,10 +88,8 @@ class Upload:
         """Path, size and sha256 of each file, for `--dry-run`. `signs`: whether a signature is
         still to be made, whose size and sha256 are None."""
         files = {**self.entry.files, SIGNATURE: index.File()} if signs else self.entry.files
-        rows = []
-        for name, file in sorted(files.items()):
-            rows.append({"path": f"{self.path}/{name}", "size": file.size, "sha256": file.sha256})
-        return rows
+        listed = sorted(files.items())
+        return [{"path": f"{self.path}/{name}", **file.model_dump()} for name, file in listed]
 
 
 def prepare_upload(
