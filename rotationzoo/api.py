@@ -207,6 +207,7 @@ def evaluate(
     column: str | None = None,
     packing: str | None = None,
     rope_scaling: str | None = None,
+    adapter: str | Path | None = None,
     batch: int = 1,
     revision: str | None = None,
     device: str = "auto",
@@ -249,6 +250,7 @@ def evaluate(
     * `queries`: queries sampled per text for the attention KL; 0 skips it;
     * `data` to `packing`: the held-out text, as in `calibrate`. Rows have a `length` of 2,048, of
       more where the windows leave nothing of these, and of no more than the model has positions;
+    * `adapter`: the folder of a LoRA adapter of peft's, with which the model computes;
     * `rope_scaling` to `progress`: as in `calibrate`.
 
     Returns the report that `rotationzoo evaluate --json` prints; its `repr` is what is decided on
@@ -277,6 +279,8 @@ def evaluation_job(
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
     text = {"tokens": 16384, "length": QUESTION_LENGTH, **_take_data(settings)}
     settings["data"] = override(load("oscar"), **text).data
+    if "adapter" in settings:
+        settings["adapter"] = Path(settings["adapter"])
     if "bits" in settings:
         settings["budget"] = Budget(settings.pop("bits"))
     for name in _SEVERAL & settings.keys():

@@ -56,6 +56,7 @@ class Measures(options.Loading):
         None
     )
     rope_scaling: options.RopeScaling = None
+    adapter: Annotated[Path | None, option("Folder of a LoRA adapter, read by peft.")] = None
     batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None
     anyway: options.Anyway = False
 

@@ -38,6 +38,7 @@ from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.figures import duration
 from rotationzoo.model import loading
+from rotationzoo.model.adapter import add_adapter
 from rotationzoo.model.compatibility import check_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
@@ -79,6 +80,8 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         progress("loading the model", 0, 0)
         device, dtype = job.torch_device, job.torch_dtype
         model = loading.load(source, ready.config, device, dtype, placement)
+        if job.adapter is not None:
+            add_adapter(model, job.adapter)
         trial, pace = _build_trial(ready, model), Pace(tell)
         saved = _saved_answers(ready)
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)

@@ -23,6 +23,7 @@ from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import Geometry, full_attention_layers, has_latents, shares_blocks
 from rotationzoo.model import loading
+from rotationzoo.model.adapter import check_adapter
 from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
@@ -62,6 +63,8 @@ class Evaluation(RunSettings):
     queries: int = 32
     rope_scaling: str | None = None
     """None means as the artifacts were calibrated."""
+    adapter: Path | None = None
+    """The folder of an adapter with which the model computes."""
     baselines: tuple[str, ...] = BASELINES
     """Names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
@@ -194,6 +197,13 @@ def _check_settings(job: Evaluation) -> None:
         )
     job.tasks.check()
     job.check_memory_limits()
+    if job.adapter is not None:
+        check_adapter(job.adapter)
+    if job.adapter is not None and job.save_to:
+        raise UsageError(
+            "an artifact holds what was measured of its model, and an adapter makes another one",
+            hint="leave out --save",
+        )
 
 
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:

@@ -63,9 +63,9 @@ def test_rounding_is_no_spread_of_prompts():
 @pytest.mark.parametrize(
     ("share", "wrong"),
     [
-        (0.89, "serve"),  # 1 of 400 is measured; 9 are refused
-        (0.8, "serve"),  # 0; 398 are refused
-        (0.91, "refuse"),  # 0; 16 are served
+        (0.89, "serve"),  # 0 of 400 are measured; 39 are refused
+        (0.8, "serve"),  # 0; 400 are refused
+        (0.91, "refuse"),  # 0; 51 are served
         (0.97, "refuse"),  # 0; 400 are served
     ],
 )

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from support.published import ok
 from support.recipes import QUICK
 from support.reports import evaluate
 
+from rotationzoo import api
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
@@ -191,6 +193,45 @@ def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts
     wrong = inside(*words, "--prefill-layout", "window")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("Error: --prefill-layout is for a prefill in chunks")
+
+
+def save_adapter(model: Path, folder: Path) -> tuple[Path, Path]:
+    """An adapter of a model's keys and values, and the model with the adapter in its weights."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(loaded, config)
+    adapted.save_pretrained(folder / "adapter")
+    shutil.copytree(model, folder / "merged")
+    adapted.merge_and_unload().save_pretrained(folder / "merged")
+    return folder / "adapter", folder / "merged"
+
+
+def test_an_adapter_is_measured_as_a_model_with_it_in_its_weights(calibrated, tiny, tmp_path):
+    adapter, merged = save_adapter(tiny, tmp_path)
+    asked = {"tasks": [], "tokens": 1024, "length": 512, "baselines": (), "anyway": True}
+    asked |= {"dtype": "float32", "device": "cpu"}
+    plain, merged_too = (api.evaluate(str(each), calibrated, **asked) for each in (tiny, merged))
+    with_it = api.evaluate(str(tiny), calibrated, adapter=adapter, **asked)
+    perplexity = with_it["exact"]["perplexity"]
+    assert perplexity == pytest.approx(merged_too["exact"]["perplexity"], rel=1e-5)
+    assert perplexity != pytest.approx(plain["exact"]["perplexity"], rel=1e-3)
+    ((name, arm),) = with_it["arms"].items()
+    # 4e-8 apart were measured; codes may flip.
+    assert arm["perplexity_increase"] == pytest.approx(
+        merged_too["arms"][name]["perplexity_increase"], abs=1e-4
+    )
+
+
+def test_adapters_that_cannot_be_measured_are_refused(inside, calibrated, tiny, tmp_path):
+    adapter, _ = save_adapter(tiny, tmp_path)
+    words = ["evaluate", tiny, calibrated.folder, "--tasks", "none", "--adapter"]
+    assert "holds no adapter" in inside(*words, tmp_path).stderr
+    assert "leave out --save" in inside(*words, adapter, "--save").stderr
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    other = settings | {"target_modules": ["nothing"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(other))
+    assert "does not fit the model" in inside(*words, adapter).stderr
 
 
 def test_windows_and_layers_on_the_command_line():
