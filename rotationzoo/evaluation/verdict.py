@@ -99,13 +99,10 @@ def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> scores
     """Two arms' answers to the questions that both were asked, with the p values of single tests.
     Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
     by `sign_flip`, and log probabilities by Student's t, weighted by questions."""
-    first, second = _cut(first, second), _cut(second, first)
-    correct, other_correct = read_correct(first), read_correct(second)
-    sizes = _cut_sizes(first, prompts)
+    correct, means, sizes = _read_shared(first, second, prompts)
+    other_correct, other_means, _ = _read_shared(second, first, prompts)
     gains = (correct.int() - other_correct.int()).split(sizes)
-    difference, error = paired_difference(
-        _prompt_means(first, sizes), _prompt_means(second, sizes), sizes
-    )
+    difference, error = paired_difference(means, other_means, sizes)
     return scores.PairedAnswers(
         answered=int(correct.sum()),
         other_answered=int(other_correct.sum()),
@@ -118,31 +115,26 @@ def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> scores
     )
 
 
-def _cut(arm: Answered, other: Answered) -> dict[str, scores.TaskRecall]:
-    """An arm's answers to the questions that the other arm was asked, too."""
-    cut = dict(arm)
+def _read_shared(
+    arm: Answered, other: Answered, prompts: Sizes
+) -> tuple[torch.Tensor, list[float], list[int]]:
+    """Of the questions that both arms were asked: which the first answers right, boolean
+    `[questions]`; and for each prompt the mean log probability of its answers, and how many there
+    are. Whole prompts are asked, and where only some of a task are, all of its prompts are alike.
+    """
+    digits, logs, sizes = list[str](), list[float](), list[int]()
     for task, recall in arm.items():
-        if len(recall.correct) <= len(other[task].correct):
-            continue
-        shared, start = list[int](), 0
+        start, places = 0, list[int]()
         for mine, theirs in zip(recall.by_length, other[task].by_length, strict=True):
-            shared += range(start, start + min(mine.questions, theirs.questions))
+            places += range(start, start + min(mine.questions, theirs.questions))
             start += mine.questions
-        correct = "".join(recall.correct[place] for place in shared)
-        logs = [recall.log_probabilities[place] for place in shared]
-        changes = {"correct": correct, "log_probabilities": logs}
-        cut[task] = recall.model_copy(update=changes)
-    return cut
-
-
-def _cut_sizes(arm: Answered, prompts: Sizes) -> list[int]:
-    """How many questions each prompt asks of those that an arm was asked. Where it was asked only
-    some of a task, all prompts of this task ask as many."""
-    sizes: list[int] = []
-    for task, recall in arm.items():
+        digits += [recall.correct[place] for place in places]
+        logs += [recall.log_probabilities[place] for place in places]
         ends = list(accumulate(prompts[task]))
-        sizes += prompts[task][: ends.index(len(recall.correct)) + 1]
-    return sizes
+        sizes += prompts[task][: ends.index(len(places)) + 1]
+    parts = torch.tensor(logs, dtype=torch.float64).split(sizes)
+    correct = torch.tensor([digit == "1" for digit in digits])
+    return correct, [part.mean().item() for part in parts], sizes
 
 
 def compare_feedback(
@@ -231,10 +223,3 @@ def read_correct(answered: Answered) -> torch.Tensor:
     """Which questions are answered right, boolean `[questions]`, task after task."""
     digits = "".join(recall.correct for recall in answered.values())
     return torch.tensor([digit == "1" for digit in digits])
-
-
-def _prompt_means(answered: Answered, prompts: list[int]) -> list[float]:
-    """The mean log probability of each prompt's answers."""
-    logs = [value for recall in answered.values() for value in recall.log_probabilities]
-    parts = torch.tensor(logs, dtype=torch.float64).split(prompts)
-    return [part.mean().item() for part in parts]

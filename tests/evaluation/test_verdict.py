@@ -155,9 +155,8 @@ def test_of_arms_that_are_asked_less_the_shared_questions_are_compared():
     paired = verdict.compare_answers({"copy": whole}, {"copy": short}, sizes)
     assert (paired.answered, paired.other_answered, paired.only_other) == (8, 2, 0)
     assert paired.log_probability_difference == 1
-    assert paired == verdict.compare_answers(
-        {"copy": recall("1111" * 2, [-1.0] * 8)}, {"copy": short}, {"copy": [2] * 4}
-    )
+    cut = recall("1111" * 2, [-1.0] * 8).model_copy(update={"by_length": four})
+    assert paired == verdict.compare_answers({"copy": cut}, {"copy": short}, {"copy": [2] * 4})
 
 
 def test_answers_decide_before_log_probabilities():
