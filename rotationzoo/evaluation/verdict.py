@@ -79,11 +79,10 @@ def judge_answers(
     pairs = _pair_up(arms, judged)
     paired = [compare_answers(arms[arm], arms[other], prompts) for arm, other in pairs]
     keys = "answers_p_value", "log_probability_p_value"
-    corrected = holm([getattr(each, key) for key in keys for each in paired])
-    values = zip(corrected[: len(pairs)], corrected[len(pairs) :], strict=True)
+    values = iter(holm([getattr(each, key) for each in paired for key in keys]))
     comparisons = []
-    for (arm, other), single, both in zip(pairs, paired, values, strict=True):
-        each = single.model_copy(update=dict(zip(keys, both, strict=True)))
+    for (arm, other), single in zip(pairs, paired, strict=True):
+        each = single.model_copy(update={key: next(values) for key in keys})
         comparisons.append(
             scores.AnswerComparison(arm=arm, other=other, outcome=_outcome_of(each), **dict(each))
         )
@@ -141,14 +140,12 @@ def compare_feedback(
     arms: Mapping[str, measured.MeasuredArm], tokens: list[int], prompts: Sizes
 ) -> Iterator[measured.FeedbackComparison]:
     """Compare every arm that has error feedback with the nearest codes of its artifact."""
-    with_feedback: dict[str | None, measured.MeasuredArm] = {}
-    for arm in arms.values():
-        if arm.rounding == "feedback":
-            with_feedback.setdefault(arm.artifact, arm)
-    for other in arms.values():
-        if not other.is_plain or other.artifact not in with_feedback:
+    plain = [arm for arm in arms.values() if arm.is_plain]
+    for other in plain:
+        own = (arm for arm in arms.values() if arm.artifact == other.artifact)
+        arm = next((arm for arm in own if arm.rounding == "feedback"), None)
+        if arm is None:
             continue
-        arm = with_feedback[other.artifact]
         answers = compare_answers(arm.tasks, other.tasks, prompts) if prompts else None
         difference, error = paired_difference(arm.text_losses, other.text_losses, tokens)
         yield measured.FeedbackComparison(

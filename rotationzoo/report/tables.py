@@ -21,7 +21,7 @@ from rotationzoo.artifact.scores import Drift, PairedAnswers, Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
 from rotationzoo.rotations import SIDES
-from rotationzoo.words import counted, sentence
+from rotationzoo.words import counted
 
 EXACT = "exact"
 
@@ -250,13 +250,3 @@ def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]
     exact = [str(layer) for layer in layers if layer not in measured.layers]
     if measured.layers and exact:
         yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."
-
-
-def list_caveats(measured: Measured) -> list[str]:
-    """Sentences on what the arms are, and what else the evaluation noted."""
-    caveats = []
-    if len(measured.windows) > 1:
-        others = [f"{window.sink}/{window.recent}" for window in measured.windows[1:]]
-        caveats.append(f"Also evaluated, and not shown: windows {', '.join(others)}.")
-    caveats += [f"{about}." for about in describe_arms(measured.window.arms.values())]
-    return [*caveats, *map(sentence, measured.notes)]
