@@ -100,7 +100,7 @@ def make_report(
     else:
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
         verdict = describe_verdict(arms, request, layers)
-    commands = use_commands(artifact.manifest, measured, arms and arms.decision)
+    commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     return Report(
         artifact=artifact,
         badges=[signature, validation] if signature else [validation],
