@@ -72,7 +72,7 @@ class Measures(Figures):
 
 
 class BucketMeasures(Measures, Range):
-    """The same measures at the context lengths of one bucket."""
+    """The cost of one arm at the context lengths of one bucket."""
 
 
 class HeadMeasures(Figures):
@@ -234,11 +234,8 @@ class Text(Figures):
 
 
 class Tasks(Figures):
-    """Which recall tasks were asked, in prompts of which lengths.
-
-    Statements begin at the position `first` or later, and the last `recent` tokens before the
-    questions hold none.
-    """
+    """The recall tasks that were asked, in prompts of these lengths. Statements begin at the
+    position `first` or later, and the last `recent` tokens before the questions hold none."""
 
     names: list[str]
     lengths: list[Count]
@@ -279,7 +276,7 @@ class WindowSummary(Figures):
 
 
 class Window(WindowSummary):
-    """The same with everything that was measured."""
+    """Everything that was measured of all arms with one pair of exact windows."""
 
     arms: Mapping[str, MeasuredArm]
     verdict: Verdict
@@ -359,8 +356,8 @@ class Measured(Conditions):
     def differs_from(self, other: "Measured") -> str:
         """In what two evaluations differ whose figures may not stand in one picture; empty if they
         may."""
-        mine, others = self._conditions(), other._conditions()
-        for words, condition in mine.items():
+        others = other._conditions()
+        for words, condition in self._conditions().items():
             if condition != others[words]:
                 return words
         same = isclose(self.exact.perplexity, other.exact.perplexity, rel_tol=_SAME)

@@ -78,20 +78,19 @@ class DepthScore(Score):
     to: float
 
 
-class CellScore(Score):
-    """The questions of prompts of one length, in one bucket of distances and one of depths."""
-
-    length: Count
-    distance_from: Count
-    distance_to: Count
-    depth_from: float
-    depth_to: float
-
-
 class LengthScore(Score):
     """How the prompts of one length were answered."""
 
     length: Count
+
+
+class CellScore(LengthScore):
+    """The questions of prompts of one length, in one bucket of distances and one of depths."""
+
+    distance_from: Count
+    distance_to: Count
+    depth_from: float
+    depth_to: float
 
 
 class Recall(Score):

@@ -110,11 +110,10 @@ class _Kept:
 
     def settles(self, times: float, floor: float) -> bool:
         """Whether `times` as many new questions settle it in one look, with the power."""
-        independent = self.independent * times
-        prompts, answers = round(self.prompts * times), int(self.answers * times)
+        independent, answers = self.independent * times, int(self.answers * times)
         reach = ndtri(_POWER) * math.sqrt(self.share * (1 - self.share) / independent)
         sign = 1 if self.share < floor else -1
-        share = min(1.0, max(0.0, self.share + sign * reach))
+        share, prompts = min(1.0, max(0.0, self.share + sign * reach)), round(self.prompts * times)
         new = _Kept(share, answers, independent, prompts, self.tasks, self.differs)
         return answers >= FEWEST_ANSWERS and new.act(Rule(floor)) != "ask"
 
@@ -136,43 +135,34 @@ def decide(
     - `bits`: the bits an element of each arm.
     """
     asked = {task: exact[task] for task in arms[arm]}
-    sizes = [size for recall in asked.values() for size in recall.prompts]
-    tasks = [len(recall.prompts) for recall in asked.values()]
-    level, floor = rule.level, rule.floor
     right, mine = read_correct(asked), read_correct(arms[arm])
     if not right.any():
         return _undecided(arm, rule, was_asked=bool(exact))
-    given, whole = _add_up(right & mine, sizes), _add_up(right, sizes)
-    kept = _measure_kept(given, whole, tasks)
+    sizes = [size for recall in asked.values() for size in recall.prompts]
+    tasks = [len(recall.prompts) for recall in asked.values()]
+    kept = _measure_kept(_add_up(right & mine, sizes), _add_up(right, sizes), tasks)
     others = {name: read_correct(arms[name]) for name in SIMPLEST if name in arms}
     gains = {name: _add_up(mine.int() - other.int(), sizes) for name, other in others.items()}
-    values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
-    rivals = []
-    for (name, gain), value in zip(gains.items(), values, strict=True):
-        assert value is not None, "the test always gives one"
-        rivals.append(_compare(name, gain, sizes, tasks, value, rule.level))
-    action, more = kept.act(rule), None
-    if action == "ask":
-        more = _count_more(kept, questions, floor)
-    shares = {name: kept_share(asked, answered) for name, answered in arms.items()}
-    interval, bits = kept.interval(level), bits or {}
-    words = [
-        _say_outcome(plain_name(arm), action, kept, interval, floor, more),
-        _say_tasks(asked, arms[arm]),
-        _say_others(arm, shares, bits, rivals),
-    ]
-    return Decision(
+    action, bits = kept.act(rule), bits or {}
+    made = Decision(
         arm=arm,
         kept=kept.share,
-        interval=interval,
-        floor=floor,
+        interval=kept.interval(rule.level),
+        floor=rule.floor,
         action=action,
-        more_questions=more,
-        level=level,
+        more_questions=_count_more(kept, questions, rule.floor) if action == "ask" else None,
+        level=rule.level,
         bits=bits.get(arm),
-        rivals=rivals,
-        words=[line for line in words if line],
+        rivals=_compare_rivals(gains, sizes, tasks, rule.level),
+        words=[],
     )
+    shares = {name: kept_share(asked, answered) for name, answered in arms.items()}
+    words = [
+        _say_outcome(made, kept.answers),
+        _say_tasks(asked, arms[arm]),
+        _say_others(made, shares, bits),
+    ]
+    return made.model_copy(update={"words": [line for line in words if line]})
 
 
 def _undecided(arm: str, rule: Rule, was_asked: bool) -> Decision:
@@ -223,22 +213,35 @@ def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
     return _Kept(share, answers, independent, prompts, len(tasks), differs)
 
 
-def _compare(
-    name: DataFree,
-    gain: torch.Tensor,
-    sizes: Sequence[int],
-    tasks: Sequence[int],
-    value: float,
-    level: float,
-) -> Rival:
-    """A rival, compared by the arm's gain in each prompt and the corrected p `value` of the
-    sign-flip test.
+def _compare_rivals(
+    gains: Mapping[DataFree, torch.Tensor], sizes: list[int], tasks: list[int], level: float
+) -> list[Rival]:
+    """The rivals, compared by the sign-flip test, with p values corrected for their number
+    (Holm 1979). `gains`: how many more questions the arm answers in each prompt, `[prompts]`."""
+    values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
+    weights, rivals = torch.tensor(sizes, dtype=torch.float64), list[Rival]()
+    for (name, gain), value in zip(gains.items(), values, strict=True):
+        assert value is not None, "the test always gives one"
+        interval = _interval_of(gain, weights, tasks, level)
+        difference = (gain.sum() / weights.sum()).item()
+        outlook: Outlook = "open"
+        if value < level:
+            outlook = "better" if difference > 0 else "worse"
+        elif max(map(abs, interval)) <= MARGIN:
+            outlook = "same"
+        found = Rival(
+            name=name, difference=difference, interval=interval, p_value=value, outlook=outlook
+        )
+        rivals.append(found)
+    return rivals
 
-    The interval of the difference is Student's t over prompts, with half a prompt more in favor of
-    each (Agresti and Min 2005): without them, prompts of which none differs would have no error.
-    It is corrected for the number of rivals.
-    """
-    weights = torch.tensor(sizes, dtype=torch.float64)
+
+def _interval_of(
+    gain: torch.Tensor, weights: torch.Tensor, tasks: list[int], level: float
+) -> list[float]:
+    """The interval of the difference of shares: Student's t over prompts, with half a prompt more
+    in favor of each (Agresti and Min 2005): without them, prompts of which none differs would have
+    no error. It is corrected for the number of rivals."""
     opposed = torch.tensor([1.0, -1.0], dtype=torch.float64)
     half = weights.mean().expand(2) / 2
     center, error = _average(
@@ -246,51 +249,38 @@ def _compare(
     )
     assert error is not None, "there are at least three"
     alpha = 1 / len(SIMPLEST) / 2
-    reach = float(stdtrit(max(1, len(sizes) - len(tasks)), 1 - level * alpha)) * error
-    interval = [center - reach, center + reach]
-    difference = (gain.sum() / weights.sum()).item()
-    outlook: Outlook = "open"
-    if value < level:
-        outlook = "better" if difference > 0 else "worse"
-    elif max(map(abs, interval)) <= MARGIN:
-        outlook = "same"
-    return Rival(
-        name=name, difference=difference, interval=interval, p_value=value, outlook=outlook
-    )
+    reach = float(stdtrit(max(1, len(weights) - len(tasks)), 1 - level * alpha)) * error
+    return [center - reach, center + reach]
 
 
-def _say_outcome(
-    name: str,
-    action: Action,
-    kept: _Kept,
-    interval: Sequence[float],
-    floor: float,
-    more: int | None,
-) -> str:
+def _say_outcome(made: Decision, answers: int) -> str:
+    """What to do, and the share that is kept of the exact model's right `answers`."""
+    assert made.interval is not None
     # One more digit, where a rounded end would seem to lie on the floor.
-    digits = int(any(percent(end) == percent(floor) for end in interval))
-    low, high = (percent(end, digits) for end in interval)
+    digits = int(any(percent(end) == percent(made.floor) for end in made.interval))
+    low, high = (percent(end, digits) for end in made.interval)
+    name, share, number = plain_name(made.arm), percent(made.kept), counted(answers, "answer")
     keeps = (
-        f"{name} keeps {percent(kept.share)} of {counted(kept.answers, 'answer')} that the model "
-        f"gives (95% sure: {low} to {high}); at least {100 * floor:g}% were to be kept"
+        f"{name} keeps {share} of {number} that the model gives (95% sure: {low} to {high}); "
+        f"at least {100 * made.floor:g}% were to be kept"
     )
-    if action == "serve":
+    if made.action == "serve":
         return f"Serve it: {keeps}."
-    if action == "refuse":
+    if made.action == "refuse":
         return f"Do not serve it: {keeps}. More bits keep more."
-    if interval[0] >= floor:
+    if made.interval[0] >= made.floor:
         keeps += f", of {FEWEST_ANSWERS} answers or more"
-    return f"Undecided: {keeps}; {more:,} new questions of each task would settle it."
+    more = f"{made.more_questions:,} new questions of each task"
+    return f"Undecided: {keeps}; {more} would settle it."
 
 
 def _say_tasks(exact: Mapping[str, ExactTaskRecall], arm: Answered) -> str:
     """The share that is kept of each task, the worst first, and the tasks that show little."""
     shares, weak = list[tuple[float, str]](), list[str]()
     for task, recall in exact.items():
-        right, mine = read_correct({task: recall}), read_correct({task: arm[task]})
-        answers, asked = int(right.sum()), len(right)
-        if answers:
-            share = int((right & mine).sum()) / answers
+        answers, asked = recall.correct.count("1"), len(recall.correct)
+        share = kept_share({task: recall}, {task: arm[task]})
+        if share is not None:
             shares.append((share, f"{task} {percent(share)} of {answers}"))
         if answers < _WEAK * asked:
             weak.append(f"{answers} of {asked} {task} questions")
@@ -301,33 +291,24 @@ def _say_tasks(exact: Mapping[str, ExactTaskRecall], arm: Answered) -> str:
 
 
 def _say_others(
-    arm: str,
-    shares: Mapping[str, float | None],
-    bits: Mapping[str, float],
-    rivals: Sequence[Rival],
+    made: Decision, shares: Mapping[str, float | None], bits: Mapping[str, float]
 ) -> str:
     """The shares that all other arms keep, the best first, and which rivals differ clearly."""
-    known = [(share, name) for name, share in shares.items() if share is not None and name != arm]
-    parts: list[str] = []
+    plain, parts = plain_name(made.arm), list[str]()
+    titles = _NAMES | {plain + ending: title for ending, title in _VARIANTS.items()}
+    others = [(share, name) for name, share in shares.items() if name != made.arm]
+    known = [(share, name) for share, name in others if share is not None]
     for share, name in sorted(known, key=lambda each: -each[0]):
         verb, unit = ("", "") if parts else (" keeps", " bits")
         size = f" ({bits[name]:.1f}{unit})" if name in bits else ""
-        parts.append(f"{_say_arm(name, arm)}{verb} {percent(share)}{size}")
+        parts.append(f"{titles.get(name, name)}{verb} {percent(share)}{size}")
     if not parts:
         return ""
     found = []
     for outlook, phrase in _PHRASES.items():
-        names = [SIMPLEST[rival.name] for rival in rivals if rival.outlook == outlook]
+        names = [SIMPLEST[rival.name] for rival in made.rivals if rival.outlook == outlook]
         if names:
             found.append(f"{phrase} {' and '.join(names)}")
-    own = f" ({plain_name(arm)}: {bits[arm]:.1f} bits)" if arm in bits else ""
-    ending = f"; {plain_name(arm)} is {', and '.join(found)}" if found else ""
+    own = f" ({plain}: {made.bits:.1f} bits)" if made.bits is not None else ""
+    ending = f"; {plain} is {', and '.join(found)}" if found else ""
     return f"In their own bytes{own}: {', '.join(parts)}{ending}."
-
-
-def _say_arm(name: str, decided: str) -> str:
-    """Another arm's name beside the decided one."""
-    plain = plain_name(name)
-    if plain == plain_name(decided):
-        return _VARIANTS[name.removeprefix(plain)]
-    return _NAMES.get(name, name)

@@ -15,8 +15,8 @@ LEVEL = 0.05
 Answered = Mapping[str, scores.TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order, and those that
 decide nothing may be asked only the first questions of each task and length."""
-Sizes = Mapping[str, Sequence[int]]
-"""How many questions each prompt of a task asks."""
+Asked = Mapping[str, scores.ExactTaskRecall]
+"""The exact model's answers by task, with how many questions each prompt asks."""
 
 
 def judge_window(
@@ -28,26 +28,18 @@ def judge_window(
     """Compare each of the `judged` arms with every other arm: answers, and perplexity. Arms with
     error feedback are only compared with the same rotations and the nearest codes. The words are
     those of the `decisions`."""
-    tokens = exact.text_tokens
-    prompts = prompt_sizes(exact, next(iter(arms.values())).tasks)
     nearest = {name: arm for name, arm in arms.items() if arm.rounding == "nearest"}
     losses = {name: arm.text_losses for name, arm in nearest.items()}
     answered = {name: arm.tasks for name, arm in nearest.items()}
-    words = [line for decision in decisions for line in decision.words]
     return measured.Verdict(
-        texts=len(tokens),
-        words=words,
+        texts=len(exact.text_tokens),
+        words=[line for decision in decisions for line in decision.words],
         decisions=list(decisions),
         level=LEVEL,
-        comparisons=list(judge_perplexity(losses, judged, tokens)),
-        answers=judge_answers(answered, judged, prompts) if prompts else None,
-        feedback=list(compare_feedback(arms, tokens, prompts)),
+        comparisons=list(judge_perplexity(losses, judged, exact.text_tokens)),
+        answers=judge_answers(answered, judged, exact.tasks),
+        feedback=list(compare_feedback(arms, exact)),
     )
-
-
-def prompt_sizes(exact: measured.Exact, tasks: Iterable[str]) -> Sizes:
-    """How many questions each prompt of some tasks asks."""
-    return {task: exact.tasks[task].prompts for task in tasks}
 
 
 def judge_perplexity(
@@ -72,40 +64,39 @@ def judge_perplexity(
 
 
 def judge_answers(
-    arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sizes
-) -> scores.AnswerVerdict:
+    arms: Mapping[str, Answered], judged: Sequence[str], exact: Asked
+) -> scores.AnswerVerdict | None:
     """Compare the answers of each of the `judged` arms with every other arm's. Both tests of all
-    comparisons together are corrected for their number (Holm 1979)."""
+    comparisons together are corrected for their number (Holm 1979). None without questions."""
+    prompts = [size for task in next(iter(arms.values())) for size in exact[task].prompts]
+    if not prompts:
+        return None
     pairs = _pair_up(arms, judged)
-    paired = [compare_answers(arms[arm], arms[other], prompts) for arm, other in pairs]
+    paired = [compare_answers(arms[arm], arms[other], exact) for arm, other in pairs]
     keys = "answers_p_value", "log_probability_p_value"
-    corrected = holm([getattr(each, key) for key in keys for each in paired])
-    values = zip(corrected[: len(pairs)], corrected[len(pairs) :], strict=True)
+    values = iter(holm([getattr(each, key) for each in paired for key in keys]))
     comparisons = []
-    for (arm, other), single, both in zip(pairs, paired, values, strict=True):
-        each = single.model_copy(update=dict(zip(keys, both, strict=True)))
+    for (arm, other), single in zip(pairs, paired, strict=True):
+        each = single.model_copy(update={key: next(values) for key in keys})
         comparisons.append(
             scores.AnswerComparison(arm=arm, other=other, outcome=_outcome_of(each), **dict(each))
         )
     return scores.AnswerVerdict(
-        questions=sum(map(sum, prompts.values())),
-        prompts=sum(map(len, prompts.values())),
+        questions=sum(prompts),
+        prompts=len(prompts),
         level=LEVEL,
         comparisons=comparisons,
     )
 
 
-def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> scores.PairedAnswers:
+def compare_answers(first: Answered, second: Answered, exact: Asked) -> scores.PairedAnswers:
     """Two arms' answers to the questions that both were asked, with the p values of single tests.
     Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
     by `sign_flip`, and log probabilities by Student's t, weighted by questions."""
-    first, second = _cut(first, second), _cut(second, first)
-    correct, other_correct = read_correct(first), read_correct(second)
-    sizes = _cut_sizes(first, prompts)
+    correct, means, sizes = _read_shared(first, second, exact)
+    other_correct, other_means, _ = _read_shared(second, first, exact)
     gains = (correct.int() - other_correct.int()).split(sizes)
-    difference, error = paired_difference(
-        _prompt_means(first, sizes), _prompt_means(second, sizes), sizes
-    )
+    difference, error = paired_difference(means, other_means, sizes)
     return scores.PairedAnswers(
         answered=int(correct.sum()),
         other_answered=int(other_correct.sum()),
@@ -118,47 +109,42 @@ def compare_answers(first: Answered, second: Answered, prompts: Sizes) -> scores
     )
 
 
-def _cut(arm: Answered, other: Answered) -> dict[str, scores.TaskRecall]:
-    """An arm's answers to the questions that the other arm was asked, too."""
-    cut = dict(arm)
+def _read_shared(
+    arm: Answered, other: Answered, exact: Asked
+) -> tuple[torch.Tensor, list[float], list[int]]:
+    """Of the questions that both arms were asked: which the first answers right, boolean
+    `[questions]`; and for each prompt the mean log probability of its answers, and how many there
+    are. Whole prompts are asked, and where only some of a task are, all of its prompts are alike.
+    """
+    digits, logs, sizes = list[str](), list[float](), list[int]()
     for task, recall in arm.items():
-        if len(recall.correct) <= len(other[task].correct):
-            continue
-        shared, start = list[int](), 0
+        start, places = 0, list[int]()
         for mine, theirs in zip(recall.by_length, other[task].by_length, strict=True):
-            shared += range(start, start + min(mine.questions, theirs.questions))
+            places += range(start, start + min(mine.questions, theirs.questions))
             start += mine.questions
-        correct = "".join(recall.correct[place] for place in shared)
-        logs = [recall.log_probabilities[place] for place in shared]
-        changes = {"correct": correct, "log_probabilities": logs}
-        cut[task] = recall.model_copy(update=changes)
-    return cut
-
-
-def _cut_sizes(arm: Answered, prompts: Sizes) -> list[int]:
-    """How many questions each prompt asks of those that an arm was asked. Where it was asked only
-    some of a task, all prompts of this task ask as many."""
-    sizes: list[int] = []
-    for task, recall in arm.items():
-        ends = list(accumulate(prompts[task]))
-        sizes += prompts[task][: ends.index(len(recall.correct)) + 1]
-    return sizes
+        digits += [recall.correct[place] for place in places]
+        logs += [recall.log_probabilities[place] for place in places]
+        prompts = exact[task].prompts
+        sizes += prompts[: list(accumulate(prompts)).index(len(places)) + 1]
+    parts = torch.tensor(logs, dtype=torch.float64).split(sizes)
+    correct = torch.tensor([digit == "1" for digit in digits])
+    return correct, [part.mean().item() for part in parts], sizes
 
 
 def compare_feedback(
-    arms: Mapping[str, measured.MeasuredArm], tokens: list[int], prompts: Sizes
+    arms: Mapping[str, measured.MeasuredArm], exact: measured.Exact
 ) -> Iterator[measured.FeedbackComparison]:
     """Compare every arm that has error feedback with the nearest codes of its artifact."""
-    with_feedback: dict[str | None, measured.MeasuredArm] = {}
-    for arm in arms.values():
-        if arm.rounding == "feedback":
-            with_feedback.setdefault(arm.artifact, arm)
-    for other in arms.values():
-        if not other.is_plain or other.artifact not in with_feedback:
+    plain = [arm for arm in arms.values() if arm.is_plain]
+    for other in plain:
+        own = (arm for arm in arms.values() if arm.artifact == other.artifact)
+        arm = next((arm for arm in own if arm.rounding == "feedback"), None)
+        if arm is None:
             continue
-        arm = with_feedback[other.artifact]
-        answers = compare_answers(arm.tasks, other.tasks, prompts) if prompts else None
-        difference, error = paired_difference(arm.text_losses, other.text_losses, tokens)
+        losses, answers = (arm.text_losses, other.text_losses), None
+        difference, error = paired_difference(*losses, exact.text_tokens)
+        if arm.tasks:
+            answers = compare_answers(arm.tasks, other.tasks, exact.tasks)
         yield measured.FeedbackComparison(
             arm=arm.name,
             other=other.name,
@@ -231,10 +217,3 @@ def read_correct(answered: Answered) -> torch.Tensor:
     """Which questions are answered right, boolean `[questions]`, task after task."""
     digits = "".join(recall.correct for recall in answered.values())
     return torch.tensor([digit == "1" for digit in digits])
-
-
-def _prompt_means(answered: Answered, prompts: list[int]) -> list[float]:
-    """The mean log probability of each prompt's answers."""
-    logs = [value for recall in answered.values() for value in recall.log_probabilities]
-    parts = torch.tensor(logs, dtype=torch.float64).split(prompts)
-    return [part.mean().item() for part in parts]

@@ -3,6 +3,7 @@ figures were measured in the same way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm, Window, arms_of, plain_arm
 from rotationzoo.artifact.scores import Decision, plain_name
@@ -24,6 +25,8 @@ class Arms:
     evaluation: Measured
     chosen: MeasuredArm | None
     """The artifact's arm that the decision is on."""
+    decision: Decision | None
+    """None in what versions without decisions measured."""
     shown: dict[str, MeasuredArm]
     """By the names that the terminal and the decision give them."""
     left_out: list[str]
@@ -37,13 +40,6 @@ class Arms:
             is_named = label.lower() == arm.name.lower()
             named[label if is_named else f"{label} [{arm.name}]"] = arm
         return self.evaluation.window.model_copy(update={"arms": named})
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision on the chosen arm; None in what versions without decisions measured."""
-        name = self.chosen and self.chosen.name
-        made = self.evaluation.window.verdict.decisions
-        return next((each for each in made if each.arm == name), None)
 
 
 def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | None:
@@ -76,8 +72,7 @@ def label_arms(
     arms = evaluation.window.arms
     plain = [arm for arm in arms.values() if arm.kind == "baseline"]
     baselines = {_WORDS.get(arm.name, arm.name): arm for arm in plain}
-    of_artifact = arms_of(arms, identity)
-    ours = *of_artifact, *compared
+    ours = *arms_of(arms, identity), *compared
     with_feedback = {arm.artifact for arm in ours if arm.rounding == "feedback"}
     shown: dict[str, MeasuredArm] = {}
     for arm in ours:
@@ -91,7 +86,7 @@ def label_arms(
             count += 1
             label = f"{name} ({count})"
         shown[label] = arm
-    decided = {decision.arm for decision in evaluation.window.verdict.decisions}
-    chosen = (arm for arm in of_artifact if arm.name in decided)
-    one = next(chosen, plain_arm(arms, identity))
-    return Arms(evaluation, one, {**shown, **baselines}, list(left_out))
+    made = product(arms_of(arms, identity), evaluation.window.verdict.decisions)
+    decided = ((arm, decision) for arm, decision in made if decision.arm == arm.name)
+    chosen, decision = next(decided, (plain_arm(arms, identity), None))
+    return Arms(evaluation, chosen, decision, {**shown, **baselines}, list(left_out))

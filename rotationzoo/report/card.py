@@ -51,22 +51,19 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         sizes[name] = {"metadata": format.metadata, "bits": bits, "smaller": EXACT_BITS / bits}
     versions = manifest.versions.model_dump()
     libraries = [f"{name} {versions[name]}" for name in _LIBRARIES if name in versions]
-    return (
-        template_environment()
-        .get_template("card.md.jinja")
-        .render(
-            **_evaluation_values(manifest),
-            manifest=manifest,
-            recipe=recipe,
-            repo=repo,
-            layers=layers,
-            sides=LATENT if manifest.has_latents else "{key,value}",
-            title=title,
-            front_matter=_front_matter(manifest, title),
-            command=reproduce_command(manifest),
-            sizes=sizes,
-            libraries=", ".join(libraries),
-        )
+    card = template_environment().get_template("card.md.jinja")
+    return card.render(
+        **_evaluation_values(manifest),
+        manifest=manifest,
+        recipe=recipe,
+        repo=repo,
+        layers=layers,
+        sides=LATENT if manifest.has_latents else "{key,value}",
+        title=title,
+        front_matter=_front_matter(manifest, title),
+        command=reproduce_command(manifest),
+        sizes=sizes,
+        libraries=", ".join(libraries),
     )
 
 
@@ -102,11 +99,8 @@ def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
     arms, questions = evaluation.arms, _count_questions(evaluation.exact)
     alike = {name: arm for name, arm in arms.items() if _count_questions(arm) == questions}
     asked = [arm for arm in arms_of(arms, manifest.rotations_sha256) if _count_questions(arm)]
-    return {
-        "evaluation": evaluation,
-        "alike": alike,
-        "asked": max(asked, key=_count_questions, default=None),
-    }
+    most = max(asked, key=_count_questions, default=None)
+    return {"evaluation": evaluation, "alike": alike, "asked": most}
 
 
 def _count_questions(arm: ArmSummary | ExactSummary) -> int:
@@ -118,11 +112,8 @@ def _count_questions(arm: ArmSummary | ExactSummary) -> int:
 
 def _front_matter(manifest: Manifest, title: str) -> str:
     """YAML of what hubs show and search: the base model, license, data sets, and results."""
-    front: dict[str, Any] = {
-        "library_name": "rotationzoo",
-        "tags": ["kv-cache", "2-bit", "rotation"],
-    }
-    model = manifest.model
+    front: dict[str, Any] = {"library_name": "rotationzoo"}
+    front["tags"], model = ["kv-cache", "2-bit", "rotation"], manifest.model
     # Only a hub repository may be named as the base model: the hubs link to it.
     if "/" in model.id and model.revision:
         front |= {"base_model": model.id, "base_model_relation": "quantized"}

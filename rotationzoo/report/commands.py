@@ -95,13 +95,12 @@ def use_commands(
         commands = [words or ["evaluate", *name, FOLDER, "--for", named, "--save"], generate]
     elif words:
         commands = [words]
-    elif decision.action == "serve":
-        start = ["export", FOLDER, "--for", named]
-        if named == "vllm":  # for which nothing is exported
-            start = ["serve", *name, "--rotations", FOLDER]
-        commands = [start, generate]
-    else:
+    elif decision.action == "nothing":
         commands = [[*generate, "--compare"]]
+    elif named == "vllm":  # for which nothing is exported
+        commands = [["serve", *name, "--rotations", FOLDER], generate]
+    else:
+        commands = [["export", FOLDER, "--for", named], generate]
     return [shlex.join(["rotationzoo", *words]) for words in commands]
 
 
@@ -116,12 +115,10 @@ def reproduce_command(manifest: Manifest) -> str | None:
     files. A recipe that is no preset with options is to be in the file `RECIPE_FILE`, as YAML."""
     if manifest.imported is not None:
         return None
-    words = ["calibrate", _name(manifest.model)]
-    if manifest.model.revision:
-        words += ["--revision", manifest.model.revision]
-    recipe = Recipe.model_validate(manifest.recipe)
-    words += _recipe_words(recipe)
-    words += _run_words(manifest.identity, manifest.run.device, recipe.data.usual_batch)
+    model, recipe = manifest.model, Recipe.model_validate(manifest.recipe)
+    revision = ["--revision", model.revision] if model.revision else []
+    run = _run_words(manifest.identity, manifest.run.device, recipe.data.usual_batch)
+    words = ["calibrate", _name(model), *revision, *_recipe_words(recipe), *run]
     return shlex.join(["rotationzoo", *words])
 
 

@@ -63,12 +63,9 @@ class Report:
         """The page, as one file, whose commands name the artifact's folder. The drawings are made
         once for all pages."""
         commands = [name_folder(command, folder) for command in self.verdict.commands]
-        manifest = self.artifact.manifest
-        # Without what is made from the others.
-        files = [
-            each for each in sorted(manifest.files.items()) if each[0] not in (ANSWERS, REPORT)
-        ]
-        rows = [[name, f"{file.size:,}", file.sha256] for name, file in files]
+        manifest, files = self.artifact.manifest, self.artifact.manifest.files
+        names = sorted(files.keys() - {ANSWERS, REPORT})  # which are made from the others
+        rows = [[name, f"{files[name].size:,}", files[name].sha256] for name in names]
         return render_page(
             "report.html.jinja",
             ("page.js",),
@@ -103,8 +100,7 @@ def make_report(
     else:
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
         verdict = describe_verdict(arms, request, layers)
-    decision = arms.decision if arms else None
-    commands = use_commands(artifact.manifest, measured, decision)
+    commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     return Report(
         artifact=artifact,
         badges=[signature, validation] if signature else [validation],
@@ -117,9 +113,8 @@ def make_report(
 
 def files_of_report(report: Report) -> dict[str, bytes]:
     """The page and the card's picture, as files of an artifact."""
-    added = {REPORT: report.html().encode()}
-    if report.verdict.figure and is_installed():
-        figure = report.verdict.figure
+    added, figure = {REPORT: report.html().encode()}, report.verdict.figure
+    if figure and is_installed():
         added[ANSWERS] = draw_png(figure.chart, figure.title)
     return added
 

@@ -21,9 +21,10 @@ from rotationzoo.artifact.scores import Drift, PairedAnswers, Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
 from rotationzoo.rotations import SIDES
-from rotationzoo.words import counted, sentence
+from rotationzoo.words import counted
 
 EXACT = "exact"
+_OWN_BASELINES = "identity", "hadamard", "random", "kivi"
 
 
 @dataclass(frozen=True)
@@ -162,23 +163,6 @@ def share_words(score: Score, most: float, digits: int = 0, error: float | None 
     return percent(score.share, digits, error)
 
 
-_ABOUT_FEEDBACK = (
-    "+feedback: the same rotations and the same bytes, but whoever writes the cache chooses the "
-    "codes of a row together, by the artifact's factors: RotatedCache and serve do, and other "
-    "engines write the nearest codes"
-)
-_ABOUT_POOLED = (
-    "+pooled: one rotation per layer, fitted from the statistics pooled over KV heads, as "
-    "`export --pooled` writes it for engines that take no other"
-)
-_ABOUT_KIVI = (
-    "kivi is no rotation, and always simulated: in every format, 32 tokens of a key channel "
-    "share a float16 scale, and 32 channels of a value (arXiv 2402.02750)"
-)
-_ABOUT_RIVALS = (
-    "caches of other engines, simulated; they get the exact windows of the other arms, although "
-    "most of their engines keep no token exact"
-)
 ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included"
 
 
@@ -193,15 +177,28 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
             f"{', '.join(fewer)}: asked the first {asked[fewer[0]]:,} of {most:,} questions, "
             "because the decision compares other arms"
         )
-    if any(arm.name == "kivi" and arm.kind == "baseline" for arm in shown):
-        about.append(_ABOUT_KIVI)
-    ours = {"identity", "hadamard", "random", "kivi"}
-    if rivals := [arm.name for arm in shown if arm.kind == "baseline" and arm.name not in ours]:
-        about.append(f"{', '.join(rivals)}: {_ABOUT_RIVALS}")
+    baselines = [arm.name for arm in shown if arm.kind == "baseline"]
+    if "kivi" in baselines:
+        about.append(
+            "kivi is no rotation, and always simulated: in every format, 32 tokens of a key "
+            "channel share a float16 scale, and 32 channels of a value (arXiv 2402.02750)"
+        )
+    if rivals := [name for name in baselines if name not in _OWN_BASELINES]:
+        about.append(
+            f"{', '.join(rivals)}: caches of other engines, simulated; they get the exact windows "
+            "of the other arms, although most of their engines keep no token exact"
+        )
     if any(arm.rounding == "feedback" for arm in shown):
-        about.append(_ABOUT_FEEDBACK)
+        about.append(
+            "+feedback: the same rotations and the same bytes, but whoever writes the cache "
+            "chooses the codes of a row together, by the artifact's factors: RotatedCache and "
+            "serve do, and other engines write the nearest codes"
+        )
     if any(arm.pooled for arm in shown):
-        about.append(_ABOUT_POOLED)
+        about.append(
+            "+pooled: one rotation per layer, fitted from the statistics pooled over KV heads, as "
+            "`export --pooled` writes it for engines that take no other"
+        )
     return about
 
 
@@ -250,13 +247,3 @@ def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]
     exact = [str(layer) for layer in layers if layer not in measured.layers]
     if measured.layers and exact:
         yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."
-
-
-def list_caveats(measured: Measured) -> list[str]:
-    """Sentences on what the arms are, and what else the evaluation noted."""
-    caveats = []
-    if len(measured.windows) > 1:
-        others = [f"{window.sink}/{window.recent}" for window in measured.windows[1:]]
-        caveats.append(f"Also evaluated, and not shown: windows {', '.join(others)}.")
-    caveats += [f"{about}." for about in describe_arms(measured.window.arms.values())]
-    return [*caveats, *map(sentence, measured.notes)]

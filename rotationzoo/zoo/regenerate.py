@@ -20,7 +20,7 @@ from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
-from rotationzoo.evaluation.verdict import judge_answers, prompt_sizes
+from rotationzoo.evaluation.verdict import judge_answers
 from rotationzoo.figures import change, nats, percent
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
@@ -234,11 +234,10 @@ def _compare_answers(
     report: Measured, new: MeasuredArm, published: MeasuredArm
 ) -> dict[str, Any] | None:
     """How the new rotations answer compared with the published ones; None without questions."""
-    prompts = prompt_sizes(report.exact, new.tasks)
-    if not prompts:
-        return None
     answered = {arm.name: arm.tasks for arm in (new, published)}
-    verdict = judge_answers(answered, list(answered), prompts)
+    verdict = judge_answers(answered, list(answered), report.exact.tasks)
+    if verdict is None:
+        return None
     return {**verdict.comparisons[0].model_dump(), "questions": verdict.questions}
 
 

@@ -87,13 +87,13 @@ def answered(correct: str, shift: float = 0.0, wobble: float = 0.01) -> dict:
 
 
 def by_task(prompts: list[int], tasks: dict) -> dict:
-    """The sizes of prompts, shared out to the tasks whose questions they hold."""
+    """The exact model's tasks, with the prompts of these sizes whose questions they hold."""
     sizes, left = {}, iter(prompts)
     for task, each in tasks.items():
         sizes[task] = []
         while sum(sizes[task]) < len(each.correct):
             sizes[task].append(next(left))
-    return sizes
+    return exact([], sizes).tasks
 
 
 def compare_answers(first: dict, second: dict, prompts: list[int]) -> dict:
@@ -101,8 +101,8 @@ def compare_answers(first: dict, second: dict, prompts: list[int]) -> dict:
 
 
 def judge_answers(arms: dict, judged: list[str], prompts: list[int]) -> dict:
-    sizes = by_task(prompts, next(iter(arms.values())))
-    return verdict.judge_answers(arms, judged, sizes).model_dump()
+    tasks = by_task(prompts, next(iter(arms.values())))
+    return verdict.judge_answers(arms, judged, tasks).model_dump()
 
 
 def test_whole_prompts_are_flipped():
@@ -151,13 +151,13 @@ def test_of_arms_that_are_asked_less_the_shared_questions_are_compared():
     eight, four = ([LengthScore(questions=count, **lengths)] * 2 for count in (8, 4))
     whole = recall("11110000" * 2, [-1.0] * 16).model_copy(update={"by_length": eight})
     short = recall("0100" * 2, [-2.0] * 8).model_copy(update={"by_length": four})
-    sizes = {"copy": [2] * 8}
-    paired = verdict.compare_answers({"copy": whole}, {"copy": short}, sizes)
+    tasks = exact([], {"copy": [2] * 8}).tasks
+    paired = verdict.compare_answers({"copy": whole}, {"copy": short}, tasks)
     assert (paired.answered, paired.other_answered, paired.only_other) == (8, 2, 0)
     assert paired.log_probability_difference == 1
-    assert paired == verdict.compare_answers(
-        {"copy": recall("1111" * 2, [-1.0] * 8)}, {"copy": short}, {"copy": [2] * 4}
-    )
+    cut = recall("1111" * 2, [-1.0] * 8).model_copy(update={"by_length": four})
+    tasks = exact([], {"copy": [2] * 4}).tasks
+    assert paired == verdict.compare_answers({"copy": cut}, {"copy": short}, tasks)
 
 
 def test_answers_decide_before_log_probabilities():

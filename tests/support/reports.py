@@ -13,7 +13,13 @@ import pytest
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import Exact, MeasuredArm
-from rotationzoo.artifact.scores import Decision, ExactLengthScore, ExactTaskRecall, TaskRecall
+from rotationzoo.artifact.scores import (
+    Decision,
+    ExactLengthScore,
+    ExactTaskRecall,
+    LengthScore,
+    TaskRecall,
+)
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation import real_cache
 from rotationzoo.evaluation.decision import Rule, decide
@@ -215,7 +221,10 @@ def short_probes() -> Iterator[None]:
 
 def recall(correct: str, log_probabilities: list[float]) -> TaskRecall:
     """Answers to one task, without their scores: what verdicts are judged by."""
-    return TaskRecall.model_construct(correct=correct, log_probabilities=log_probabilities)
+    lengths = [LengthScore.model_construct(length=0, questions=len(correct))]
+    return TaskRecall.model_construct(
+        correct=correct, log_probabilities=log_probabilities, by_length=lengths
+    )
 
 
 def arm(name: str, losses: list[float], **fields: Any) -> MeasuredArm:
