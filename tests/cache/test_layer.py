@@ -1,7 +1,6 @@
 """One layer of a 2-bit cache against one that keeps every row and computes anew what is read."""
 
 import copy
-from collections import Counter
 from itertools import product
 
 import pytest
@@ -229,21 +228,6 @@ def test_blocks_stay_where_they_are():
                     place = places.setdefault(f"{side} {number}", tensor.data_ptr())
                     assert place == tensor.data_ptr()
     assert len(places) == 2 * 7, "7 blocks a side, for 55 quantized tokens"
-
-
-def test_each_token_is_quantized_once(monkeypatch):
-    arm, quantized = ARMS["groups"], Counter()
-    original = RotatedCodec.quantize
-
-    def count(self, rows, layer, side, format):
-        quantized[side] += rows.shape[2]
-        return original(self, rows, layer, side, format)
-
-    monkeypatch.setattr(RotatedCodec, "quantize", count)
-    windows = CacheLayout(sink=3, recent=6)
-    feed(layer_of(arm, windows), draw(2, sum(CALLS)), CALLS)
-    expected = windows.quantized_tokens(sum(CALLS))
-    assert quantized == {"key": expected, "value": expected}
 
 
 # Qwen3-8B: 36 layers of 8 KV heads of 128 channels.

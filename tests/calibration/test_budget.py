@@ -172,19 +172,6 @@ def test_a_budget_too_small_is_refused_before_anything_runs(folder, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("budget", "problem"),
-    [
-        ({"bits": 2.5, "key_bits": 3}, "give bits, or key_bits and value_bits"),
-        ({"key_bits": 3}, "give bits, or key_bits and value_bits"),
-        ({"bits": 9}, "bits = 9"),
-    ],
-)
-def test_budgets_that_contradict_each_other_are_refused(budget, problem):
-    with pytest.raises(UsageError, match=problem):
-        with_budget(QUICK, Budget(**budget))
-
-
 def test_a_budget_needs_error_feedback():
     with pytest.raises(RotationZooError, match="needs a recipe with error feedback"):
         from_dict({"extends": "hadamard", "bits": 2.5}, "the file")
@@ -343,30 +330,31 @@ def test_no_other_choice_of_the_budget_costs_less(extra):
     assert lost <= min(lost for lost, spent in others if spent <= budget) * (1 + 1e-4)
 
 
-def test_rows_get_no_more_than_they_have_room_for():
-    places = [Place(1, 1, 64), Place(1, 1, 128), Place(1, 1, 256)]
-    assert choose_bits(places, 10) == [6 * 64, 6 * 128, 2 * 256]
+MANY = [Place(1.6, 3, 64), *[Place(0.01, 3, 64)] * 29]
+
+
+@pytest.mark.parametrize(
+    ("places", "extra", "chosen"),
+    [
+        # No more than rows have room for, also where there is more to spend.
+        ([Place(1, 1, 64), Place(1, 1, 128), Place(1, 1, 256)], 10, [6 * 64, 6 * 128, 2 * 256]),
+        # Nats a token may be 1e-9, which is below the solver's own tolerances.
+        ([Place(1e-9, 1, 64), Place(1e-12, 1, 64)], 0.5, [64, 0]),
+        # A layer that loses nearly all gets four or eight bits.
+        (MANY, 0.1, [2 * 64]),
+        (MANY, 0.25, [6 * 64]),
+    ],
+    ids=["room", "small losses", "four bits", "eight bits"],
+)
+def test_the_first_places_get_these_bits(places, extra, chosen):
+    assert choose_bits(places, extra)[: len(chosen)] == chosen
 
 
 def test_bits_that_nobody_needs_more_go_to_losses_too_small_to_measure():
     places = [Place(1, 1, 64), Place(0, 1, 64), Place(0.1, 1, 64)]
     assert choose_bits(places, 0.9)[:1] == [128]
     assert sum(choose_bits(places, 2)) == 6 * 64
-
-
-def test_a_model_that_loses_nothing_needs_no_choice():
     assert len(choose_bits([Place(0, 1, 64)] * 3, 0.5)) == 3
-
-
-def test_losses_of_any_size_are_told_apart():
-    """Nats a token may be 1e-9, which is below the solver's own tolerances."""
-    assert choose_bits([Place(1e-9, 1, 64), Place(1e-12, 1, 64)], 0.5) == [64, 0]
-
-
-@pytest.mark.parametrize(("extra", "more"), [(0.1, 2), (0.25, 6)])
-def test_a_layer_that_loses_nearly_all_gets_four_or_eight_bits(extra, more):
-    places = [Place(1.6, 3, 64), *[Place(0.01, 3, 64)] * 29]
-    assert choose_bits(places, extra)[0] == more * 64
 
 
 # ---- what is compared

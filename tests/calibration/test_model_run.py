@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from accelerate.utils import OffloadedWeightsLoader
 from support import architectures
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
@@ -24,7 +23,7 @@ from rotationzoo.calibration.plan import plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
-from rotationzoo.model.source import find, weights_fingerprint
+from rotationzoo.model.source import find
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.report.spectra import summarize
 
@@ -138,14 +137,6 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(tiny, tmp_path,
             weights[name] = weights[name][:100].clone()
     with pytest.raises(RotationZooError, match=r"makes token 2,0\d\d, and its embedding has 100"):
         calibrate(job(folder, tmp_path))
-
-
-def test_the_fingerprint_does_not_depend_on_sharding(tiny, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
-    prints = [weights_fingerprint(find(str(folder))) for folder in (tiny, tmp_path / "sharded")]
-    assert prints[0] == prints[1]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""`verify` finds each kind of damage, and names the layer."""
+"""`verify` finds each kind of damage and names the layer, and says whose rotations they are."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from support.command_line import edited_manifest, put_file
+from support.command_line import edited_manifest, only_error, put_file, succeeded
 from support.jobs import job
 from support.models import edit_config, edited_weights, save_tiny
 from support.tensors import stored_rotations
@@ -15,6 +16,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model.source import DEMO
 from rotationzoo.recipe.loading import PRESETS
 
 
@@ -102,3 +104,39 @@ def test_verify_knows_the_model(calibrated, tiny, tmp_path):
     assert verify(calibrated, str(other)).ok, "with the config alone nothing tells them apart"
     edit_config(other, rope_theta=5.0)
     assert "made for another model" in verify(calibrated, str(other)).problems[0]
+
+
+# ---- what the command says
+
+
+def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(
+    inside, made, tmp_path
+):
+    """Of the model itself; then of one of the same shape with other weights."""
+    shutil.copytree(made, inside.folder / "plain")
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    with edited_weights(other) as weights:
+        for tensor in weights.values():
+            tensor.neg_()
+    shown = succeeded(inside("verify", "plain", "--model", "demo", "--run"))
+    assert shown.stdout.count("made of these weights, or of close relatives") == 1
+    assert "not clear" not in shown.stdout
+    assert "the weights of demo" in shown.stdout.splitlines()[-1]
+    wrong = inside("verify", "plain", "--model", other)
+    assert wrong.returncode == 1
+    assert "Problem: made for other weights than" in wrong.stdout
+    assert "the weights" not in wrong.stdout.splitlines()[-1], "which differ"
+    error, hint = wrong.stderr.splitlines()
+    assert error.endswith(
+        f"plain is sound, but {other} is not the model that it was made for, demo"
+    )
+    assert hint == "Hint: check it with its own model: rotationzoo verify plain --model demo"
+    shown = json.loads(inside("verify", "plain", "--model", "demo", "--json").stdout)
+    listed = inside("verify", "plain", "--model", "demo").stdout.splitlines()[-1]
+    assert listed == f"Checked: {', '.join(shown['checked'])}"
+
+
+def test_an_export_is_no_artifact_and_is_called_by_its_name(inside, made):
+    assert inside("export", made, "--to", "mlx", "--pooled", "-o", "exported").returncode == 0
+    says = only_error(inside("verify", "exported"))
+    assert "exported holds files for an engine, which export wrote, and is no artifact" in says

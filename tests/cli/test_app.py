@@ -18,7 +18,6 @@ from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
 from rotationzoo.codec.engines import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.zoo.hubs.protocol import HUBS, HubName
 
 # ---- help and usage
@@ -79,11 +78,6 @@ def test_every_engine_hub_and_format_can_be_chosen():
     assert set(typing.get_args(choices.HubOrBoth)) == {*HUBS, "both"}
     assert set(typing.get_args(choices.HubOrAny)) == {*HUBS, "any"}
     assert set(typing.get_args(choices.Format)) == set(SIMULATED)
-
-
-def test_help_names_every_recipe(inside):
-    shown = inside("calibrate", "--help").stdout
-    assert not [name for name in PRESETS if name not in shown]
 
 
 def test_the_version_and_short_help(inside):

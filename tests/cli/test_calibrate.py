@@ -13,12 +13,20 @@ KEYS = {"artifact", "model", "revision", "recipe", "layers", "tokens", "seconds"
 
 
 def test_the_journey_calibrate_inspect_verify(inside, monkeypatch):
+    first, second = (inside("calibrate", "demo", *SMALL) for _ in range(2))
+    assert "demo: rotations of 4 layers, from 2,048 tokens" in first.stdout
+    assert "2,048 tokens in" in first.stdout
+    assert "K dim" not in first.stdout, "in short what inspect has a table for"
+    assert "done already" not in first.stderr
+    assert "done already" in second.stderr
+    assert "tokens in" not in second.stdout, "the time of another day"
     result = ok(inside("calibrate", "demo", "--json", *SMALL))
     assert KEYS | {"peak_memory_bytes"} <= result.keys()
     known = {"model": "demo", "recipe": "oscar", "layers": 4, "tokens": 2048}
     assert known.items() <= result.items()
     assert result["orthogonality_error"] < 1e-6
     folder = result["artifact"]
+    assert first.stderr.splitlines()[-1] == f"Next: rotationzoo evaluate demo {folder} --save"
     assert left_behind(inside)[0:2] == ["rotations", folder]
 
     shown = json.loads(inside("inspect", folder, "--json").stdout)
@@ -64,21 +72,6 @@ def test_dry_run_reads_the_config_and_writes_nothing(inside):
     assert known.items() <= shown.items()
     assert all(shown[key] > 0 for key in ("weights_bytes", "peak_memory_bytes", "artifact_bytes"))
     assert left_behind(inside) == []
-
-
-def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
-    words = ["calibrate", "demo", "--tokens", "2048", "--output", "out"]
-    first = inside(*words)
-    assert "done already" not in first.stderr
-    last_note = first.stderr.splitlines()[-1]
-    assert last_note == "Next: rotationzoo evaluate demo out --save"
-    assert "demo: rotations of 4 layers, from 2,048 tokens" in first.stdout
-    assert "2,048 tokens in" in first.stdout
-    assert "K dim" not in first.stdout
-    assert "K dim" in inside("inspect", "out").stdout
-    again = inside(*words)
-    assert "done already" in again.stderr
-    assert "tokens in" not in again.stdout, "the time of another day"
 
 
 def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(zoo, tiny, monkeypatch):

@@ -66,6 +66,7 @@ def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp
         ("--bits 2", "bits = 2.0 is no budget of more than 2 and at most 4 bits"),
         ("--key-bits 3 --value-bits 20", "value_bits = 20.0 is no budget of more than 2"),
         ("--key-bits 3", "give bits, or key_bits and value_bits together"),
+        ("--bits 2.5 --key-bits 3", "give bits, or key_bits and value_bits together"),
         ("--bits abc", "Invalid value for '--bits': "),
         ("--keep 0", "--keep is percent of the answers, above 0 and below 100"),
         ("--lengths 512", "--lengths are of the questions for --keep"),

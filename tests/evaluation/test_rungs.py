@@ -10,6 +10,7 @@ from support.reports import AUTO, SIZE, decide_on, draw_answers
 from rotationzoo.api import calibrate, evaluate
 from rotationzoo.artifact.scores import Action, Decision
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec import feedback
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import decision as decisions
 from rotationzoo.evaluation import rungs
@@ -83,6 +84,14 @@ def test_what_is_chosen_keeps_as_much_in_19_of_20_seeds(shares, fewest):
     assert len(wrong) <= 0.05 * seeds
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_range():
+    """Error feedback tries one range of rows in place of four, which take four times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feedback, "RANGES", (1.0,))
+        yield
+
+
 @pytest.fixture(scope="module")
 def budgeted(induction, tmp_path_factory) -> Artifact:
     folder = tmp_path_factory.mktemp("rungs") / "mine"
@@ -95,12 +104,13 @@ def test_the_rungs_are_those_that_rows_have_room_for(budgeted, artifacts):
 
 
 def ask(model: Path, artifact: Artifact, keep: float):
-    asked = {"tasks": ["quote"], "lengths": [512], "questions": 16, "queries": 0}
-    return evaluate(str(model), artifact, save=True, fewest_bits=True, keep=keep, **asked, **SMALL)
+    asked = {"tasks": ["quote"], "lengths": [512], "questions": 8, "queries": 0, "tokens": 512}
+    options = SMALL | asked
+    return evaluate(str(model), artifact, save=True, fewest_bits=True, keep=keep, **options)
 
 
 def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted, monkeypatch):
-    monkeypatch.setattr(decisions, "FEWEST_ANSWERS", 8)
+    monkeypatch.setattr(decisions, "FEWEST_ANSWERS", 4)
     monkeypatch.setattr(rungs, "RUNGS", (2.25, 4.0))
     report = ask(induction, budgeted, keep=5)
     assert list(report["arms"]) == ["mine-2.25-bits", "mine-2.25-bits+feedback"]

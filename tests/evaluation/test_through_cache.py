@@ -7,7 +7,6 @@ import torch
 from support import architectures
 from support.caches import distance, random_arm, read_whole, simulate
 from support.float64 import CLOSE
-from support.induction import save_induction
 
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import UsageError
@@ -50,13 +49,10 @@ def test_it_is_called_like_the_model(windows, is_exact, kept):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    model = save_induction(tmp_path_factory.mktemp("models") / "induction")
+def job(induction):
     tasks = TaskSettings(("quote",), questions=2)
-    windows = [(16, 64)]
-    return Evaluation(
-        str(model), [], Data(tokens=352, length=352), tasks, windows, queries=0, device="cpu"
-    )
+    text, windows = Data(tokens=352, length=352), [(16, 64)]
+    return Evaluation(str(induction), [], text, tasks, windows, queries=0, device="cpu")
 
 
 def test_recall_tasks_agree_with_the_simulation(job):

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-import transformers
 from support import architectures, caches
 from support.caches import random_arm
 from support.float64 import CLOSE
+from support.hybrids import save_hybrid
 from support.naive_cache import naive_cache
 
 from rotationzoo.codec.layout import CacheLayout
@@ -128,23 +128,9 @@ def test_a_copied_prefix_goes_on_as_the_cache_itself(name):
     assert torch.equal(generate(model, cache), text)
 
 
-def falcon_h1():
-    """Full and linear attention in every layer."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=32, head_dim=16, num_hidden_layers=2)
-    linear = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, mamba_chunk_size=8)
-    config = transformers.FalconH1Config(vocab_size=64, **sizes, **linear, **heads)
-    model = transformers.FalconH1ForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and "mamba" not in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    return model
-
-
 @torch.no_grad()
-def test_two_kinds_of_attention_in_one_layer():
-    model = falcon_h1()
+def test_two_kinds_of_attention_in_one_layer(tmp_path):
+    model = save_hybrid("falcon_h1", tmp_path)
     read, cache = PROMPT[:, :1], empty(model)
     logits = caches.read_in_calls(model, cache, PROMPT, 1)
     expected = caches.simulate(model, random_arm(model), WINDOWS, PROMPT)

@@ -51,7 +51,8 @@ def test_two_sets_of_weights_are_refused(with_index, sharded, tmp_path, inside):
     assert "two sets of weights" in inside("calibrate", str(sharded), "--dry-run").stderr
 
 
-def test_the_same_weights_twice_are_loaded(tiny, sharded):
+def test_the_same_weights_in_shards_and_twice_are_loaded(tiny, sharded):
+    assert weights_fingerprint(find(str(sharded))) == weights_fingerprint(find(str(tiny)))
     shutil.copy(tiny / SINGLE, sharded)
     assert weights_fingerprint(find(str(sharded))) == weights_fingerprint(find(str(tiny)))
     load(sharded)

@@ -57,38 +57,25 @@ def test_it_is_said_who_redirects_to_a_host_that_is_down(zoo):
     assert f"cannot be reached ({host} redirected to 127.0.0.1:9: " in shown
 
 
-def lose_refs(cache: Path) -> None:
-    shutil.rmtree(cache / "refs")
-
-
-def end_line(cache: Path) -> None:
-    with (cache / "refs" / "main").open("a") as file:
-        file.write("\n")
-
-
-def name_another(cache: Path) -> None:
-    (cache / "refs" / "main").write_text("c" * 40)
-
-
-def change_nothing(_: Path) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("change", "revision"),
+    ("named", "revision"),
     [
-        (name_another, "main"),
-        (lose_refs, "main"),
-        (end_line, "main"),
-        (change_nothing, "v9"),
-        (change_nothing, "d" * 40),
-        (change_nothing, "a-part"),
+        ("c" * 40, "main"),
+        (None, "main"),
+        ("{head}\n", "main"),
+        ("{head}", "v9"),
+        ("{head}", "d" * 40),
+        ("{head}", "a-part"),
     ],
 )
 @pytest.mark.parametrize("offline", [True, False])
-def test_what_is_cached_is_offered(zoo, cached, monkeypatch, change, revision, offline):
-    change(cached)
-    head = zoo.hf.head(MODEL)
+def test_what_is_cached_is_offered(zoo, cached, monkeypatch, named, revision, offline):
+    """`named` is what the cache's file of the main branch says, if it is there."""
+    head, file = zoo.hf.head(MODEL), cached / "refs" / "main"
+    if named is None:
+        shutil.rmtree(file.parent)
+    else:
+        file.write_text(named.format(head=head))
     revision = revision.replace("a-part", head[:8])
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     point_clients(monkeypatch, "http://127.0.0.1:9")

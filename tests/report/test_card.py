@@ -32,6 +32,12 @@ def made(model, folder, **changes) -> Artifact:
     return calibrate(str(model), output=folder / "out", recipe=recipe, **options)
 
 
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory) -> Artifact:
+    """An artifact of the tiny model, which no test may change."""
+    return made(tiny, tmp_path_factory.mktemp("plain"))
+
+
 def run_snippet() -> tuple[str, dict]:
     """The Python of the card in the current folder, and the names that it defines."""
     page, names = Path("README.md").read_text(), {}
@@ -89,10 +95,10 @@ def test_the_snippet_for_latents_restores_them(tmp_path, monkeypatch, centered):
     assert "layers.N.latent.feedback" in page
 
 
-def test_the_size_is_said_for_each_format_and_is_right(tiny, tmp_path):
+def test_the_size_is_said_for_each_format_and_is_right(plain):
     """Of a head dimension of 16 in one group, 64 and 256 of 131,072 tokens exact: computed by
     hand."""
-    page = render_card(made(tiny, tmp_path).manifest)
+    page = render_card(plain.manifest)
     exact = 320 / 131072
     for name, kind, bits in (
         ("sglang", "float32", 2 + 64 / 16),
@@ -151,8 +157,8 @@ def evaluated(artifact: Artifact) -> Artifact:
     return Artifact(artifact.folder, artifact.content | {"metrics": metrics})
 
 
-def test_the_card_begins_with_what_readers_decide_by(tiny, tmp_path):
-    artifact = evaluated(made(tiny, tmp_path))
+def test_the_card_begins_with_what_readers_decide_by(plain):
+    artifact = evaluated(plain)
     picture = artifact.content["files"] | {"answers.png": {"size": 1, "sha256": "0" * 64}}
     manifest = parse_manifest(artifact.content | {"files": picture}, "the manifest")
     page = render_card(manifest)
@@ -178,9 +184,9 @@ def test_the_card_begins_with_what_readers_decide_by(tiny, tmp_path):
     assert "    rotationzoo pull tiny --repo me/zoo\n" in render_card(manifest, "me/zoo")
 
 
-def test_shares_of_fewer_questions_stand_in_no_table(tiny, tmp_path):
+def test_shares_of_fewer_questions_stand_in_no_table(plain):
     """The first ones may be easier: they would put a baseline before the artifact."""
-    artifact = evaluated(made(tiny, tmp_path))
+    artifact = evaluated(plain)
     arms = artifact.content["metrics"]["evaluation"]["arms"]
     arms["identity"]["all_tasks"] |= {"questions": 8, "answered": 8}
     page = render_card(parse_manifest(artifact.content, "the manifest"))
@@ -194,8 +200,8 @@ def test_shares_of_fewer_questions_stand_in_no_table(tiny, tmp_path):
     assert ("accuracy", "2-bit cache, mine") not in results
 
 
-def test_hubs_read_the_results(tiny, tmp_path):
-    page = render_card(evaluated(made(tiny, tmp_path)).manifest)
+def test_hubs_read_the_results(plain):
+    page = render_card(evaluated(plain).manifest)
     results = ModelCard(page).data.eval_results
     figures = {(each.metric_type, each.metric_name): each.metric_value for each in results}
     assert figures == {
@@ -204,7 +210,7 @@ def test_hubs_read_the_results(tiny, tmp_path):
         ("perplexity", "exact cache"): 8.0,
         ("perplexity", "2-bit cache, mine"): 12.0,
     }
-    assert "not been measured" in render_card(made(tiny, tmp_path).manifest)
+    assert "not been measured" in render_card(plain.manifest)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +246,8 @@ def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
     assert ("--recipe recipe.yaml" in line) == ("recipe.yaml" in options)
 
 
-def test_the_command_of_a_run_on_gpus_names_how_it_ran(tiny, tmp_path):
-    content = made(tiny, tmp_path).content
+def test_the_command_of_a_run_on_gpus_names_how_it_ran(plain):
+    content = plain.content
     identity = content["identity"] | {"dtype": "auto", "device_map": "auto", "batch": "16"}
     identity["device"] = "NVIDIA H200"
     hub = content["model"] | {"id": "a/b", "revision": "0" * 40}

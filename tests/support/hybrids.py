@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import torch
 import transformers
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe import Data
-from support.models import add_tokenizer
+from support.models import save_random
 from support.recipes import QUICK
 
 _MOSTLY_STATES = ["linear_attention"] * 3 + ["full_attention"]
@@ -63,16 +62,7 @@ def save_hybrid(name: str, folder: Path) -> transformers.PreTrainedModel:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32768,
         bos_token_id=None, eos_token_id=0, pad_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
-    made = getattr(transformers, f"{config}Config")(**base | options)
-    model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(folder)
-    add_tokenizer(folder)
-    return model
+    return save_random(kind, config, folder, std=0.1, **base | options)
 
 
 def calibrate_hybrid(name: str, folder: Path, bits: float | None = None) -> tuple:

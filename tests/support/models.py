@@ -18,23 +18,33 @@ from support.places import ROOT
 DATA = ROOT / "rotationzoo" / "data" / "demo"
 
 
-def save_tiny(folder: Path, seed: int = 0, **changes) -> Path:
-    """A random Qwen3 of two layers with the demo model's tokenizer, as save_pretrained writes
-    it."""
+def save_random(
+    kind: str, config: str, folder: Path, std: float, seed: int = 0, **options
+) -> transformers.PreTrainedModel:
+    """A random model with the demo model's tokenizer, as save_pretrained writes it. `kind` and
+    `config`: the names of its classes without their endings."""
     torch.manual_seed(seed)
+    made = getattr(transformers, f"{config}Config")(**options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=std)
+    model.save_pretrained(folder)
+    add_tokenizer(folder)
+    return model
+
+
+def save_tiny(folder: Path, seed: int = 0, **changes) -> Path:
+    """A random Qwen3 of two layers."""
     options = dict(
         vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None,
         eos_token_id=0,
     )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**options, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.2)
-    model.save_pretrained(folder)
-    return add_tokenizer(folder)
+    save_random("Qwen3", "Qwen3", folder, std=0.2, seed=seed, **{**options, **changes})
+    return folder
 
 
 def add_tokenizer(folder: Path) -> Path:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from support.codec import on_gpu
+from support.models import save_random
 from support.places import ROOT
 from support.recipes import QUICK
 from support.vllm import CHUNK, NEEDS_VLLM, ON_GPU, PYTHON, TOKENS, drive, environment, serve
@@ -147,19 +147,8 @@ def make_family(family: str, tmp_path: Path, bits: float | None = None):
         vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
-    options |= changes
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**options)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.1)
     folder = tmp_path / "model"
-    model.eval().save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder)
+    model = save_random(name, name, folder, std=0.1, **options | changes)
     recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512), "bits": bits})
     artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
     return model, folder, artifact

@@ -1,0 +1,115 @@
+"""What is one hub: a row and a module each, and a file server; and who is told the token."""
+
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from support.command_line import succeeded
+from support.hubs import folder
+from support.places import ROOT
+from support.published import ZOO, ok, point_clients, refused
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.zoo import index
+from rotationzoo.zoo.hubs.modelscope import may_see_token
+from rotationzoo.zoo.hubs.protocol import HUBS, Hub, open_hub
+
+
+@pytest.fixture
+def with_folder_hub(command):
+    """The command line in a process of its own that has a third hub."""
+    variables = command.environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+    def run(*words) -> dict:
+        start = [sys.executable, folder.__file__, *map(str, words), "--json"]
+        options = dict(cwd=command.folder, env=variables, capture_output=True, text=True)
+        return ok(subprocess.run(start, **options))
+
+    return run
+
+
+@pytest.mark.thorough
+def test_a_new_hub_takes_a_module_and_a_row(with_folder_hub, command, made):
+    tag = with_folder_hub("push", made, ZOO, "--to", "folder")["hubs"]["folder"]["revision"]
+    content = command.folder / "hub" / ZOO / tag / index.NAME
+    assert '"hub": "folder"' in content.read_text()
+    words = ["pull", "demo", "--repo", ZOO, "--from", "folder", "--local-dir", "here"]
+    pulled = with_folder_hub(*words)
+    assert (pulled["hub"], pulled["revision"]) == ("folder", tag)
+    assert verify(Artifact.open(command.folder / "here"), "demo").ok
+
+
+@pytest.mark.parametrize("name", HUBS)
+def test_each_hub_is_one_and_is_documented(zoo, name):
+    assert isinstance(open_hub(name), Hub)
+    assert HUBS[name].title in Path(ROOT, "docs", "zoo.md").read_text(encoding="utf-8")
+
+
+# ---- a file server in place of a hub, as docs/zoo.md says
+
+
+class _Noting(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        self.server.asked.append((self.path, self.headers["Authorization"]))
+
+
+@pytest.fixture
+def file_server(tmp_path):
+    """The address of a server of the folder `served`, and what it was asked, with which token."""
+    serve = partial(_Noting, directory=str(tmp_path / "served"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", server.asked
+        server.shutdown()
+
+
+def test_a_file_server_stands_in_for_a_hub(zoo, listed, file_server, monkeypatch, tmp_path):
+    pulled = Path(succeeded(zoo.run("pull", "demo", "--index", listed, "--quiet")).stdout.strip())
+    shutil.copytree(pulled.parents[2], tmp_path / "served" / ZOO / "resolve")
+    zoo.forget()
+    address, asked = file_server
+    point_clients(monkeypatch, address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    assert ok(zoo.run("list", "--index", listed, "--json"))
+    ok(zoo.run("pull", "demo", "--index", listed, "--local-dir", "here", "--json"))
+    assert verify(Artifact.open(zoo.folder / "here"), "demo").ok
+    assert {path.rpartition("/")[0] for path, _ in asked} == {
+        f"/{ZOO}/resolve/{'/'.join(pulled.parts[-3:])}"
+    }
+    assert {token for _, token in asked} == {None}
+    assert "answered 404" in refused(zoo.run("pull", "demo", "--repo", ZOO))
+
+
+# ---- whom the sessions of the ModelScope client tell the token
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url", "trusted"),
+    [
+        ("https://modelscope.cn", "https://modelscope.cn/api", True),
+        ("https://modelscope.cn", "https://lfs.modelscope.cn/x", True),
+        ("https://www.modelscope.ai", "https://lfs.modelscope.ai/x", True),
+        ("https://modelscope.cn", "http://modelscope.cn/api", False),
+        ("https://modelscope.cn", "http://lfs.modelscope.cn/x", False),
+        ("http://modelscope.cn", "https://lfs.modelscope.cn/x", False),
+        ("https://modelscope.cn", "https://cdn.modelscope.cn/x", False),
+        ("https://modelscope.cn", "https://lfs.modelscope.cn.evil.example/x", False),
+        ("https://hub", "https://lfs.hub/x", False),
+        ("https://modelscope.cn", "https://modelscope.cn.evil.example/x", False),
+        ("https://modelscope.cn", "https://evilmodelscope.cn/x", False),
+        ("https://modelscope.cn", "https://modelscope.cn@evil.example/x", False),
+        ("https://modelscope.cn", "https://bucket.oss-cn-beijing.aliyuncs.com/x", False),
+        ("http://127.0.0.1:80", "http://127.0.0.1:81/x", False),
+        ("http://127.0.0.1:80", "http://localhost:80/x", False),
+        ("http://127.0.0.1", "http://127.0.0.1:80/x", True),
+    ],
+)
+def test_who_is_told_the_token(endpoint, url, trusted):
+    assert may_see_token(endpoint, url) is trusted
