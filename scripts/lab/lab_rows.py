@@ -28,8 +28,7 @@ from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 
 BUNDLED = {name: DEMO.parent / f"{name}.jsonl" for name in ("calibration", "evaluation")}
 INSTALLED = {"site-packages", "dist-packages"}
-SUFFIXES = {".py", ".pyi", ".md", ".rst", ".h", ".hpp", ".cuh", ".c", ".cpp", ".txt"}
-MOST_CHARACTERS, LARGEST_FILE = 300_000_000, 300_000  # larger files are tables of data
+LARGEST_FILE = 300_000  # bytes; larger files are tables of data
 FILES = 200  # that a process tokenizes at a time
 # Releases of Python differ in a few lines of a file, so a held-out file is known by its lines.
 SHARED_LINES, LINE_LENGTH = 0.2, 20
@@ -49,24 +48,14 @@ def bundled_texts(name: str) -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
-def read_sources(folders: Iterable[Path], everything: bool = False) -> list[str]:
-    """The sources of the folders, without the bundled texts, in an order of their own: Python
-    without installed packages, or `everything`: with them, headers and documentation, at most
-    `MOST_CHARACTERS`."""
+def read_sources(folders: Iterable[Path]) -> list[str]:
+    """The Python sources of the folders, without installed packages and the bundled texts."""
     paths = []
     for folder in folders:
-        found = (path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES)
-        for path in found:
-            installed = INSTALLED & set(path.relative_to(folder).parts)
-            if everything or (path.suffix == ".py" and not installed):
+        for path in sorted(folder.rglob("*.py")):
+            if not INSTALLED & set(path.relative_to(folder).parts):
                 paths.append(path)
-    if everything:
-        random.Random(0).shuffle(paths)
-    texts = [text for text in _map(_read_unseen, paths, chunksize=64) if text]
-    if not everything:
-        return texts
-    sizes = np.cumsum([len(text) for text in texts])
-    return texts[: int(np.searchsorted(sizes, MOST_CHARACTERS))]
+    return [text for text in _map(_read_unseen, paths, chunksize=64) if text]
 
 
 def _map(function: Callable[[Any], _R], jobs: Sequence[Any], chunksize: int = 1) -> list[_R]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_caches import LAYOUTS
 from support.codec import (
     ONLY_COMPILE,
     CpuLauncher,
@@ -33,10 +32,12 @@ from rotationzoo.codec.cuda_attention import (
     choose_splits,
     supports,
 )
+from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
 FLOAT = torch.float32
+LAYOUTS = FORMATS | {"fine": FINE}
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
 # columns; what lies beyond a request is not a number.
 SMALL = Case(
