@@ -70,15 +70,15 @@ def test_the_loss_of_training_is_that_of_the_model(name):
         assert train_lab_models.loss_of(model, ids, weights) != loss
 
 
-def test_layers_share_one_compilation():
+def test_the_loss_is_compiled_as_a_whole():
     lab, size = train_lab_models.MODELS["llama"], train_lab_models.SMALL
     model = train_lab_models.new_model(lab, size, 0, 2048)
     counter = CompileCounter()
     torch.compiler.reset()
-    loss_of = train_lab_models.Loss(torch.compile(train_lab_models.run_layer, backend=counter))
+    compiled = torch.compile(train_lab_models.loss_of, backend=counter)
     ids = torch.randint(2048, (1, 384))
-    loss = loss_of(model, ids, torch.ones_like(ids))
-    torch.testing.assert_close(loss, train_lab_models.loss_of(model, ids, torch.ones_like(ids)))
+    given = model, ids, torch.ones_like(ids)
+    torch.testing.assert_close(compiled(*given), train_lab_models.loss_of(*given))
     assert counter.frame_count == 1
 
 

@@ -5,32 +5,32 @@
 
 The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
 step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
-are cold, and medians are those of CUDA graph replays (`decode_timing`). In the same run:
+are cold, and medians are those of CUDA graph replays. In the same run:
 
 * `pages, reading`: the decode kernel over the server's pages, windows in slots of the copies;
 * `pages, storing`: storing the new tokens as codes, with error feedback;
 * `pages, whole step`: both, as a server does it, at the same time;
 * `N tokens, as few`: the same of N new tokens of each request, which the decode kernel reads;
 * `N tokens, as a prompt`: the same, read by vLLM's FlashAttention, where vLLM is installed;
-* `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
 Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
 """
 
+import itertools
 import json
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
-from decode_timing import Launch, bandwidth, copies_of, measure
 from measuring import describe_error, describe_machine, make_parser, require_gpu, seconds_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.artifact.fit import fit
@@ -48,6 +48,13 @@ from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.segments import LONG, Known
 from rotationzoo.vllm.steps import Planner, Step
 
+Launch = Callable[[], object]
+COLD = 32
+"""Caches are read in turn until this many times the L2 cache has been read, so that at most 3 % of
+what a launch reads can still be in it. Overwriting the L2 cache between launches instead would
+leave it full of lines that the next launch has to write back."""
+_SHORTEST = 2e-3  # seconds of a replay; shorter ones would be timed with the gaps between them
+_REPLAYS, _SECONDS = (9, 200), 0.15  # how many, in about how many seconds
 PAGE = 64
 Read = Callable[[torch.Tensor, torch.Tensor], None]
 """Attention of queries `[B, H_q, 1, D]` to random keys and values `[2, B * T * H * D]`: each way of
@@ -202,45 +209,20 @@ def time_shape(shape: Shape, format: str, few: list[int]) -> Iterator[tuple[str,
     yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
     torch.cuda.empty_cache()
-    yield from time_bfloat16(shape)
+    yield "bf16", time_bfloat16(shape)
 
 
-def time_bfloat16(shape: Shape) -> Iterator[tuple[str, float]]:
-    """Seconds of torch's kernels over pages and over rows that lie together."""
+def time_bfloat16(shape: Shape) -> float:
+    """Seconds of the fastest of torch's kernels over rows that lie together."""
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query, times = draw(shape.batch, shape.heads, 1, shape.dim), []
     caches = list(draw(copies_of(shape.bytes), 2, shape.bytes // 4))
-    for name, way in (("bf16 paged", read_paged(shape)), *read_whole(shape)):
+    for name, way in read_whole(shape):
         try:
-            seconds = timed(lambda cache, way=way: way(query, cache), caches)
-        except Exception as problem:  # of compilers, or of libraries that have their own
-            print(f"{shape}: {name}: {describe_error(problem)}", flush=True)
-            continue
-        if name == "bf16 paged":
-            yield name, seconds
-        else:
-            times.append(seconds)
-    yield "bf16", min(times)
-
-
-def read_paged(shape: Shape) -> Read:
-    """`flex_attention` over pages in no order."""
-    page, each = 128, -(-shape.context // 128)
-    total = shape.batch * each
-    indices = torch.zeros(shape.batch, 1, 1, total, dtype=torch.int32, device="cuda")
-    indices[:, 0, 0, :each] = torch.randperm(total, device="cuda").view(shape.batch, each)
-    counts = torch.full((shape.batch, 1, 1), each, dtype=torch.int32, device="cuda")
-    none = torch.zeros_like(counts), torch.zeros_like(indices)
-    size = 1, shape.kv_heads, total * page, shape.dim
-    mask = BlockMask.from_kv_blocks(
-        *none, counts, indices, BLOCK_SIZE=(128, page), seq_lengths=(1, total * page)
-    )
-    flex = torch.compile(flex_attention)
-
-    def read(query: torch.Tensor, cache: torch.Tensor) -> None:
-        flex(query, *(side.view(size) for side in cache), block_mask=mask, enable_gqa=True)
-
-    return read
+            times.append(timed(lambda cache, way=way: way(query, cache), caches))
+        except RuntimeError as problem:  # a kernel that this GPU or version lacks
+            print(f"{name}: {describe_error(problem)}", flush=True)
+    return min(times)
 
 
 def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
@@ -264,17 +246,76 @@ def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
             yield f"{backend.name}, {way.__name__}", sdpa_kernel(backend)(way)
 
 
-def timed(read: Callable, caches: list) -> float:
-    """Median seconds over cold caches."""
-    launches: list[Launch] = [lambda cache=cache: read(cache) for cache in caches]
-    return measure(launches)
-
-
 def clocked(work: Launch) -> float:
     """Seconds of work that the CPU launches each time."""
     for _ in range(5):
         work()
     return seconds_of(lambda: [work() for _ in range(20)]) / 20
+
+
+def copies_of(size: int) -> int:
+    """How many caches of `size` bytes to read in turn."""
+    cold = COLD * torch.cuda.get_device_properties(0).L2_cache_size
+    return max(1, -(-cold // size))
+
+
+def timed(read: Callable[[Any], object], caches: Sequence[Any]) -> float:
+    """The seconds of reading a cache: the median of replays in which the caches follow each other,
+    the first again after the last.
+
+    They are captured in one CUDA graph, so that what the CPU does for a launch does not count.
+    Where that fails, a line says so, and it may count.
+    """
+    launches: list[Launch] = [partial(read, cache) for cache in caches]
+    for launch in (launches[0], launches[-1], launches[0]):
+        launch()  # compiles and tunes
+    once = _elapsed(lambda: _run(launches), 1)[0]
+    count = max(1, int(_SHORTEST / once) + 1) if once < _SHORTEST else 1
+    replay = _replay([*launches] * count)
+    once = _elapsed(replay, 2)[-1]
+    least, most = _REPLAYS
+    times = _elapsed(replay, min(most, max(least, int(_SECONDS / once))))
+    return statistics.median(times) / len(launches) / count
+
+
+def _run(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch()
+
+
+def _replay(launches: Sequence[Launch]) -> Launch:
+    """What runs all launches: a graph, if there can be one."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            _run(launches)
+    except Exception as error:  # of whichever library launches
+        print(f"not captured in a graph: {describe_error(error)}", flush=True)
+        torch.cuda.synchronize()
+        return lambda: _run(launches)
+    return graph.replay
+
+
+def _elapsed(work: Launch, repeats: int) -> list[float]:
+    """Seconds of each repetition. Nothing waits for the GPU before the last is launched."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(events)]
+
+
+def bandwidth(size: int = 2 << 30) -> float:
+    """Bytes per second of the fastest of torch's reductions that read `size` bytes and write next
+    to nothing."""
+    source = torch.randn(size // 4, device="cuda")
+    rows = source.view(-1, 1 << 16)
+    half = source.view(torch.bfloat16).view(-1, 1 << 16)
+    by_row = partial(rows.sum, 1), partial(rows.amax, 1), partial(half.amax, 1)
+    reductions = source.sum, source.amax, *by_row
+    return max(size / timed(lambda reduce: reduce(), [reduction]) for reduction in reductions)
 
 
 def main() -> int:

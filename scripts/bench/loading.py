@@ -42,33 +42,20 @@ def load_chosen(name: str, args: argparse.Namespace, dtype: torch.dtype | None =
     """A model of `SHAPES` with random weights and text, or one of a hub id, a folder or `demo` in
     `dtype` or the device's usual type. The options of `make_text_parser` choose the text."""
     if name in random_models.SHAPES:
-        loaded = _make(name, args)
+        shape = random_models.SHAPES[name]
+        model = random_models.make_model(replace(shape, positions=max(40_960, args.length)))
+        size = args.tokens // args.length, args.length
+        text = Corpus([*random_models.random_text(shape.vocabulary, *size)], "random", None)
     else:
-        if dtype is None:
-            dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        source = find(name)
+        fetch(source)
+        usual = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        model = loading.load(source, loading.load_config(source), DEVICE, dtype or usual)
         data = Data(source=args.data, tokens=args.tokens, length=args.length)
-        loaded = _load(name, dtype, data)
+        text = read_corpus(data, loading.load_tokenizer(source))
     print(
-        f"{loaded.text.tokens} tokens, rows of {args.length}, {loaded.model.dtype}, {DEVICE}, "
-        f"{loaded.model.config._attn_implementation}, {torch.get_num_threads()} threads"
+        f"{text.tokens} tokens, rows of {args.length}, {model.dtype}, {DEVICE}, "
+        f"{model.config._attn_implementation}, {torch.get_num_threads()} threads"
     )
-    return loaded
-
-
-def _load(name: str, dtype: torch.dtype, data: Data) -> Loaded:
-    source = find(name)
-    fetch(source)
-    model = loading.load(source, loading.load_config(source), DEVICE, dtype)
-    return _describe(model, read_corpus(data, loading.load_tokenizer(source)))
-
-
-def _make(name: str, args: argparse.Namespace) -> Loaded:
-    shape = random_models.SHAPES[name]
-    shape = replace(shape, positions=max(shape.positions, args.length))
-    rows = random_models.random_text(shape.vocabulary, args.tokens // args.length, args.length)
-    return _describe(random_models.make_model(shape), Corpus(list(rows), "random", None))
-
-
-def _describe(model: PreTrainedModel, text: Corpus) -> Loaded:
     with torch.no_grad():
         return Loaded(model, geometry_of(model, text.rows[0][None, :32].to(DEVICE)), text)

@@ -44,7 +44,6 @@ from pathlib import Path
 import lab_rows
 import numpy as np
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -52,8 +51,6 @@ from rotationzoo.model.source import DEMO
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 
-Rope = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines `[1, T, D]`."""
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Token ids `[N, T]`, and the weight of each token in the loss."""
 LONGEST = 8192
@@ -156,45 +153,20 @@ def new_model(lab: Lab, size: Size, end_token: int, vocabulary: int) -> PreTrain
     return model
 
 
-def run_layer(layer: nn.Module, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """What a layer makes of `hidden` `[B, T, C]`, without a mask: with one, attention is not flash
-    attention."""
-    return layer(hidden, attention_mask=None, position_embeddings=rope)
-
-
-def weigh_losses(
-    model: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """The weighted mean loss of predicting `ids` `[B, T]` from the last layer's output."""
-    logits = model.lm_head(model.model.norm(hidden))[:, :-1]
+def loss_of(model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted mean loss of predicting ids `[B, T]`. Layers get no mask: with one, attention is
+    not flash attention."""
+    tower = model.model
+    hidden = tower.embed_tokens(ids)
+    rope = tower.rotary_emb(hidden, torch.arange(ids.shape[1], device=ids.device)[None])
+    for layer in tower.layers:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=rope)
+    logits = model.lm_head(tower.norm(hidden))[:, :-1]
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
     )
     weight = weights[:, 1:].flatten().float()
     return (losses * weight).sum() / weight.sum()
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The weighted mean loss of predicting ids `[B, T]`. Its two parts can be compiled: all layers
-    then share one compilation."""
-
-    run_layer: Callable[..., torch.Tensor] = run_layer
-    weigh_losses: Callable[..., torch.Tensor] = weigh_losses
-
-    def __call__(
-        self, model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        tower = model.model
-        hidden = tower.embed_tokens(ids)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        rope = tower.rotary_emb(hidden, positions)
-        for layer in tower.layers:
-            hidden = self.run_layer(layer, hidden, rope)
-        return self.weigh_losses(model, hidden, ids, weights)
-
-
-loss_of = Loss()
 
 
 class Trainer:
@@ -216,15 +188,12 @@ class Trainer:
         )
         torch.compiler.reset()  # its limit counts the compilations of all models of a process
         # Compiling for a CPU takes longer than the few steps that are made there.
-        self.loss = loss_of
-        if device != "cpu":
-            parts = (torch.compile(part, dynamic=False) for part in (run_layer, weigh_losses))
-            self.loss = Loss(*parts)
+        self.loss = loss_of if device == "cpu" else torch.compile(loss_of, dynamic=False)
         self.rows = [(ids.to(device), weights.to(device)) for ids, weights in run.rows]
         tokens = run.size.batch * run.size.length
         self.batches = [max(1, tokens // ids.shape[1]) for ids, _ in self.rows]
 
-    def train(self, stop: float, prompts: dict[str, list[Prompt]]) -> dict[str, float]:
+    def train(self, stop: float) -> dict[str, float]:
         """Train until the time `stop`, or for the run's number of steps."""
         for long in (False, True):  # compiled before the clock of the schedule starts
             self.gradients(long)
@@ -248,9 +217,7 @@ class Trainer:
             else:
                 progress = (time.time() - start) / (stop - start)
             if step % REPORT == 0:
-                self.say(
-                    f"step {step}, {progress:.0%}, loss {loss.item():.3f}; {self.score(prompts)}"
-                )
+                self.say(f"step {step}, {progress:.0%}, loss {loss.item():.3f}")
         return {"steps": step, "seconds": round(time.time() - start), "loss": loss.item()}
 
     def gradients(self, long: bool) -> torch.Tensor:
@@ -290,14 +257,13 @@ def train_all(run: Run, names: list[str], deadline: float, device: str) -> list[
     # Some versions of transformers multiply positions and frequencies as matrices. In TF32 the
     # angles would be wrong by a radian at 2,048 tokens, and a model would learn those.
     torch.set_float32_matmul_precision("highest")
-    prompts = lab_rows.unseen_prompts(run.tokenizer, run.size.length, run.size.prompts)
     failed = []
     for at, name in enumerate(names):
         share = MODELS[name].share / sum(MODELS[other].share for other in names[at:])
         stop = time.time() + (deadline - time.time()) * share - SCORING_SECONDS
         try:
             trainer = Trainer(name, run, device)
-            record = trainer.train(stop, prompts)
+            record = trainer.train(stop)
             trainer.model.to(torch.bfloat16).eval()
             folder = run.output / name
             save(trainer.model, folder)
