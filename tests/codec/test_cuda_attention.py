@@ -19,7 +19,7 @@ from support.codec import (
     on_cpu,
     on_gpu,
 )
-from support.decode_cases import DIMS, Case, Drawing, Inputs, error_of, reference
+from support.decode_cases import DIMS, LAYOUTS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention
@@ -32,12 +32,10 @@ from rotationzoo.codec.cuda_attention import (
     choose_splits,
     supports,
 )
-from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
 FLOAT = torch.float32
-LAYOUTS = FORMATS | {"fine": FINE}
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
 # columns; what lies beyond a request is not a number.
 SMALL = Case(
