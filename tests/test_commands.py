@@ -63,7 +63,7 @@ OF_OTHERS = {
     "--enable-sleep-mode", "--hf-config-path", "--hf-overrides", "--kv-bits", "--kv-cache-dtype",
     "--kv-cache-dtype-skip-layers", "--kv-mean-center", "--load-format",
     "--mamba-radix-cache-strategy", "--max-num-seqs", "--models", "--prefix-match-unit",
-    "--quantization", "--quantized-kv-start", "--speculative-config", "--tokenizer", "--truncate",
+    "--quantization", "--quantized-kv-start", "--speculative-config", "--tokenizer",
     "--weight-transfer-config", "--worker-cls", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}

@@ -5,40 +5,39 @@
 
 The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
 step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
-are cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In the same run:
+are cold, and medians are those of CUDA graph replays. In the same run:
 
-* `kernel`: the decode kernel over pages and windows of a request that lie together;
-* `pages, reading`: the same kernel over the server's pages, windows in slots of the copies;
+* `pages, reading`: the decode kernel over the server's pages, windows in slots of the copies;
 * `pages, storing`: storing the new tokens as codes, with error feedback;
 * `pages, whole step`: both, as a server does it, at the same time;
 * `N tokens, as few`: the same of N new tokens of each request, which the decode kernel reads;
 * `N tokens, as a prompt`: the same, read by vLLM's FlashAttention, where vLLM is installed;
-* `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
 Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
 """
 
+import itertools
 import json
+import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
-from decode_arms import exact_arms, packed_variants
-from decode_caches import Shape, Storage, exact_caches, packed_caches, random_pages
-from decode_timing import Launch, bandwidths, copies_of, measure
-from measuring import describe_error, make_parser, require_gpu, seconds_of
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from measuring import describe_error, describe_machine, make_parser, require_gpu, seconds_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.pages import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
@@ -49,7 +48,60 @@ from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.segments import LONG, Known
 from rotationzoo.vllm.steps import Planner, Step
 
+Launch = Callable[[], object]
+COLD = 32
+"""Caches are read in turn until this many times the L2 cache has been read, so that at most 3 % of
+what a launch reads can still be in it. Overwriting the L2 cache between launches instead would
+leave it full of lines that the next launch has to write back."""
+_SHORTEST = 2e-3  # seconds of a replay; shorter ones would be timed with the gaps between them
+_REPLAYS, _SECONDS = (9, 200), 0.15  # how many, in about how many seconds
 PAGE = 64
+Read = Callable[[torch.Tensor, torch.Tensor], None]
+"""Attention of queries `[B, H_q, 1, D]` to random keys and values `[2, B * T * H * D]`: each way of
+reading lays out the last dimension as it likes."""
+SINK, RECENT = 64, 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer of attention: requests of the same length, one new token each."""
+
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in bfloat16."""
+        return 2 * 2 * self.kv_heads * self.dim
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the bfloat16 cache, all of which a step reads."""
+        return self.batch * self.context * self.token_bytes
+
+
+def bound_of(shape: Shape, format: str) -> int:
+    """Bytes of codes and of exact tokens, without what fills the last page: all that a step
+    reads."""
+    stored, exact = SIMULATED[format], SINK + RECENT
+    metadata = stored.metadata_numbers * stored.metadata_bits / 8
+    packed = 2 * shape.kv_heads * (stored.row_bytes(shape.dim) + metadata)
+    return int(shape.batch * ((shape.context - exact) * packed + exact * shape.token_bytes))
+
+
+def random_pages(layout: PageLayout, count: int, device: str) -> torch.Tensor:
+    """Pages of random codes, uint8 `[count, bytes of a page]`, with scales and offsets as those of
+    rows of variance 1."""
+    pages = torch.randint(0, 256, (count, layout.bytes), dtype=torch.uint8, device=device)
+    sections = layout.view(pages)
+    sections.scale.uniform_(1.2, 1.8)
+    # Both put the middle of the codes near zero.
+    low, high = (1.2, 1.8) if layout.format.offset == "zero" else (-2.4, -2.0)
+    sections.offset.uniform_(low, high)
+    return pages
 
 
 def settings_of(shape: Shape, format: str) -> CacheSettings:
@@ -63,7 +115,7 @@ def settings_of(shape: Shape, format: str) -> CacheSettings:
         return replace(rotation, feedback=above + torch.eye(shape.dim))
 
     rotations = fit(None, PRESETS["random"], geometry).replace(complete)
-    layout = CacheLayout(SIMULATED[format], 64, 256, prefill_layout="window")
+    layout = CacheLayout(SIMULATED[format], SINK, RECENT, prefill_layout="window")
     like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device="cuda")
     settings = CacheSettings(RotatedCodec(rotations, rounding="feedback"), layout)
     return settings.for_layer(0, like, like)
@@ -93,7 +145,7 @@ class Server:
                 copied.normal_()
             self.layers.append(layer)
 
-    def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:  # type: ignore[type-arg]
+    def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:
         """The arguments of `plan`, where the first requests get so many new tokens, and `few` of
         them are few."""
         rows = len(counts)
@@ -142,15 +194,8 @@ def ways_of(server: Server, new: int, few: int) -> dict[str, Callable[[LayerPage
 
 def time_shape(shape: Shape, format: str, few: list[int]) -> Iterator[tuple[str, float]]:
     """Seconds of each way."""
-    settings, storage = settings_of(shape, format), Storage(format)
-    copies = copies_of(storage.bytes(shape))
-    query = torch.randn(shape.batch, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
-    caches = packed_caches(shape, storage, copies, "cuda")
-    ((_, attend), *_) = packed_variants(cuda_attention.attend, shape)
-    yield "kernel", timed(lambda cache: attend(query[:, :, None], cache), caches)
-    del caches
-    torch.cuda.empty_cache()
-    server = Server(shape, settings, copies)
+    settings = settings_of(shape, format)
+    server = Server(shape, settings, copies_of(bound_of(shape, format)))
     for name, way in ways_of(server, 1, 1).items():
         yield f"pages, {name}", timed(way, server.layers)
     for new in few:
@@ -164,45 +209,41 @@ def time_shape(shape: Shape, format: str, few: list[int]) -> Iterator[tuple[str,
     yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
     torch.cuda.empty_cache()
-    yield from time_bfloat16(shape, query)
+    yield "bf16", time_bfloat16(shape)
 
 
-def time_bfloat16(shape: Shape, query: torch.Tensor) -> Iterator[tuple[str, float]]:
-    caches = exact_caches(shape, copies_of(shape.bytes), "cuda")
-    try:
-        page, each = 128, -(-shape.context // 128)
-        total = shape.batch * each
-        indices = torch.zeros(shape.batch, 1, 1, total, dtype=torch.int32, device="cuda")
-        indices[:, 0, 0, :each] = torch.randperm(total, device="cuda").view(shape.batch, each)
-        counts = torch.full((shape.batch, 1, 1), each, dtype=torch.int32, device="cuda")
-        none = torch.zeros_like(counts), torch.zeros_like(indices)
-        size = 1, shape.kv_heads, total * page, shape.dim
-        mask = BlockMask.from_kv_blocks(
-            *none, counts, indices, BLOCK_SIZE=(128, page), seq_lengths=(1, total * page)
-        )
-        flex = torch.compile(flex_attention)
-
-        def read(cache: torch.Tensor) -> None:
-            pools = (side.view(size) for side in cache)
-            flex(query[:, :, None], *pools, block_mask=mask, enable_gqa=True)
-
-        yield "bf16 paged", timed(read, list(caches))
-    except Exception as problem:  # of compilers
-        print(f"{shape}: bf16 paged: {describe_error(problem)}", flush=True)
-    times = []
-    for arm in exact_arms(shape, None, ()):
-        sides = [[arm.view(side, shape) for side in cache] for cache in caches]
+def time_bfloat16(shape: Shape) -> float:
+    """Seconds of the fastest of torch's kernels over rows that lie together."""
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    query, times = draw(shape.batch, shape.heads, 1, shape.dim), []
+    caches = list(draw(copies_of(shape.bytes), 2, shape.bytes // 4))
+    for name, way in read_whole(shape):
         try:
-            times.append(timed(lambda both, arm=arm: arm.read(query[:, :, None], *both), sides))
-        except Exception as problem:  # of libraries that have their own
-            print(f"{shape}: {arm.name}: {describe_error(problem)}", flush=True)
-    yield "bf16", min(times)
+            times.append(timed(lambda cache, way=way: way(query, cache), caches))
+        except RuntimeError as problem:  # a kernel that this GPU or version lacks
+            print(f"{name}: {describe_error(problem)}", flush=True)
+    return min(times)
 
 
-def timed(read: Callable, caches: list) -> float:  # type: ignore[type-arg]
-    """Median seconds over cold caches."""
-    launches: list[Launch] = [lambda cache=cache: read(cache) for cache in caches]
-    return measure(launches).median
+def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
+    """`scaled_dot_product_attention` by two kernels, with keys and values `[B, H, T, D]` and
+    `[B, T, H, D]` in memory, and the query heads of a group as queries or as heads."""
+    heads_first = shape.batch, shape.kv_heads, -1, shape.dim
+    tokens_first = shape.batch, -1, shape.kv_heads, shape.dim
+
+    def in_groups(query: torch.Tensor, cache: torch.Tensor) -> None:
+        scaled_dot_product_attention(query.view(heads_first), *cache.view(2, *heads_first))
+
+    def in_groups_of_tokens(query: torch.Tensor, cache: torch.Tensor) -> None:
+        sides = cache.view(2, *tokens_first).transpose(2, 3)  # tokens before heads in memory
+        scaled_dot_product_attention(query.view(heads_first), *sides)
+
+    def in_heads(query: torch.Tensor, cache: torch.Tensor) -> None:
+        scaled_dot_product_attention(query, *cache.view(2, *heads_first), enable_gqa=True)
+
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        for way in (in_groups, in_groups_of_tokens, in_heads):
+            yield f"{backend.name}, {way.__name__}", sdpa_kernel(backend)(way)
 
 
 def clocked(work: Launch) -> float:
@@ -210,6 +251,71 @@ def clocked(work: Launch) -> float:
     for _ in range(5):
         work()
     return seconds_of(lambda: [work() for _ in range(20)]) / 20
+
+
+def copies_of(size: int) -> int:
+    """How many caches of `size` bytes to read in turn."""
+    cold = COLD * torch.cuda.get_device_properties(0).L2_cache_size
+    return max(1, -(-cold // size))
+
+
+def timed(read: Callable[[Any], object], caches: Sequence[Any]) -> float:
+    """The seconds of reading a cache: the median of replays in which the caches follow each other,
+    the first again after the last.
+
+    They are captured in one CUDA graph, so that what the CPU does for a launch does not count.
+    Where that fails, a line says so, and it may count.
+    """
+    launches: list[Launch] = [partial(read, cache) for cache in caches]
+    for launch in (launches[0], launches[-1], launches[0]):
+        launch()  # compiles and tunes
+    once = _elapsed(lambda: _run(launches), 1)[0]
+    count = max(1, int(_SHORTEST / once) + 1) if once < _SHORTEST else 1
+    replay = _replay([*launches] * count)
+    once = _elapsed(replay, 2)[-1]
+    least, most = _REPLAYS
+    times = _elapsed(replay, min(most, max(least, int(_SECONDS / once))))
+    return statistics.median(times) / len(launches) / count
+
+
+def _run(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch()
+
+
+def _replay(launches: Sequence[Launch]) -> Launch:
+    """What runs all launches: a graph, if there can be one."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            _run(launches)
+    except Exception as error:  # of whichever library launches
+        print(f"not captured in a graph: {describe_error(error)}", flush=True)
+        torch.cuda.synchronize()
+        return lambda: _run(launches)
+    return graph.replay
+
+
+def _elapsed(work: Launch, repeats: int) -> list[float]:
+    """Seconds of each repetition. Nothing waits for the GPU before the last is launched."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(events)]
+
+
+def bandwidth(size: int = 2 << 30) -> float:
+    """Bytes per second of the fastest of torch's reductions that read `size` bytes and write next
+    to nothing."""
+    source = torch.randn(size // 4, device="cuda")
+    rows = source.view(-1, 1 << 16)
+    half = source.view(torch.bfloat16).view(-1, 1 << 16)
+    by_row = partial(rows.sum, 1), partial(rows.amax, 1), partial(half.amax, 1)
+    reductions = source.sum, source.amax, *by_row
+    return max(size / timed(lambda reduce: reduce(), [reduction]) for reduction in reductions)
 
 
 def main() -> int:
@@ -220,20 +326,20 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     require_gpu()
-    rates, results = bandwidths(), {}
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {rates}", flush=True)
+    rate, results = bandwidth(), {}
+    print(f"{describe_machine()}, {rate / 1e12:.2f} TB/s", flush=True)
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))
             times = dict(time_shape(shape, args.format, args.few))
-            results[str(shape)] = {
+            results[name] = {
                 "microseconds": {way: 1e6 * seconds for way, seconds in times.items()},
-                "bound": 1e6 * Storage(args.format).bytes(shape) / rates["read"],
+                "bound": 1e6 * bound_of(shape, args.format) / rate,
             }
-            print(json.dumps({str(shape): results[str(shape)]}), flush=True)
+            print(json.dumps({name: results[name]}), flush=True)
             torch.cuda.empty_cache()
     if args.output:
-        args.output.write_text(json.dumps({"bandwidths": rates, **results}, indent=2))
+        args.output.write_text(json.dumps({"bandwidth": rate, **results}, indent=2))
     return 0
 
 

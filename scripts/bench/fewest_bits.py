@@ -32,7 +32,6 @@ def describe(decision: Decision) -> str:
 
 
 def main() -> None:
-    assert __doc__
     parser = make_parser(__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--keep", type=float, default=90)

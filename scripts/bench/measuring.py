@@ -2,18 +2,19 @@
 
 import argparse
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import transformers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Job = Callable[[], object]
+Job = Callable[[], Any]
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help begins with the docstring of a script."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -25,10 +26,30 @@ def require_gpu() -> None:
         sys.exit("this benchmark needs an NVIDIA GPU")
 
 
+def describe_machine() -> dict[str, Any]:
+    """What figures hold for."""
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
 def describe_error(error: Exception) -> str:
     """The error's type and the first line of what it says, which is long in some libraries."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+def attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a part measured, or its error, so that the other parts still run."""
+    free_memory()
+    try:
+        return measure()
+    except Exception as error:
+        print(f"{name} failed: {describe_error(error)}", file=sys.stderr, flush=True)
+        return {"error": describe_error(error)}
 
 
 def free_memory() -> None:
@@ -52,6 +73,17 @@ def seconds_of(job: Job) -> float:
     return synchronized_time() - started
 
 
+def peak_of(job: Job) -> int:
+    """The most bytes that were allocated on the device while a job ran; 0 on a CPU."""
+    if DEVICE == "cpu":
+        job()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    job()
+    return torch.cuda.max_memory_allocated()
+
+
 def interleave(jobs: Mapping[str, Job], repeats: int) -> dict[str, list[float]]:
     """The seconds of each job. The jobs take turns, forwards and backwards, so that a device that
     gets warmer is as warm for each of them. A first, untimed turn pays for what is set up once."""
@@ -63,12 +95,3 @@ def interleave(jobs: Mapping[str, Job], repeats: int) -> dict[str, list[float]]:
         for name in names:
             times[name].append(seconds_of(jobs[name]))
     return times
-
-
-def compare(jobs: Mapping[str, Job], repeats: int, unit: str) -> None:
-    """Run the jobs in turns, and print the median of each over that of the first."""
-    times = interleave(jobs, repeats)
-    base = statistics.median(next(iter(times.values())))
-    for name, seconds in times.items():
-        spread = ", ".join(f"{second:.2f}" for second in seconds)
-        print(f"{name:12s} {statistics.median(seconds) / base:5.2f} x {unit}   ({spread} s)")

@@ -435,17 +435,13 @@ class Run:
         if arm is not None:
             self.print_row(name, arm)
 
-    def measure_few(
-        self, name: str, codec: SimulatedCodec, answers: bool = False
-    ) -> dict[str, Any] | None:
+    def measure_few(self, name: str, codec: SimulatedCodec) -> dict[str, Any] | None:
         """The KL of an arm on the few rows, and at the few answers; None where there was no time
         for it."""
 
         def measure() -> dict[str, float]:
-            told = {"kl": self.study.divergence(codec, True)}
-            if answers:
-                told["kl_of_answers"] = self.study.divergence_of_answers(codec)
-            return told
+            of_answers = self.study.divergence_of_answers(codec)
+            return {"kl": self.study.divergence(codec, True), "kl_of_answers": of_answers}
 
         return self._measured(name, codec, measure)
 
@@ -537,7 +533,7 @@ class Parts:
         told = {}
         for place in self.elements:
             codec = self.codec({place: 2})
-            told[place] = self.run.measure_few(_name_place(*place), codec, answers=True)
+            told[place] = self.run.measure_few(_name_place(*place), codec)
         for label, measure in MEASURES.items():
             _print_worst(f"b. KL of one side of one layer in 2 bits{label}", told, measure)
 
@@ -570,7 +566,7 @@ class Parts:
             bits = [2 if each == head else EXACT_BITS for each in range(self.study.heads[layer])]
             codec = PlannedCodec(self.frames, {(layer, side): bits})
             name = _name_head(layer, side, head)
-            told[layer, side, head] = self.run.measure_few(name, codec, answers=True)
+            told[layer, side, head] = self.run.measure_few(name, codec)
         for label, measure in MEASURES.items():
             _print_worst(f"h. KL of one KV head in 2 bits{label}", told, measure)
         self.run.head("h. 2, 3, 4 or 8 bits for each layer, side and KV head")
@@ -718,7 +714,7 @@ PARTS: dict[str, Callable[[Parts], None]] = {
 
 
 def make_options() -> argparse.ArgumentParser:
-    parser = make_parser(__doc__ or "")
+    parser = make_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("rotations", type=Path, nargs="+")
     parser.add_argument("--split", choices=SPLITS, default="dev")

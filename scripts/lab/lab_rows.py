@@ -13,10 +13,9 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,19 +27,18 @@ from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 
 BUNDLED = {name: DEMO.parent / f"{name}.jsonl" for name in ("calibration", "evaluation")}
 INSTALLED = {"site-packages", "dist-packages"}
-SUFFIXES = {".py", ".pyi", ".md", ".rst", ".h", ".hpp", ".cuh", ".c", ".cpp", ".txt"}
-MOST_CHARACTERS, LARGEST_FILE = 300_000_000, 300_000  # larger files are tables of data
-FILES = 200  # that a process tokenizes at a time
+LARGEST_FILE = 300_000  # bytes; larger files are tables of data
+FILES = 200  # that are tokenized at a time
 # Releases of Python differ in a few lines of a file, so a held-out file is known by its lines.
 SHARED_LINES, LINE_LENGTH = 0.2, 20
 PROCESSES = min(os.cpu_count() or 1, 32)  # a container may count its host's cores
 GROUP, CHUNK = 8, 80  # rows of one layout, and rows that a process writes at a time
+FEW = 4  # chunks that need no further process
 PLAIN, ONE_TASK, TWO_TASKS = 2, 4, 2  # how often a group has this layout
 TOKENS_PER_SET = 1024  # tokens that have room for all questions of a task in `TASKS`
 ANSWER_WEIGHT = 8  # of an answer's token in the loss, beside 1 of any other
 WORD = re.compile(r"(?<![A-Za-z])[a-z]{3,9}(?![A-Za-z])")
 WORDS, WORDS_AT_ONCE, POOL = 4096, 48, "lab"
-_R = TypeVar("_R")
 
 
 def bundled_texts(name: str) -> list[str]:
@@ -49,33 +47,15 @@ def bundled_texts(name: str) -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
-def read_sources(folders: Iterable[Path], everything: bool = False) -> list[str]:
-    """The sources of the folders, without the bundled texts, in an order of their own: Python
-    without installed packages, or `everything`: with them, headers and documentation, at most
-    `MOST_CHARACTERS`."""
-    paths = []
+def read_sources(folders: Iterable[Path]) -> list[str]:
+    """The Python sources of the folders, without installed packages and the bundled texts."""
+    texts = []
     for folder in folders:
-        found = (path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES)
-        for path in found:
-            installed = INSTALLED & set(path.relative_to(folder).parts)
-            if everything or (path.suffix == ".py" and not installed):
-                paths.append(path)
-    if everything:
-        random.Random(0).shuffle(paths)
-    texts = [text for text in _map(_read_unseen, paths, chunksize=64) if text]
-    if not everything:
-        return texts
-    sizes = np.cumsum([len(text) for text in texts])
-    return texts[: int(np.searchsorted(sizes, MOST_CHARACTERS))]
-
-
-def _map(function: Callable[[Any], _R], jobs: Sequence[Any], chunksize: int = 1) -> list[_R]:
-    """What a function makes of jobs, in several processes where there are many. A process that has
-    threads, as one of the tests has, must not fork: a lock may be held that nobody lets go."""
-    if len(jobs) <= 4 * chunksize:
-        return [function(job) for job in jobs]
-    with multiprocessing.get_context("fork").Pool(PROCESSES, torch.set_num_threads, (1,)) as pool:
-        return pool.map(function, jobs, chunksize)
+        for path in sorted(folder.rglob("*.py")):
+            is_installed = INSTALLED & set(path.relative_to(folder).parts)
+            if not is_installed and (text := _read_unseen(path)):
+                texts.append(text)
+    return texts
 
 
 def _read_unseen(path: Path) -> str | None:
@@ -101,19 +81,11 @@ def _lines(text: str) -> set[str]:
 
 def tokens_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """The texts' tokens `[N]`, int16, each text followed by the end token."""
-    global _tokenizer
-    _tokenizer = tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # which would not survive the fork
-    if len(texts) < FILES:
-        return _tokenize(texts)
-    parts = [texts[at : at + FILES] for at in range(0, len(texts), FILES)]
-    return np.concatenate(_map(_tokenize, parts))
-
-
-def _tokenize(texts: Sequence[str]) -> np.ndarray:
-    end = _tokenizer.eos_token_id
-    rows = _tokenizer(list(texts), verbose=False).input_ids
-    return np.concatenate([np.array([*ids, end], dtype=np.int16) for ids in rows])
+    end, parts = tokenizer.eos_token_id, []
+    for at in range(0, len(texts), FILES):
+        rows = tokenizer(list(texts[at : at + FILES]), verbose=False).input_ids
+        parts += [np.array([*ids, end], dtype=np.int16) for ids in rows]
+    return np.concatenate(parts)
 
 
 def common_words(texts: Iterable[str]) -> list[str]:
@@ -135,9 +107,8 @@ class Source:
     seed: int
 
 
-# Inherited by the processes that work on them, which is faster than sending them.
+# Inherited by the processes that work on it, which is faster than sending it.
 _source: Source
-_tokenizer: PreTrainedTokenizerBase
 
 
 def write_rows(source: Source, length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +118,13 @@ def write_rows(source: Source, length: int, count: int) -> tuple[np.ndarray, np.
     _source = source
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # which would not survive the fork
     jobs = [(length, number) for number in range(-(-count // CHUNK))]
-    chunks = _map(_write_chunk, jobs)
+    # A process that has threads, as one of the tests has, must not fork: a lock may be held that
+    # nobody lets go.
+    chunks = [_write_chunk(job) for job in jobs[:FEW]]
+    if len(jobs) > FEW:
+        forking = multiprocessing.get_context("fork")
+        with forking.Pool(PROCESSES, torch.set_num_threads, (1,)) as pool:
+            chunks += pool.map(_write_chunk, jobs[FEW:])
     return np.concatenate([ids for ids, _ in chunks]), np.concatenate([w for _, w in chunks])
 
 

@@ -1,9 +1,11 @@
 """The sums of a calibration under way: added as on a GPU, stopped in the middle of a batch, saved
 now and then."""
 
+from argparse import Namespace
+
 import pytest
 import torch
-from loading import load
+from loading import load_chosen
 from support import architectures
 
 from rotationzoo.artifact.fit import fit
@@ -15,7 +17,7 @@ from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
 
 BATCHES = list(torch.randint(3, 59, (3, 2, 32), generator=torch.Generator().manual_seed(2)))
@@ -127,7 +129,8 @@ def test_a_save_that_would_take_long_waits(tmp_path, monkeypatch):
 
 def test_a_rotation_costs_what_the_definition_costs(as_on_a_gpu):
     """On activations of the demo model: eigenvalues, and the error of scores after 2-bit keys."""
-    loaded = load("demo", torch.bfloat16, Data(source="bundled", tokens=2048, length=512))
+    options = Namespace(data="bundled", tokens=2048, length=512)
+    loaded = load_chosen("demo", options, torch.bfloat16)
     model, geometry, batches = loaded.model, loaded.geometry, loaded.batches(2)
     # torch's own attention in bfloat16 ends with an error where ATen is told of fewer instructions
     # than a processor with AMX has.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_caches import LAYOUTS
 from support.codec import (
     ONLY_COMPILE,
     CpuLauncher,
@@ -20,7 +19,7 @@ from support.codec import (
     on_cpu,
     on_gpu,
 )
-from support.decode_cases import DIMS, Case, Drawing, Inputs, error_of, reference
+from support.decode_cases import DIMS, LAYOUTS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention

@@ -3,7 +3,6 @@ the float64 definition, `Moment.add`."""
 
 import pytest
 import torch
-from check_statistics import truncated_product
 from support.memory import allocated
 
 from rotationzoo.linalg import run_sums
@@ -160,6 +159,26 @@ def test_float64_rows_and_rows_on_the_cpu_are_left_to_the_definition():
     assert not run_sums.on_tensor_cores(uneven_rows(0))
     on_gpu = torch.empty(1, 1, 1, dtype=torch.float64, device="meta")
     assert not run_sums.on_tensor_cores(on_gpu)
+
+
+def truncated_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Products `[B, M, N]` as tensor cores of Hopper form them, in the model of Khattak and
+    Mikaitis (2025): 16 products and the sum so far are cut to two bits more than float32 has for
+    the largest of them, added, and cut to float32."""
+
+    def cut(numbers: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
+        unit = torch.exp2(largest.abs().clamp_min(1e-200).log2().floor() - bits)
+        return (numbers / unit).trunc() * unit
+
+    products = []
+    for one_left, one_right in zip(left.double(), right.double(), strict=True):
+        total = one_left.new_zeros(one_left.shape[0], one_right.shape[1])
+        for lefts, rights in zip(one_left.mT.split(16), one_right.split(16), strict=True):
+            terms = torch.cat([lefts[:, :, None] * rights[:, None, :], total[None]])
+            total = cut(terms, terms.abs().amax(0), 25).sum(0)
+            total = cut(total, total, 23)
+        products.append(total)
+    return torch.stack(products).float()
 
 
 def test_truncating_accumulators_stay_within_the_bound(monkeypatch):

@@ -133,7 +133,8 @@ def test_lmdeploy_against_a_loop(bits, with_signs):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_mlx_rows_are_those_of_mlx(bits):
-    """`mlx_rows.npz` is what MLX 0.32.4 returned (`scripts/tools/write_mlx_rows.py`)."""
+    """`mlx_rows.npz` has what `mx.dequantize` of MLX 0.32.4 made of `mx.quantize(rows, 64, bits)`,
+    with scales and biases in float32."""
     made = np.load(Path(__file__).parent / "mlx_rows.npz")
     rows = torch.from_numpy(made["rows"]).float()
     assert torch.equal(read_mlx(rows, bits), torch.from_numpy(made[f"bits_{bits}"]))

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from decode_caches import LAYOUTS
 from torch.nn.functional import pad
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.pages import PageLayout, Sections
 
+LAYOUTS = FORMATS | {"fine": FINE}
+"""The formats that a kernel reads."""
 DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import benchmark_pages
 import pytest
 import torch
-from decode_caches import Shape
 from support.codec import CpuLauncher, compile_for_cpu, on_cpu, on_gpu
 from support.server_pages import (
     DIM,
@@ -335,7 +334,7 @@ def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count,
 @pytest.mark.parametrize(("batch", "context"), [(1, 20_000), (8, 3000), (1, 300)])
 def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
     """In pages and windows of an 8B model's shape, whose new tokens weigh more than all others."""
-    shape = Shape(batch, context)
+    shape = benchmark_pages.Shape(batch, context)
     settings = benchmark_pages.settings_of(shape, "vllm")
     server = benchmark_pages.Server(shape, settings, 1)
     layers = [server.layers[0], copy.deepcopy(server.layers[0])]
