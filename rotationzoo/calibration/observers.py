@@ -1,5 +1,5 @@
-"""Observers that add each layer's queries, keys, values and attention outputs, or its latents and
-what errors of them cost, to the running sums."""
+"""Observers that add what each layer caches, its queries and its attention outputs to the running
+sums, or what errors of its rows cost."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import TURNED, Moment, Statistics
 from rotationzoo.model.capture import Attention
-from rotationzoo.model.latent import read_errors
+from rotationzoo.model.latent import ReadErrors, cached_of, read_errors
 from rotationzoo.model.turning import Turning
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LATENT
+from rotationzoo.sides import EVERY_SIDE, HEADS
 
 
 def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
@@ -68,7 +68,7 @@ class MomentObserver:
     """Sums second moments of queries, outputs, keys and values, for the layer that owns their
     cache. Keys and values count from position `skip` on."""
 
-    kinds: tuple[str, ...] = ("query", "key", "value", "output", LATENT, TURNED)
+    kinds: tuple[str, ...] = ("query", "output", *EVERY_SIDE, TURNED)
     """What it adds to, of what a layer has."""
     turnings: Mapping[int, Turning] = {}
     """How layers turn their keys, for recipes with turned means."""
@@ -110,34 +110,25 @@ class MomentObserver:
         """An `Intercept` that adds up what the attention of a layer reads, and changes nothing."""
         output = attend(query, key, value)
         layer = self.layer(index)
-        if layer.rope_dim is None:
+        if layer.cached is HEADS:
             self(index, query, key, value, output.transpose(1, 2))
-        else:
-            self._add_latents(layer, attend, query, key, value, output)
+            return output
+        for side, rows in cached_of(attend, key, value).sides.items():
+            add_rows(self.statistics, layer, side, rows[:, :, self.skip :])
+        self._add_costs(index, read_errors(attend, query, key, value, output, self.skip))
         return output
 
-    def _add_latents(
-        self,
-        layer: Layer,
-        attend: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        """Add the latents of a call, and what errors of them cost."""
-        assert attend.latent is not None
-        add_rows(self.statistics, layer, LATENT, attend.latent[:, :, self.skip :])
-        errors = read_errors(attend, query, key, value, output, self.skip)
-        heads, dim = query.shape[1], errors.queries.shape[-1]
-        by_head = Moment.zeros(heads, dim, query.device)
+    def _add_costs(self, index: int, errors: ReadErrors) -> None:
+        """Add what errors of rows that all heads share cost."""
+        _, heads, _, dim = errors.queries.shape
+        by_head = Moment.zeros(heads, dim, errors.queries.device)
         _add(by_head, errors.queries)
         absorbed = errors.absorb(by_head)
         nothing = torch.zeros_like(absorbed.first)
         reads = Moment(errors.value_metric[None], nothing, absorbed.weight)
-        moments = self.statistics[layer.index]
+        moments = self.statistics[index]
         for kind, added in {"query": absorbed, "output": reads}.items():
-            moments[kind] = moments[kind].to(query.device) + added
+            moments[kind] = moments[kind].to(errors.queries.device) + added
 
     def layer(self, index: int) -> Layer:
         """The layer with this index. Raises `UnsupportedModel` if it was not found before."""

@@ -48,6 +48,6 @@ def codec_bits(
             dim = layer.dims[side]
             bits = codec.stored_bits(layer.index, side, dim, layout.format)
             total += layer.kv_heads * dim * bits
-        total += EXACT_BITS * (layer.rope_dim or 0)
+        total += EXACT_BITS * layer.exact_elements
         elements += layer.elements
     return quantized * total / elements + (1 - quantized) * EXACT_BITS

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims, same_shapes
+from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims, same_shapes
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
@@ -25,12 +25,10 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
     hint = f"make one with: rotationzoo calibrate {shlex.quote(model)}"
     for artifact in artifacts:
         check_bound(artifact, model)
-        made_for = artifact.manifest.has_latents
-        if made_for != has_latents(geometry):
-            rows = "latents (MLA)", "keys and values of heads"
-            of, cached = rows if made_for else reversed(rows)
-            held = f"{artifact.folder} holds rotations of {of}"
-            raise RotationZooError(f"{held}, and {model} caches {cached}", hint)
+        made_for, cached = cached_rows(artifact.geometry), cached_rows(geometry)
+        if made_for != cached:
+            held = f"{artifact.folder} holds rotations of {made_for.title}"
+            raise RotationZooError(f"{held}, and {model} caches {cached.title}", hint)
         if not same_shapes(artifact.geometry, geometry):
             raise RotationZooError(
                 f"{artifact.folder} was made for a model of other layers, heads or dimensions than "

@@ -15,6 +15,7 @@ import torch
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg.moments import Moment
 from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.sides import LATENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +23,46 @@ if TYPE_CHECKING:
 _SEED = 0
 UP, DOWN, NORM, OUTPUT = "kv_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj"
 """What transformers calls the parts of every attention of this kind."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The keys and values of an attention call, whose cache holds them as attention reads them."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @property
+    def sides(self) -> dict[str, torch.Tensor]:
+        """Side -> the rows `[B, H, T, D]` that the cache holds."""
+        return {"key": self.key, "value": self.value}
+
+    def read(self, sides: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads as keys and values where the cache holds other rows of the same
+        tokens."""
+        return sides["key"], sides["value"]
+
+
+@dataclass(frozen=True)
+class Latents(Heads):
+    """The keys and values of an attention call, which were made of latents in the cache."""
+
+    attend: Attention
+
+    @property
+    def sides(self) -> dict[str, torch.Tensor]:
+        assert self.attend.latent is not None
+        return {LATENT: self.attend.latent}
+
+    def read(self, sides: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if sides[LATENT] is self.attend.latent:
+            return self.key, self.value
+        return expand(self.attend, sides[LATENT], self.key, self.value.shape[-1])
+
+
+def cached_of(attend: Attention, key: torch.Tensor, value: torch.Tensor) -> Heads:
+    """What the cache of the layer of an attention call with these keys and values holds."""
+    return Heads(key, value) if attend.latent is None else Latents(key, value, attend)
 
 
 def expand(

@@ -240,9 +240,9 @@ class RivalCodec:
 def check_engine_cache(name: str, geometry: Geometry) -> None:
     """Raise `UsageError` for a model with rows that one of `ENGINE_CACHES` cannot store."""
     for layer in cached_layers(geometry):
-        if layer.rope_dim is not None:
+        if layer.sides != SIDES:
             raise UsageError(
-                f"{name} stores keys and values, and this model caches latents",
+                f"{name} stores keys and values, and this model caches {layer.cached.words}",
                 hint=f"leave {name} out of --rivals",
             )
         for side in SIDES:

@@ -21,8 +21,8 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import Sized
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, intercept
-from rotationzoo.model.latent import expand
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.model.latent import cached_of
+from rotationzoo.sides import read_as
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
 
 TOKENS = 16384
@@ -127,7 +127,6 @@ class _SimulatedAttention:
         self.observers = observers
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         self.kv_heads = {layer.index: layer.kv_heads for layer in simulation.geometry}
-        self.latents = {each.index for each in simulation.geometry if LATENT in each.sides}
         token_group = simulation.codec.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
         self.switched_off = False
@@ -186,30 +185,25 @@ class _SimulatedAttention:
     def _read_cache(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, attend: Attention
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[exact; quantized]` of twice the length. Those of latents are made of
-        what the cache stores of these, and of exact keys with RoPE."""
-        owner = self.owners[layer]
-        if owner not in self.latents:
-            self._observe_ranges(layer, {"key": key, "value": value})
-            return self._both_copies(key, owner, "key"), self._both_copies(value, owner, "value")
-        assert attend.latent is not None
-        self._observe_ranges(layer, {LATENT: attend.latent})
-        copies = self._both_copies(attend.latent, owner, LATENT)
-        stored = copies[:, :, key.shape[2] :]
-        keys, values = expand(attend, stored, key, value.shape[-1])
-        return torch.cat([key, keys], dim=2), torch.cat([value, values], dim=2)
+        """Keys and values `[exact; quantized]` of twice the length."""
+        cached, exact, quantized = cached_of(attend, key, value), {}, {}
+        self._observe_ranges(layer, cached.sides)
+        for side, rows in cached.sides.items():
+            exact[side], quantized[side] = self._both_copies(rows, self.owners[layer], side)
+        both = zip(cached.read(exact), cached.read(quantized), strict=True)
+        keys, values = (torch.cat(copies, dim=2) for copies in both)
+        return keys, values
 
     def _stores(self, side: str) -> bool:
-        """Whether rows of a side are stored in few bits; latents are where keys and values are."""
-        sides = self.simulation.sides
-        return side in sides or (side == LATENT and set(SIDES) <= set(sides))
+        """Whether rows of a side are stored in few bits."""
+        return set(read_as(side)) <= set(self.simulation.sides)
 
-    def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
-        """Keys or values `[exact; quantized]` of twice the length, rotated as the layer that owns
-        the cache stores them."""
+    def _both_copies(
+        self, rows: torch.Tensor, owner: int, side: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a side exact, and quantized as the layer that owns the cache stores them."""
         if not self._stores(side):
-            # Both copies are exact, but the mask still expects two.
-            return torch.cat([rows, rows], dim=2)
+            return rows, rows
         codec, cache = self.simulation.codec, self.simulation.cache
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
@@ -217,7 +211,7 @@ class _SimulatedAttention:
             codec.fake_quantize(part, owner, side, cache.format, first)
             for first, part in self._past_parts(rows)
         ]
-        return torch.cat([exact, exact[:, :, : cache.sink], *quantized], dim=2)
+        return exact, torch.cat([exact[:, :, : cache.sink], *quantized], dim=2)
 
     def _past_parts(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The rows `[B, H, T, D]` past the sink, some at a time, each with the position of the

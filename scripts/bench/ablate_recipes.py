@@ -38,7 +38,7 @@ import torch
 from cache_readers import Reader, answers_of, arm_of, exact, losses_of, rival_of, simulated, through
 from measuring import make_parser
 
-from rotationzoo.artifact.fit import METRIC_KINDS, error_metric, fit, sum_moments
+from rotationzoo.artifact.fit import error_metric, fit, sum_moments
 from rotationzoo.artifact.layout import rotation_tensors, rotations_from
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.recipe_checks import settle_centering
@@ -51,7 +51,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
-from rotationzoo.geometry import Geometry, has_latents, shifted_layers
+from rotationzoo.geometry import Geometry, cached_rows, shifted_layers
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
@@ -61,6 +61,7 @@ from rotationzoo.progress import silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES, Rotation, Rotations
+from rotationzoo.sides import HEADS, cost_kinds
 from rotationzoo.simulation.rivals import ENGINE_CACHES, RivalCodec, store_as_kivi
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
@@ -261,7 +262,7 @@ def damped(study: Study, rotations: Rotations, damping: float) -> Rotations:
     statistics = study.statistics()
 
     def change(layer: int, side: str, rotation: Rotation) -> Rotation:
-        moment = sum_moments(statistics[layer], METRIC_KINDS[side])
+        moment = sum_moments(statistics[layer], cost_kinds(side))
         factor = error_feedback.factorize(error_metric(rotation, moment))
         return replace(rotation, feedback=factor)
 
@@ -511,7 +512,7 @@ def collect_first(options: argparse.Namespace, device: str, folder: Path) -> Non
     started = time.time()
     study = Study(folder, options.text, options.work, device, options.small)
     study.statistics()
-    if not has_latents(study.geometry):  # the published recipe is one for heads
+    if cached_rows(study.geometry) is HEADS:  # the published recipe is one for heads
         study.statistics(True)
     with torch.no_grad():
         towering = describe_queries(study.statistics())
