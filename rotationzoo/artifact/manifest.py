@@ -169,7 +169,8 @@ class Manifest(Strict):
     @property
     def cached(self) -> CachedRows:
         """What the model caches, as `geometry.cached_rows` has it."""
-        return HEADS if all(layer.rope_dim is None for layer in self.geometry) else LATENTS
+        beside = [layer.rope_dim for layer in self.geometry if layer.rope_dim is not None]
+        return LATENTS if beside else HEADS
 
     @field_validator("imported")
     @classmethod

@@ -195,8 +195,9 @@ class _SimulatedAttention:
         return keys, values
 
     def _stores(self, side: str) -> bool:
-        """Whether rows of a side are stored in few bits."""
-        return set(read_as(side)) <= set(self.simulation.sides)
+        """Whether rows of a side are stored in few bits: it, or all that is read of it."""
+        sides = self.simulation.sides
+        return side in sides or set(read_as(side)) <= set(sides)
 
     def _both_copies(
         self, rows: torch.Tensor, owner: int, side: str
