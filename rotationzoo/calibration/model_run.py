@@ -18,7 +18,7 @@ from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.capture import attend_as_is, check_transparent
+from rotationzoo.model.capture import Call, check_transparent
 from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
@@ -76,7 +76,7 @@ def run_model(
 
         progress("checking the capture", 0, 0)
         shift = ShiftCheck()
-        function = shift if job.recipe.center_keys else attend_as_is
+        function = shift if job.recipe.center_keys else Call.run
         with torch.no_grad():
             logits = check_transparent(model, ids, function)
         moved = sorted({*shifted_layers(geometry), *shift.layers})

@@ -9,11 +9,11 @@ from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import TURNED, Moment, Statistics
-from rotationzoo.model.capture import Attention
+from rotationzoo.model.capture import Call
 from rotationzoo.model.latent import ReadErrors, cached_of, read_errors
 from rotationzoo.model.turning import Turning
 from rotationzoo.recipe import Recipe
-from rotationzoo.sides import EVERY_SIDE, HEADS
+from rotationzoo.sides import HEADS, LATENTS
 
 
 def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
@@ -68,7 +68,7 @@ class MomentObserver:
     """Sums second moments of queries, outputs, keys and values, for the layer that owns their
     cache. Keys and values count from position `skip` on."""
 
-    kinds: tuple[str, ...] = ("query", "output", *EVERY_SIDE, TURNED)
+    kinds: tuple[str, ...] = ("query", *HEADS.sides, "output", *LATENTS.sides, TURNED)
     """What it adds to, of what a layer has."""
     turnings: Mapping[int, Turning] = {}
     """How layers turn their keys, for recipes with turned means."""
@@ -99,23 +99,16 @@ class MomentObserver:
                     key = self.turnings[index].turn_back(key)
                 add_rows(self.statistics, layer, TURNED, key[:, :, self.skip :])
 
-    def watch(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attend: Attention,
-    ) -> torch.Tensor:
+    def watch(self, call: Call) -> torch.Tensor:
         """An `Intercept` that adds up what the attention of a layer reads, and changes nothing."""
-        output = attend(query, key, value)
-        layer = self.layer(index)
+        output = call.run()
+        layer = self.layer(call.layer)
         if layer.cached is HEADS:
-            self(index, query, key, value, output.transpose(1, 2))
+            self(call.layer, call.query, call.key, call.value, output.transpose(1, 2))
             return output
-        for side, rows in cached_of(attend, key, value).sides.items():
+        for side, rows in cached_of(call).sides.items():
             add_rows(self.statistics, layer, side, rows[:, :, self.skip :])
-        self._add_costs(index, read_errors(attend, query, key, value, output, self.skip))
+        self._add_costs(call.layer, read_errors(call, output, self.skip))
         return output
 
     def _add_costs(self, index: int, errors: ReadErrors) -> None:

@@ -20,7 +20,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.cache_names import returned_cache
-from rotationzoo.model.capture import Attention, Intercept, intercept
+from rotationzoo.model.capture import Call, Intercept, intercept
 from rotationzoo.model.latent import cached_of
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import (
@@ -202,13 +202,11 @@ def _reading_stored(
             read = codec.restore(rotated, owner, side, lost + first).to(rows.dtype)
         return torch.cat([exact[:, :, :first], read, exact[:, :, last:]], dim=2)
 
-    def read(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        if layer in readers:
-            cached = cached_of(attend, key, value)
-            sides = cached.sides
-            key, value = cached.read(sides | {side: store(sides[side])})
-        return attend(query, key, value)
+    def read(call: Call) -> torch.Tensor:
+        if call.layer not in readers:
+            return call.run()
+        cached = cached_of(call)
+        sides = cached.sides
+        return call.attend(call.query, *cached.read(sides | {side: store(sides[side])}))
 
     return owner, read

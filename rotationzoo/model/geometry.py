@@ -10,14 +10,14 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.model.cache_names import returned_cache
-from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.capture import Call, decoder, intercept
 from rotationzoo.model.centering import ignores_shift
 from rotationzoo.model.latent import OUTPUT, expand
 
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 _PROBE_TOKENS = 8
 _say_once = cache(logging.getLogger("rotationzoo").warning)
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
-
-
-class _Call(NamedTuple):
-    """The inputs of one layer's attention."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attend: Attention
 
 
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
@@ -98,20 +89,18 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
 _Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values in a cache
 
 
-def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call], dict[int, _Rows]]:
-    """Layer -> inputs of its attention; and layer -> its cached keys and values."""
-    calls: dict[int, _Call] = {}
+def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, Call], dict[int, _Rows]]:
+    """Layer -> its attention call; and layer -> its cached keys and values."""
+    calls: dict[int, Call] = {}
 
-    def record(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        if layer in calls:
+    def record(call: Call) -> torch.Tensor:
+        if call.layer in calls:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes attention more than once in a layer, "
                 "on other values than it caches"
             )
-        calls[layer] = _Call(query, key, value, attend)
-        return attend(query, key, value)
+        calls[call.layer] = call
+        return call.run()
 
     with intercept(model, record):
         output = decoder(model)(input_ids=ids, use_cache=True)
@@ -123,7 +112,7 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call],
     return calls, stored
 
 
-def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, _Rows]) -> Layer:
+def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int, _Rows]) -> Layer:
     """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
     call = calls[index]
     key_shape, value_shape = _shape(call.key), _shape(call.value)
@@ -158,7 +147,7 @@ def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[in
     )
 
 
-def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bool:
+def _reads_latents(call: Call, latents: torch.Tensor, rope: torch.Tensor) -> bool:
     """Whether the keys and values of a call were made of cached latents and of cached keys with
     RoPE, which all heads share. On `meta` only shapes can tell."""
     attend = call.attend
@@ -167,7 +156,7 @@ def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bo
     width = call.key.shape[-1] - rope.shape[-1]
     if latents.shape != attend.latent.shape or (latents.shape[1], rope.shape[1]) != (1, 1):
         return False
-    keys, values = expand(attend, attend.latent, call.key, call.value.shape[-1])
+    keys, values = expand(call, attend.latent)
     shared = call.key[..., width:]
     pairs = [(keys, call.key), (values, call.value), (latents, attend.latent)]
     if width <= 0 or any(one.shape != other.shape for one, other in pairs):
@@ -181,7 +170,7 @@ def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bo
     return True
 
 
-def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> int | None:
+def _owner(index: int, calls: Mapping[int, Call], stored: Collection[int]) -> int | None:
     """The latest earlier layer with a cache whose attention read the same keys and values."""
     call = calls[index]
     earlier = [layer for layer in calls if layer < index and layer in stored]

@@ -20,7 +20,7 @@ from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import Sized
 from rotationzoo.geometry import Geometry
-from rotationzoo.model.capture import Attention, intercept
+from rotationzoo.model.capture import Attention, Call, intercept
 from rotationzoo.model.latent import cached_of
 from rotationzoo.sides import read_as
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
@@ -150,21 +150,15 @@ class _SimulatedAttention:
             self.switched_off, self._latest = False, None
         observe(_hidden_states(output), _hidden_states(exact))
 
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attend: Attention,
-    ) -> torch.Tensor:
+    def __call__(self, call: Call) -> torch.Tensor:
         """The attention output `[B, T, H_q, D_v]`, as an `Intercept`."""
+        layer, query, key, attend = call.layer, call.query, call.key, call.attend
         if self.switched_off:
-            return self._compare_heads(layer, attend(query, key, value))
+            return self._compare_heads(layer, call.run())
         if layer not in self.simulation.layers:
-            return attend(query, key, value)
+            return call.run()
         assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
-        keys, values = self._read_cache(layer, key, value, attend)
+        keys, values = self._read_cache(call)
         mask = self.masks.mask_for(attend, query)
         queries = self.simulation.queries
         if queries is not None and self.observers is not None:
@@ -182,14 +176,12 @@ class _SimulatedAttention:
             self._latest = output
         return output
 
-    def _read_cache(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_cache(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[exact; quantized]` of twice the length."""
-        cached, exact, quantized = cached_of(attend, key, value), {}, {}
-        self._observe_ranges(layer, cached.sides)
+        cached, owner, exact, quantized = cached_of(call), self.owners[call.layer], {}, {}
+        self._observe_ranges(call.layer, cached.sides)
         for side, rows in cached.sides.items():
-            exact[side], quantized[side] = self._both_copies(rows, self.owners[layer], side)
+            exact[side], quantized[side] = self._both_copies(rows, owner, side)
         both = zip(cached.read(exact), cached.read(quantized), strict=True)
         keys, values = (torch.cat(copies, dim=2) for copies in both)
         return keys, values
