@@ -69,6 +69,15 @@ class Rotation:
             return self.matrix.mT
         return self.matrix.mT @ invert(self.whitening).to(self.matrix)
 
+    def turned_rows(self, start: int, stop: int) -> torch.Tensor | None:
+        """The turned mean `[KV heads, T, D]` at the positions from `start` on; None without one."""
+        if self.turned_mean is None:
+            return None
+        assert self.frequencies is not None
+        phases = torch.stack(angles(self.frequencies, start, stop)).to(self.turned_mean)
+        cosine, sine, constant = self.turned_mean[:, :, None].unbind(1)
+        return cosine * phases[0] + sine * phases[1] + constant
+
     @property
     def dim(self) -> int:
         """The head dimension D."""
@@ -78,6 +87,14 @@ class Rotation:
     def per_head(self) -> bool:
         """Whether each KV head has its own matrix."""
         return len(self.matrix) > 1
+
+
+def angles(frequencies: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[T, D]`, float64, of frequencies `[D]` in radians a position, at the
+    positions from `start` on."""
+    positions = torch.arange(start, stop, dtype=torch.float64, device=frequencies.device)
+    phase = positions[:, None] * frequencies
+    return phase.cos(), phase.sin()
 
 
 @dataclass(frozen=True)

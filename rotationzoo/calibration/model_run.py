@@ -12,7 +12,6 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
-from rotationzoo.calibration.turned_means import Means, add_turned_means, turn_means
 from rotationzoo.codec.budget import spend_bits
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
@@ -23,7 +22,7 @@ from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
-from rotationzoo.model.turning import find_turnings
+from rotationzoo.model.turning import Means, add_turned_means, find_turnings, turn_means
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget

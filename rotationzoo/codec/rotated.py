@@ -252,9 +252,7 @@ class RotatedCodec:
         rotation = self.rotations[layer][side]
         if rotation.turned_mean is None:
             return None
-        from rotationzoo.codec import turned  # here, because most rotations have none
-
-        return turned.turned_rows(move(rotation, device), first, first + tokens)
+        return move(rotation, device).turned_rows(first, first + tokens)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not

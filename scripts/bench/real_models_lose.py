@@ -52,7 +52,6 @@ from rotationzoo.codec.feedback import RANGES
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec, move
 from rotationzoo.codec.size import EXACT_BITS
-from rotationzoo.codec.turned import turned_rows
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
 from rotationzoo.geometry import Geometry, cached_layers
@@ -145,7 +144,7 @@ class Frame:
 
     def mean(self, start: int, stop: int) -> torch.Tensor:
         """What rows have in common `[H, T or 1, D]` at the positions from `start` on."""
-        static, turned = self.rotation.mean, turned_rows(self.rotation, start, stop)
+        static, turned = self.rotation.mean, self.rotation.turned_rows(start, stop)
         rows = self.factor[:, :1] * 0 if static is None else static[:, None]
         return rows if turned is None else rows + turned
 
