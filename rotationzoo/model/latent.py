@@ -25,6 +25,11 @@ UP, DOWN, NORM, OUTPUT = "kv_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o
 """What transformers calls the parts of every attention of this kind."""
 
 
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""The tensors `[B, H, T, D]` of a layer in a cache of transformers: keys and values, or what stands
+in their place."""
+
+
 @dataclass(frozen=True)
 class Heads:
     """What the cache of the layer of an attention call holds: keys and values as attention reads
@@ -37,10 +42,15 @@ class Heads:
         """Side -> the rows `[B, H, T, D]` that the cache holds."""
         return {"key": self.call.key, "value": self.call.value}
 
-    def read(self, sides: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, sides: dict[str, torch.Tensor]) -> Rows:
         """What attention reads as keys and values where the cache holds other rows of the same
         tokens."""
         return sides["key"], sides["value"]
+
+    def is_in(self, rows: Rows | None) -> bool:
+        """Whether a cache holds this in these rows, or may hold it in another layer's."""
+        pairs = zip(rows or (), (self.call.key, self.call.value), strict=False)
+        return all(one.shape[1::2] == other.shape[1::2] for one, other in pairs)
 
 
 class Latents(Heads):
@@ -52,10 +62,34 @@ class Latents(Heads):
         assert self.call.attend.latent is not None
         return {LATENT: self.call.attend.latent}
 
-    def read(self, sides: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, sides: dict[str, torch.Tensor]) -> Rows:
         if sides[LATENT] is self.call.attend.latent:
             return self.call.key, self.call.value
         return expand(self.call, sides[LATENT])
+
+    def is_in(self, rows: Rows | None) -> bool:
+        """Whether a cache holds latents and keys with RoPE, which all heads share, of which keys
+        and values were made. Some versions of transformers cache these instead; servers store the
+        latent. On `meta` only shapes can tell."""
+        call, latent = self.call, self.sides[LATENT]
+        if rows is None or not hasattr(call.attend.module, OUTPUT):
+            return False
+        latents, rope = rows
+        width = call.key.shape[-1] - rope.shape[-1]
+        if latents.shape != latent.shape or (latents.shape[1], rope.shape[1]) != (1, 1):
+            return False
+        keys, values = expand(call, latent)
+        shared = call.key[..., width:]
+        pairs = [(keys, call.key), (values, call.value), (latents, latent)]
+        if width <= 0 or any(one.shape != other.shape for one, other in pairs):
+            return False
+        pairs.append((rope.expand_as(shared), shared))
+        for one, other in pairs if not call.key.is_meta else ():
+            # The same product, up to the order of its sums.
+            allowed = 64 * torch.finfo(one.dtype).eps * float(other.abs().max())
+            if not (one - other).abs().max() <= allowed:
+                return False
+        return True
 
 
 def cached_of(call: Call) -> Heads:
@@ -63,7 +97,7 @@ def cached_of(call: Call) -> Heads:
     return Heads(call) if call.attend.latent is None else Latents(call)
 
 
-def expand(call: Call, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expand(call: Call, latents: torch.Tensor) -> Rows:
     """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]`. The parts
     with RoPE are those of the call, which has the keys of the same tokens."""
     # `forward`, because calling the module would run the hook that captures latents.
