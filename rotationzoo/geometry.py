@@ -25,8 +25,8 @@ class Layer:
     value_dim: int
     shift_invariant: bool | None = None
     """Whether its attention ignores what all keys share, so that subtracting their mean changes
-    nothing. None where this was not tried: for files imported without a model, and for latents,
-    which are read with their mean."""
+    nothing. None where this was not tried: for files imported without a model, and for sides that
+    are read with their mean."""
     rope_dim: int | None = None
     """Elements of the key with RoPE that is cached beside a latent. None for a layer that caches
     keys and values of heads."""
@@ -45,7 +45,7 @@ class Layer:
     def dims(self) -> dict[str, int]:
         """The dimensions of a head's queries, attention outputs, and sides."""
         key, value = self.key_dim, self.value_dim
-        stored = zip(self.sides, (key, value), strict=False)  # a latent's are equal
+        stored = zip(self.sides, (key, value), strict=False)  # of one side, both are equal
         return {"query": key, "output": value, **dict(stored)}
 
     @property
@@ -74,7 +74,7 @@ def cached_layers(geometry: Geometry) -> Geometry:
 
 
 def cached_rows(geometry: Geometry) -> CachedRows:
-    """What a model caches: latents if any layer does."""
+    """What a model caches, by all of its layers."""
     return rows_of({side for layer in geometry for side in layer.sides})
 
 

@@ -158,7 +158,7 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def cached(self) -> CachedRows:
-        """What the model caches: latents if any layer does."""
+        """What the model caches, by all of its layers."""
         return rows_of(self.sides)
 
     @property

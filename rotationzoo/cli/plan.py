@@ -55,7 +55,7 @@ def plan_command(
     from rotationzoo.capacity.cards import parse_card, several
     from rotationzoo.capacity.plan import Wish, measure_capacity
     from rotationzoo.capacity.shape import Storage
-    from rotationzoo.codec.reduction import check_budget
+    from rotationzoo.codec.settings import check_budget
 
     check_budget(Budget(bits), True, format)
     card = several(parse_card(gpu), gpus)

@@ -166,7 +166,7 @@ def store_as_kivi(side: str, dim: int, bits: int, tokens: int = 32, channels: in
     """How KIVI (arXiv 2402.02750) stores a side, with codes of `bits` bits.
 
     * Keys: `tokens` successive tokens of a channel share a scale and a minimum.
-    * Values, and latents: `channels` channels of one token do, or their greatest common divisor
+    * Other sides: `channels` channels of one token do, or their greatest common divisor
       with the head dimension. KIVI itself quantizes a value as soon as it leaves the window, and
       not with its key, so this is slightly in its favor.
     """
