@@ -11,7 +11,6 @@ from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.statistics_layout import statistics_from
-from rotationzoo.calibration import model_run
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
@@ -54,7 +53,9 @@ def test_the_files_keep_their_contract(calibrated):
 
 
 def test_a_finished_job_is_not_done_again(calibrated, tiny, monkeypatch):
-    monkeypatch.setattr(model_run, "collect", lambda *_: pytest.fail("calibrated again"))
+    monkeypatch.setattr(
+        "rotationzoo.calibration.calibrate.collect", lambda *_: pytest.fail("calibrated again")
+    )
     again = calibrate(job(tiny, calibrated.folder.parent))
     assert again.identity == calibrated.identity
 
