@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from rotationzoo.artifact.statistics_layout import statistic_dims
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums
@@ -21,14 +22,9 @@ def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) ->
     means."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
-        dims = layer.dims
-        if recipe.value_statistic == "key_energy" and "value" in layer.sides:
-            dims["key_energy"] = layer.value_dim
-        if recipe.turns_mean("key") and "key" in dims:
-            dims[TURNED] = layer.key_dim
-        statistics[layer.index] = {
-            kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims.items()
-        }
+        dims = statistic_dims(layer, recipe).items()
+        moments = {kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims}
+        statistics[layer.index] = moments
     return statistics
 
 
