@@ -27,7 +27,7 @@ from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.continuation import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
-from rotationzoo.model.loaded import take_loaded
+from rotationzoo.model.compatibility import take_loaded
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import (

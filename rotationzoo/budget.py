@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rotationzoo.errors import UsageError
+from rotationzoo.sides import EVERY_SIDE
 
 LEAST, MOST = 2.0, 4.0
 """The bounds of each number, which is an average over rows of 2 to 8 bits and a scale."""
@@ -38,8 +39,8 @@ class Budget:
     @property
     def shares(self) -> list[tuple[tuple[str, ...], float]]:
         """The sides that share a number of bits, and that number."""
-        together = ("key", "value", "latent"), self.bits
-        shares = [together, (("key",), self.key_bits), (("value",), self.value_bits)]
+        apart = [(("key",), self.key_bits), (("value",), self.value_bits)]
+        shares = [(EVERY_SIDE, self.bits), *apart]
         return [(sides, bits) for sides, bits in shares if bits is not None]
 
 

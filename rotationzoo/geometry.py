@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.sides import HEADS, LATENTS, CachedRows, rows_of
 
 
 @dataclass(frozen=True)
@@ -25,32 +25,39 @@ class Layer:
     value_dim: int
     shift_invariant: bool | None = None
     """Whether its attention ignores what all keys share, so that subtracting their mean changes
-    nothing. None where this was not tried: for files imported without a model, and for latents,
-    which are read with their mean."""
+    nothing. None where this was not tried: for files imported without a model, and for sides that
+    are read with their mean."""
     rope_dim: int | None = None
-    """Elements of the key with RoPE that is cached beside a latent, and stays exact. None for a
-    layer that caches keys and values of heads."""
+    """Elements of the key with RoPE that is cached beside a latent. None for a layer that caches
+    keys and values of heads."""
+
+    @property
+    def cached(self) -> CachedRows:
+        """What it caches."""
+        return HEADS if self.rope_dim is None else LATENTS
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """What is rotated: keys and values, or latents."""
-        return SIDES if self.rope_dim is None else (LATENT,)
+        """What is rotated."""
+        return self.cached.sides
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dimensions of a head's queries, attention outputs, keys and values; or of a latent
-        and of what reads it."""
+        """The dimensions of a head's queries, attention outputs, and sides."""
         key, value = self.key_dim, self.value_dim
-        if self.rope_dim is not None:
-            return {"query": key, "output": key, LATENT: key}
-        return {"query": key, "output": value, "key": key, "value": value}
+        stored = zip(self.sides, (key, value), strict=False)  # of one side, both are equal
+        return {"query": key, "output": value, **dict(stored)}
+
+    @property
+    def exact_elements(self) -> int:
+        """How many numbers are cached of a token beside the sides, and stay exact."""
+        return self.rope_dim or 0
 
     @property
     def elements(self) -> int:
         """How many numbers are cached of a token."""
-        if self.rope_dim is not None:
-            return self.key_dim + self.rope_dim
-        return self.kv_heads * (self.key_dim + self.value_dim)
+        dims = self.dims
+        return self.kv_heads * sum(dims[side] for side in self.sides) + self.exact_elements
 
     @property
     def group(self) -> int:
@@ -66,9 +73,9 @@ def cached_layers(geometry: Geometry) -> Geometry:
     return [layer for layer in geometry if layer.owner == layer.index]
 
 
-def has_latents(geometry: Geometry) -> bool:
-    """Whether any layer caches latents, and not keys and values of heads."""
-    return any(layer.rope_dim is not None for layer in geometry)
+def cached_rows(geometry: Geometry) -> CachedRows:
+    """What a model caches, by all of its layers."""
+    return rows_of({side for layer in geometry for side in layer.sides})
 
 
 def shifted_layers(geometry: Geometry) -> list[int]:

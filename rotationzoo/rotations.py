@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.linalg.orthogonality import invert, orthogonality_error
+from rotationzoo.sides import HEADS, CachedRows, rows_of
 from rotationzoo.words import counted
 
-SIDES = ("key", "value")
-LATENT = "latent"
-"""The one side of a layer whose keys and values are both made of a latent."""
+SIDES = HEADS.sides
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,15 @@ class Rotation:
             return self.matrix.mT
         return self.matrix.mT @ invert(self.whitening).to(self.matrix)
 
+    def turned_rows(self, start: int, stop: int) -> torch.Tensor | None:
+        """The turned mean `[KV heads, T, D]` at the positions from `start` on; None without one."""
+        if self.turned_mean is None:
+            return None
+        assert self.frequencies is not None
+        phases = torch.stack(angles(self.frequencies, start, stop)).to(self.turned_mean)
+        cosine, sine, constant = self.turned_mean[:, :, None].unbind(1)
+        return cosine * phases[0] + sine * phases[1] + constant
+
     @property
     def dim(self) -> int:
         """The head dimension D."""
@@ -81,10 +89,17 @@ class Rotation:
         return len(self.matrix) > 1
 
 
+def angles(frequencies: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[T, D]`, float64, of frequencies `[D]` in radians a position, at the
+    positions from `start` on."""
+    positions = torch.arange(start, stop, dtype=torch.float64, device=frequencies.device)
+    phase = positions[:, None] * frequencies
+    return phase.cos(), phase.sin()
+
+
 @dataclass(frozen=True)
 class LayerRotations:
-    """The key and value rotations of one layer; for latents, which are read as both, they are
-    one."""
+    """The key and value rotations of one layer: one where a side is read as both."""
 
     key: Rotation
     value: Rotation
@@ -92,14 +107,14 @@ class LayerRotations:
 
     @classmethod
     def of_sides(cls, rotations: Mapping[str, Rotation]) -> "LayerRotations":
-        """The rotations of a layer by its sides: those of `key` and `value`, or of `latent`."""
-        if LATENT in rotations:
-            return cls(rotations[LATENT], rotations[LATENT], (LATENT,))
-        return cls(rotations["key"], rotations["value"])
+        """The rotations of a layer by its sides. Raises `KeyError` if one is missing."""
+        cached = rows_of(rotations)
+        key, value = cached.pair
+        return cls(rotations[key], rotations[value], cached.sides)
 
     def __getitem__(self, side: str) -> Rotation:
-        """The rotation of a side, `key` or `value`, or `latent`."""
-        return {"key": self.key, "value": self.value, LATENT: self.key}[side]
+        """The rotation of a side, or of what attention reads as `key` or as `value`."""
+        return self.value if side == "value" else self.key
 
 
 class Rotations(Mapping[int, LayerRotations]):
@@ -138,13 +153,13 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def sides(self) -> set[str]:
-        """What the layers rotate: `key` and `value`, `latent`, or all of these."""
+        """What the layers rotate, as `rotationzoo.sides` names it."""
         return {side for _, side, _ in self.each()}
 
     @property
-    def has_latents(self) -> bool:
-        """Whether any layer caches latents, and not keys and values of heads."""
-        return LATENT in self.sides
+    def cached(self) -> CachedRows:
+        """What the model caches, by all of its layers."""
+        return rows_of(self.sides)
 
     @property
     def per_head(self) -> bool:

@@ -18,6 +18,7 @@ ORDER = [
     "progress",
     "words",
     "figures",
+    "sides",
     "budget",
     "storage",
     "network",

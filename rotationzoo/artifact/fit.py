@@ -17,16 +17,14 @@ from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import TURNED, Average, Moment, Statistics
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.sides import cost_kinds
 
 LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 """Kind -> moment of one layer, as sums or as averages."""
 Moments = Mapping[int, LayerMoments]
 """Layer -> kind -> moment."""
 
-METRIC_KINDS = {"key": ("query",), "value": ("output",), LATENT: ("query", "output")}
-"""Side -> the statistics in whose second moments errors of its rows count. Both reads of a latent
-cost the same squares of the layer's output (`model.latent`), so they are added as they are."""
 # 0 was measured with the kernels and the number of threads that wrote them, and with others of the
 # same processor; calibrated anew with those, factors differ by 1.4e-5 of the largest.
 _CLOSE, _NOTHING = 1e-4, 1e-6
@@ -54,7 +52,7 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
         raise RotationZooError(f"the recipe {recipe.name} has error feedback and needs statistics")
 
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-        moment = sum_moments(statistics[layer], METRIC_KINDS[side])
+        moment = sum_moments(statistics[layer], cost_kinds(side))
         whitened = replace(rotation, whitening=whiten(statistics, recipe, layer, side))
         return replace(whitened, feedback=factorize(error_metric(whitened, moment)))
 

@@ -1,8 +1,8 @@
 """The tensors of rotations in an artifact's files: their names, shapes and dtypes.
 
-A name is `layers.{layer}.{kind}.{field}`. In `rotations.safetensors` the kind is a side (`key` or
-`value`); in `statistics.safetensors` it is what was averaged (`artifact.statistics_layout`). No
-other module knows these names.
+A name is `layers.{layer}.{kind}.{field}`. In `rotations.safetensors` the kind is a side
+(`rotationzoo.sides`); in `statistics.safetensors` it is what was averaged
+(`artifact.statistics_layout`). No other module knows these names.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ import torch
 
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LATENT, SIDES, LayerRotations, Rotation, Rotations
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.sides import rows_of
 
 OPTIONAL = (
     "eigenvalues", "mean", "turned_mean", "frequencies", "feedback", "whitening", "sensitivity",
@@ -62,11 +63,12 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
 def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
     """Build rotations from tensors by name: the inverse of `rotation_tensors`. Raises `KeyError` if
     a layer lacks one of its matrices or clip ratios."""
+    found: dict[int, set[str]] = {}
+    for layer, side, _ in map(split_name, tensors):
+        found.setdefault(layer, set()).add(side)
     rotations = {}
-    for layer in sorted({split_name(name)[0] for name in tensors}):
-        is_latent = tensor_name(layer, LATENT, "rotation") in tensors
-        sides = (LATENT,) if is_latent else SIDES
-        by_side = {side: _rotation_from(tensors, layer, side) for side in sides}
+    for layer, sides in sorted(found.items()):
+        by_side = {side: _rotation_from(tensors, layer, side) for side in rows_of(sides).sides}
         rotations[layer] = LayerRotations.of_sides(by_side)
     return Rotations(rotations)
 

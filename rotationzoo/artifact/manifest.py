@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.sides import HEADS, LATENTS, CachedRows, rows_of
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import plain, read_json
 from rotationzoo.storage.strict_json import Count, Sha256, Strict
@@ -97,7 +97,7 @@ class Imported(Strict):
 
     @model_validator(mode="after")
     def _both_sides(self) -> "Imported":
-        sides = {LATENT} if LATENT in self.files else set(SIDES)
+        sides = set(rows_of(self.files).sides)
         if set(self.files) != sides or set(self.objectives) != sides:
             raise ValueError("it needs a file and an objective of keys and of values")
         return self
@@ -167,9 +167,10 @@ class Manifest(Strict):
         return self.files[ROTATIONS].sha256
 
     @property
-    def has_latents(self) -> bool:
-        """Whether the model caches latents, and not keys and values of heads."""
-        return any(layer.rope_dim is not None for layer in self.geometry)
+    def cached(self) -> CachedRows:
+        """What the model caches, as `geometry.cached_rows` has it."""
+        beside = [layer.rope_dim for layer in self.geometry if layer.rope_dim is not None]
+        return LATENTS if beside else HEADS
 
     @field_validator("imported")
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.codec.reduction import reduce_rotations
+from rotationzoo.codec.settings import reduce_rotations
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import sums

@@ -5,11 +5,21 @@ from collections.abc import Mapping
 import torch
 
 from rotationzoo.artifact.layout import Layout, Shapes, matrix_count, split_name, tensor_name
-from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg.moments import TURNED, Average, Averages
 from rotationzoo.recipe import Recipe
 
 _OF_KEY_ENERGY = {"second_moment": "key_energy_moment", "count": "key_energy"}
+
+
+def statistic_dims(layer: Layer, recipe: Recipe) -> dict[str, int]:
+    """Kind -> the dimension of each moment that a calibration keeps of a layer."""
+    dims = layer.dims
+    if recipe.turns_mean("key") and "key" in dims:
+        dims[TURNED] = layer.key_dim
+    if recipe.value_statistic == "key_energy" and "value" in dims:
+        dims["key_energy"] = layer.value_dim
+    return dims
 
 
 def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
@@ -53,18 +63,15 @@ def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Lay
         return Layout(_recovered_shapes(recipe, geometry), "_moment")
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
-        dims = layer.dims
-        if recipe.turns_mean("key") and "key" in dims:
-            dims[TURNED] = layer.key_dim
-        for kind, dim in dims.items():
+        for kind, dim in statistic_dims(layer, recipe).items():
             moment = torch.float64, (layer.kv_heads, dim, dim)
             shapes[_name(layer.index, kind, "second_moment")] = moment
+            if kind == "key_energy":
+                count = torch.float64, (layer.kv_heads,)
+                shapes[_name(layer.index, kind, "count")] = count
+                continue
             shapes[_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)
             shapes[_name(layer.index, kind, "count")] = torch.int64, ()
-        if recipe.value_statistic == "key_energy":
-            moment = torch.float64, (layer.kv_heads, layer.value_dim, layer.value_dim)
-            shapes[_name(layer.index, "key_energy", "second_moment")] = moment
-            shapes[_name(layer.index, "key_energy", "count")] = torch.float64, (layer.kv_heads,)
     return Layout(shapes)
 
 

@@ -180,7 +180,7 @@ class RotatedLayer(CacheLayerMixin):
         reading = self.settings.reading
         if reading == "rows" or self.is_sliding or not self.streams:
             return False
-        if self.streams[0].sides != SIDES:  # heads are made of latents before attention is called
+        if self.streams[0].sides != SIDES:  # heads are made before attention is called
             return False
         if reading == "auto" and not self.streams[0].has_kernel(key_states):
             return False

@@ -12,7 +12,6 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.reduction import budget_beside_others
 from rotationzoo.codec.settings import (
     CacheOptions,
     CacheSettings,
@@ -20,6 +19,7 @@ from rotationzoo.codec.settings import (
     Reading,
     Rounding,
     as_engine,
+    budget_beside_others,
     complete_settings,
 )
 from rotationzoo.errors import UsageError

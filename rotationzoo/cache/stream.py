@@ -13,15 +13,14 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, S
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.pages import PageLayout, Sections
 from rotationzoo.codec.settings import CacheSettings
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.rotations import SIDES
+from rotationzoo.sides import read_as, rows_of
 
-READ_TOGETHER = {"key": 16, "value": 2, LATENT: 16}
+READ_TOGETHER = {"key": 16, "value": 2}
 """Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block
 with 8 heads of 128. More blocks are faster, but values are restored while all keys are there, so
 what restoring values takes is added to the most that a layer needs."""
 Rows = tuple[torch.Tensor, torch.Tensor]
-_ROPE = "rope"
-"""The key with RoPE that is cached beside a latent."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Reach:
 
 class Stream:
     """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
-    computed them, and those between quantized. Or latents, and keys with RoPE beside them: those
-    all stay exact.
+    computed them, and those between quantized. Or a side alone (`rotationzoo.sides`), and rows
+    that are cached beside it: those all stay exact.
 
     All rows begin at the same token, and tokens are counted from there, without padding. Until a
     token is quantized for the first time, all of them are in the tail, and `head` is empty.
@@ -47,10 +46,11 @@ class Stream:
         """An empty stream for keys and values like these, which may hold any number of tokens."""
         self.settings, self.layer = settings, layer
         self.codec, self.layout = settings.codec, settings.layout
-        self.sides = self.codec.rotations[layer].sides
+        self.cached = rows_of(self.codec.rotations[layer].sides)
+        self.sides = self.cached.sides
         self.blocks = {side: Blocks(settings.page_layout(layer, side)) for side in self.sides}
-        names = (LATENT, _ROPE) if LATENT in self.sides else SIDES
-        self.tail = {name: rows[:, :, :0] for name, rows in zip(names, (key, value), strict=True)}
+        rows = zip((*self.sides, *self.cached.beside), (key, value), strict=True)
+        self.tail = {name: tensor[:, :, :0] for name, tensor in rows}
         self.head: dict[str, torch.Tensor] = {}
         self.tail_start = 0
         """The first token of the tail; all after it are exact."""
@@ -139,20 +139,20 @@ class Stream:
         for name, rows in self.tail.items():
             # A copy, so that a long prompt is freed after its last reader.
             tail[name] = rows[:, :, end - self.tail_start :].clone()
-        if _ROPE in tail:
-            kept = self.tail[_ROPE][:, :, start - self.tail_start : end - self.tail_start]
-            head = head | {_ROPE: torch.cat([head[_ROPE], kept], dim=2)}
+        for name in self.cached.beside:
+            kept = self.tail[name][:, :, start - self.tail_start : end - self.tail_start]
+            head = head | {name: torch.cat([head[name], kept], dim=2)}
         self.head, self.tail, self.tail_start = head, tail, end
 
     def read(self, start: int = 0) -> Rows:
         """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
-        and type. Keys are without their mean where they are centered. Or latents, and the keys with
-        RoPE beside them."""
+        and type. Keys are without their mean where they are centered. Or what is cached in their
+        place."""
         first, second = (self._read_side(name, start) for name in self.tail)
         return first, second
 
     def _read_side(self, side: str, start: int) -> torch.Tensor:
-        if side == _ROPE:
+        if side in self.cached.beside:
             kept = [rows[side] for rows in (self.head, self.tail) if side in rows]
             return torch.cat(kept, dim=2)[:, :, start:]
         codec, sink, blocks = self.codec, self.layout.sink, self.blocks[side]
@@ -168,7 +168,7 @@ class Stream:
             read[:, :, begin : begin + kept.shape[2]] = kept
 
         write(0, codec.keep_exact(self.head[side], self.layer, side))
-        for first, stored in blocks.read(start - sink, READ_TOGETHER[side]):
+        for first, stored in blocks.read(start - sink, READ_TOGETHER[read_as(side)[0]]):
             # No name is kept for what is restored: it would outlive the next ones.
             at = sink + first
             write(at, codec.restore(blocks.layout.dequantize(stored), self.layer, side, at))
@@ -177,8 +177,9 @@ class Stream:
 
     def has_kernel(self, query: torch.Tensor) -> bool:
         """Whether a kernel reads the pages and windows, with queries `[B, H_q, T, D]` of this
-        device and type. None reads latents, nor keys with a turned mean."""
-        if LATENT in self.sides or self.codec.rotations[self.layer].key.turned_mean is not None:
+        device and type. None reads other rows than keys and values, nor keys with a turned
+        mean."""
+        if self.sides != SIDES or self.codec.rotations[self.layer].key.turned_mean is not None:
             return False
         exact = self.tail["key"].dtype, self.tail["value"].dtype
         if exact != (query.dtype, query.dtype) or not kernels_run_on(query.device):

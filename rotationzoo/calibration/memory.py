@@ -22,6 +22,8 @@ import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig
 
+from rotationzoo.artifact.layout import matrix_count
+from rotationzoo.artifact.statistics_layout import statistic_dims
 from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.run_sums import run_bytes
@@ -88,16 +90,12 @@ class Footprint:
 
     @property
     def statistics(self) -> int:
-        """The statistics: a float64 second moment of each tensor of a layer, and one more with
-        key energy, and with turned means."""
+        """The statistics: float64 second moments."""
         if not self.recipe.needs_statistics:
             return 0
-        more = int(self.recipe.value_statistic == "key_energy")
         total = 0
         for layer in cached_layers(self.geometry):
-            squares = sum(dim**2 for dim in layer.dims.values()) + more * layer.value_dim**2
-            if self.recipe.turns_mean("key") and "key" in layer.sides:
-                squares += layer.key_dim**2
+            squares = sum(dim**2 for dim in statistic_dims(layer, self.recipe).values())
             total += 8 * layer.kv_heads * squares
         return total
 
@@ -107,9 +105,8 @@ class Footprint:
         and the factors of error feedback of every KV head."""
         total = 0
         for layer in cached_layers(self.geometry):
-            heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
             squares = sum(layer.dims[side] ** 2 for side in layer.sides)
-            total += 4 * heads * squares
+            total += 4 * matrix_count(self.recipe, layer.kv_heads) * squares
             if self.recipe.feedback:
                 total += 4 * layer.kv_heads * squares
         return total

@@ -1,19 +1,20 @@
-"""Observers that add each layer's queries, keys, values and attention outputs, or its latents and
-what errors of them cost, to the running sums."""
+"""Observers that add what each layer caches, its queries and its attention outputs to the running
+sums, or what errors of its rows cost."""
 
 from collections.abc import Mapping
 
 import torch
 
+from rotationzoo.artifact.statistics_layout import statistic_dims
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import TURNED, Moment, Statistics
-from rotationzoo.model.capture import Attention
-from rotationzoo.model.latent import read_errors
+from rotationzoo.model.capture import Call
+from rotationzoo.model.latent import ReadErrors, cached_of, read_errors
 from rotationzoo.model.turning import Turning
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LATENT
+from rotationzoo.sides import HEADS, LATENTS
 
 
 def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
@@ -21,14 +22,9 @@ def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) ->
     means."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
-        dims = layer.dims
-        if recipe.value_statistic == "key_energy" and "value" in layer.sides:
-            dims["key_energy"] = layer.value_dim
-        if recipe.turns_mean("key") and "key" in dims:
-            dims[TURNED] = layer.key_dim
-        statistics[layer.index] = {
-            kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims.items()
-        }
+        dims = statistic_dims(layer, recipe).items()
+        moments = {kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims}
+        statistics[layer.index] = moments
     return statistics
 
 
@@ -68,7 +64,7 @@ class MomentObserver:
     """Sums second moments of queries, outputs, keys and values, for the layer that owns their
     cache. Keys and values count from position `skip` on."""
 
-    kinds: tuple[str, ...] = ("query", "key", "value", "output", LATENT, TURNED)
+    kinds: tuple[str, ...] = ("query", *HEADS.sides, "output", *LATENTS.sides, TURNED)
     """What it adds to, of what a layer has."""
     turnings: Mapping[int, Turning] = {}
     """How layers turn their keys, for recipes with turned means."""
@@ -99,45 +95,29 @@ class MomentObserver:
                     key = self.turnings[index].turn_back(key)
                 add_rows(self.statistics, layer, TURNED, key[:, :, self.skip :])
 
-    def watch(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attend: Attention,
-    ) -> torch.Tensor:
+    def watch(self, call: Call) -> torch.Tensor:
         """An `Intercept` that adds up what the attention of a layer reads, and changes nothing."""
-        output = attend(query, key, value)
-        layer = self.layer(index)
-        if layer.rope_dim is None:
-            self(index, query, key, value, output.transpose(1, 2))
-        else:
-            self._add_latents(layer, attend, query, key, value, output)
+        output = call.run()
+        layer = self.layer(call.layer)
+        if layer.cached is HEADS:
+            self(call.layer, call.query, call.key, call.value, output.transpose(1, 2))
+            return output
+        for side, rows in cached_of(call).sides.items():
+            add_rows(self.statistics, layer, side, rows[:, :, self.skip :])
+        self._add_costs(call.layer, read_errors(call, output, self.skip))
         return output
 
-    def _add_latents(
-        self,
-        layer: Layer,
-        attend: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        """Add the latents of a call, and what errors of them cost."""
-        assert attend.latent is not None
-        add_rows(self.statistics, layer, LATENT, attend.latent[:, :, self.skip :])
-        errors = read_errors(attend, query, key, value, output, self.skip)
-        heads, dim = query.shape[1], errors.queries.shape[-1]
-        by_head = Moment.zeros(heads, dim, query.device)
+    def _add_costs(self, index: int, errors: ReadErrors) -> None:
+        """Add what errors of rows that all heads share cost."""
+        _, heads, _, dim = errors.queries.shape
+        by_head = Moment.zeros(heads, dim, errors.queries.device)
         _add(by_head, errors.queries)
         absorbed = errors.absorb(by_head)
         nothing = torch.zeros_like(absorbed.first)
         reads = Moment(errors.value_metric[None], nothing, absorbed.weight)
-        moments = self.statistics[layer.index]
+        moments = self.statistics[index]
         for kind, added in {"query": absorbed, "output": reads}.items():
-            moments[kind] = moments[kind].to(query.device) + added
+            moments[kind] = moments[kind].to(errors.queries.device) + added
 
     def layer(self, index: int) -> Layer:
         """The layer with this index. Raises `UnsupportedModel` if it was not found before."""

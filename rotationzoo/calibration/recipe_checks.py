@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.codec.budget import check_room
 from rotationzoo.errors import RotationZooError
-from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims
+from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims
 from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model import centering
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.rope import check_positions, position_count
-from rotationzoo.rotations import LATENT
+from rotationzoo.sides import HEADS
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -29,15 +29,16 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
             "the composition 'given' stands for imported matrices and cannot be calibrated",
             hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
         )
-    if has_latents(geometry) and not recipe.target_kinds(LATENT):
+    cached = cached_rows(geometry)
+    if not all(map(recipe.target_kinds, cached.sides)):
         raise RotationZooError(
-            f"latents have no statistics {recipe.key_statistic} and {recipe.value_statistic}, as "
-            f"the recipe {recipe.name} asks for",
+            f"{cached.words} have no statistics {recipe.key_statistic} and "
+            f"{recipe.value_statistic}, as the recipe {recipe.name} asks for",
             hint="give key_statistic: query and value_statistic: output, or key and value",
         )
-    if has_latents(geometry) and recipe.data.media:
+    if cached is not HEADS and recipe.data.media:
         raise RotationZooError(
-            "images and audio are not counted for models that cache latents yet",
+            f"images and audio are not counted for models that cache {cached.words} yet",
             hint=f"calibrate on text, without {' and '.join(recipe.data.media)}",
         )
     dims = head_dims(geometry)

@@ -20,8 +20,8 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.cache_names import returned_cache
-from rotationzoo.model.capture import Attention, Intercept, intercept
-from rotationzoo.model.latent import expand
+from rotationzoo.model.capture import Call, Intercept, intercept
+from rotationzoo.model.latent import cached_of
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import (
     decoder_layers,
@@ -34,7 +34,7 @@ from rotationzoo.progress import Progress
 from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LATENT, Rotation, Rotations
+from rotationzoo.rotations import Rotation, Rotations
 
 ASKED = ("needles", "key-value", QUOTE)
 """The recall tasks whose answers are compared."""
@@ -202,14 +202,11 @@ def _reading_stored(
             read = codec.restore(rotated, owner, side, lost + first).to(rows.dtype)
         return torch.cat([exact[:, :, :first], read, exact[:, :, last:]], dim=2)
 
-    def read(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        if layer in readers and side == LATENT:
-            assert attend.latent is not None
-            key, value = expand(attend, store(attend.latent), key, value.shape[-1])
-        elif layer in readers:
-            key, value = (store(key), value) if side == "key" else (key, store(value))
-        return attend(query, key, value)
+    def read(call: Call) -> torch.Tensor:
+        if call.layer not in readers:
+            return call.run()
+        cached = cached_of(call)
+        sides = cached.sides
+        return call.attend(call.query, *cached.read(sides | {side: store(sides[side])}))
 
     return owner, read

@@ -25,6 +25,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
 from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
+from rotationzoo.sides import HEADS
 from rotationzoo.vllm.prompts import scratch_sizes
 from rotationzoo.vllm.segments import LONG
 from rotationzoo.vllm.steps import count_slots
@@ -168,7 +169,7 @@ class Storage(CacheLayout):
 
     def has_pages(self, cached: CachedLayer) -> bool:
         """Whether our backend for vLLM stores a layer so, and not in bf16 or not at all."""
-        return self.format in _PAGED and cached.window is None and cached.layer.rope_dim is None
+        return self.format in _PAGED and cached.window is None and cached.layer.cached is HEADS
 
     def row_bits(self, dim: int) -> float:
         """Bits of a row with its scale and offset."""
@@ -183,7 +184,7 @@ def _stored_bits(cached: CachedLayer, context: int, storage: Storage) -> float:
     layer, held = cached.layer, cached.tokens_held(context)
     whole = layer.elements * _EXACT_BITS
     stored = layer.kv_heads * sum(storage.row_bits(layer.dims[side]) for side in layer.sides)
-    stored += (layer.rope_dim or 0) * _EXACT_BITS
+    stored += layer.exact_elements * _EXACT_BITS
     if storage.has_pages(cached):
         copied = storage.copied_tokens(1) - storage.copied_tokens(0)
         return -(-context // _PAGE) * _PAGE * stored + copied * whole

@@ -22,7 +22,6 @@ from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
-from rotationzoo.rotations import LATENT, SIDES
 from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
@@ -98,8 +97,7 @@ def check_membership(
         moment = target_moment(statistics[layer], recipe, side)
         shares.setdefault(side, []).append(explained_share(basis, moment))
     means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
-    sides = (LATENT, LATENT) if LATENT in means else SIDES
-    return Agreement(*(means[side] for side in sides))
+    return Agreement(*(means[side] for side in artifact.rotations.cached.pair))
 
 
 def _collect_statistics(

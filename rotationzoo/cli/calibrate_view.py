@@ -12,7 +12,8 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, bits_per_element
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.figures import size_words
-from rotationzoo.geometry import Geometry, cached_layers, geometry_json, has_latents
+from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
+from rotationzoo.sides import HEADS
 from rotationzoo.words import counted
 
 
@@ -98,8 +99,8 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         say(f"{name}: what its layers cache shows only with its weights")
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
-        if has_latents(known.geometry):
-            heads = f"latents of {data['head_dim']} elements"
+        if (cached := cached_rows(known.geometry)) is not HEADS:
+            heads = f"{cached.words} of {data['head_dim']} elements"
         say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
     weights, artifact = size_words(known.weights_bytes), size_words(known.artifact_bytes)
     say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")

@@ -9,6 +9,7 @@ from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
+from rotationzoo.sides import HEADS
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -122,14 +123,14 @@ def show_export(out: Output, exported: "Exported") -> None:
 
 def show_changed_model(out: Output, model: Path, artifact: "Artifact") -> None:
     """Print the folder of the model whose weights carry the value rotation of an artifact, and the
-    command that exports the rest for it. Of latents there is no rest."""
-    of_latents = artifact.rotations.has_latents
+    command that exports the rest for it, where a side is left."""
+    cached = artifact.rotations.cached
 
     def human() -> None:
         say(str(model))
-        rest = "Its cache holds rotated latents" if of_latents else "Its engine needs the keys, too"
-        out.note(rest)
+        whole = f"Its cache holds rotated {cached.words}"
+        out.note("Its engine needs the keys, too" if cached is HEADS else whole)
 
     out.result({"model": str(model)}, str(model), human)
-    if not of_latents:
+    if cached is HEADS:
         out.suggest("export", str(artifact.folder), "--for", "sglang", "--absorbed", str(model))

@@ -7,6 +7,7 @@ from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.figures import number
+from rotationzoo.sides import read_as
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -32,10 +33,10 @@ def inspect_command(artifact: ArtifactFolder, out: Output) -> None:
 
 
 def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
-    """Keys and values side by side, or latents, no wider than a terminal."""
-    columns, sides = ["layer", "heads"], {"key": "key", "value": "value"}
-    if artifact.rotations.has_latents:  # which `LayerSpectra` has as keys and as values
-        sides = {"latent": "key"}
+    """The sides beside each other, no wider than a terminal."""
+    columns = ["layer", "heads"]
+    # `LayerSpectra` has what is read as both as keys and as values.
+    sides = {side: read_as(side)[0] for side in artifact.rotations.cached.sides}
     for side in sides:
         columns += [f"{side[0].upper()} dim", "rank", "top1", "top8"]
     rows = []

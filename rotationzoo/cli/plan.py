@@ -8,6 +8,7 @@ from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, opti
 from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
+from rotationzoo.sides import HEADS
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def plan_command(
     from rotationzoo.capacity.cards import parse_card, several
     from rotationzoo.capacity.plan import Wish, measure_capacity
     from rotationzoo.capacity.shape import Storage
-    from rotationzoo.codec.reduction import check_budget
+    from rotationzoo.codec.settings import check_budget
 
     check_budget(Budget(bits), True, format)
     card = several(parse_card(gpu), gpus)
@@ -190,6 +191,6 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
     elif kept:
         server += ["--windows", windows]
     commands = [calibrate, [*generate, *kept], server]
-    if capacity.shape.layers[0].layer.rope_dim is not None:  # engines take no latents so
+    if capacity.shape.layers[0].layer.cached is not HEADS:  # vLLM takes no others
         commands.pop()
     return [shell_line(*words) for words in commands]

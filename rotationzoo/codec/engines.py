@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.errors import UsageError
+from rotationzoo.sides import EVERY_SIDE, HEADS, LATENTS, rows_of
 from rotationzoo.words import nearest
 
-# As `rotations` has them, which waits for torch.
-_HEADS = "key", "value"
-_SIDES = *_HEADS, "latent"
 TURNED_MEAN = "turned"
 """What `Rotation.turned_mean` is called among means."""
 
@@ -35,8 +33,8 @@ class Entry:
     """Whether it takes one matrix per KV head, and not one per layer alone."""
     means: tuple[str, ...] = ()
     """The sides whose means it subtracts, and `TURNED_MEAN`."""
-    takes: tuple[str, ...] = _HEADS
-    """The sides that it rotates: those of heads, or latents, or both."""
+    takes: tuple[str, ...] = HEADS.sides
+    """The sides that it rotates."""
     clip: Literal["none", "one", "side", "head"] = "side"
     """`none`, `one` clip ratio for everything, one per `side` (keys and values), or one per
     `head`."""
@@ -80,14 +78,14 @@ ENGINES = {
     ),
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
     "sglang": Entry("sglang", format="sglang", means=("key",)),
-    "sglang-mla": Entry("sglang_latent", format="sglang", takes=("latent",), clip="none"),
+    "sglang-mla": Entry("sglang_latent", format="sglang", takes=LATENTS.sides, clip="none"),
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", needs_base=True),
     "mlx": Entry("mlx", format="mlx"),
     "transformers": Entry(
         command="generate",
         format="sglang",
-        means=(*_SIDES, TURNED_MEAN),
-        takes=_SIDES,
+        means=(*EVERY_SIDE, TURNED_MEAN),
+        takes=EVERY_SIDE,
         clip="head",
         feedback=True,
         budget=True,
@@ -117,15 +115,18 @@ def find_engine(name: str) -> Entry:
 
 def check_sides(name: str, sides: Collection[str]) -> None:
     """Raise `UsageError` for an engine that does not take rotations of these sides."""
-    if set(sides) <= set(find_engine(name).takes):
-        return
-    others = [each for each, entry in ENGINES.items() if set(sides) <= set(entry.takes)]
-    rows = "keys and values" if "latent" in sides else "latents"
-    given = "latents (MLA)" if "latent" in sides else "keys and values"
-    raise UsageError(
-        f"{name} reads rotations of {rows}, and these are of {given}",
-        hint=f"--for {' or '.join(others)}",
-    )
+    takes = find_engine(name).takes
+    if not set(sides) <= set(takes):
+        raise UsageError(
+            f"{name} reads rotations of {rows_of(takes).words}, and these are of "
+            f"{rows_of(sides).name}",
+            hint=f"--for {' or '.join(engines_for(sides))}",
+        )
+
+
+def engines_for(sides: Collection[str]) -> list[str]:
+    """The engines that take rotations of these sides; those that users have first."""
+    return [name for name, entry in ENGINES.items() if set(sides) <= set(entry.takes)]
 
 
 def choose_format(engine: str, has_budget: bool = False) -> str:

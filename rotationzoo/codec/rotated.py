@@ -64,7 +64,7 @@ class RotatedCodec:
         ignores it.
         """
         mean = self._mean(rows, layer, side)
-        # Values and latents come back with their mean, so exact ones stay as they are.
+        # Other sides come back with their mean, so exact rows stay as they are.
         if mean is None or side != "key":
             return rows
         return (rows.float() - mean).to(rows.dtype)
@@ -197,7 +197,7 @@ class RotatedCodec:
 
     def restore(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` of the positions from `first` on, in the model's frame and
-        the rotation's type: keys without their mean, values and latents with it."""
+        the rotation's type: keys without their mean, other sides with it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
         turned = self.turned_rows(layer, side, first, rows.shape[2], rows.device)
@@ -231,7 +231,7 @@ class RotatedCodec:
         if layer not in self.rotations:
             raise RotationZooError(f"there is no rotation for layer {layer}", hint=_HINT)
         rotations = self.rotations[layer]
-        # Beside a latent, there is a key with RoPE in place of a value.
+        # Beside a side that is alone, the second tensor holds what stays exact.
         stored = zip(rotations.sides, (key, value), strict=False)
         for rotation, rows in ((rotations[side], rows) for side, rows in stored):
             heads, dim = rows.shape[1], rows.shape[3]
@@ -252,9 +252,7 @@ class RotatedCodec:
         rotation = self.rotations[layer][side]
         if rotation.turned_mean is None:
             return None
-        from rotationzoo.codec import turned  # here, because most rotations have none
-
-        return turned.turned_rows(move(rotation, device), first, first + tokens)
+        return move(rotation, device).turned_rows(first, first + tokens)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not

@@ -37,8 +37,8 @@ def codec_bits(
     """Bits per element of a cache that holds `length` tokens, averaged over every element that the
     model caches.
 
-    Exact tokens count 16 bits, including tokens of a group that is not complete yet, and so do keys
-    with RoPE beside a latent. Codecs with as many of these bits take equal bytes.
+    Exact tokens count 16 bits, including tokens of a group that is not complete yet, and so does
+    what is cached beside the sides. Codecs with as many of these bits take equal bytes.
     """
     grouped = replace(layout, token_group=codec.token_group)
     quantized = grouped.quantized_tokens(length) / length
@@ -48,6 +48,6 @@ def codec_bits(
             dim = layer.dims[side]
             bits = codec.stored_bits(layer.index, side, dim, layout.format)
             total += layer.kv_heads * dim * bits
-        total += EXACT_BITS * (layer.rope_dim or 0)
+        total += EXACT_BITS * layer.exact_elements
         elements += layer.elements
     return quantized * total / elements + (1 - quantized) * EXACT_BITS

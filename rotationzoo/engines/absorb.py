@@ -15,7 +15,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.tensor_check import DTYPES
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import Geometry, cached_layers, has_latents, same_shapes
+from rotationzoo.geometry import Geometry, cached_layers, cached_rows, same_shapes
 from rotationzoo.linalg.orthogonality import invert
 from rotationzoo.model import loading
 from rotationzoo.model.absorbed import RECORD, read_record, record_text
@@ -27,6 +27,7 @@ from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import same_scaling, scaling_of
+from rotationzoo.sides import LATENTS
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
 
@@ -119,7 +120,7 @@ def _find_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> _Cha
             f"what the layers of {name} do cannot be checked without its weights",
             hint=SERVE_UNABSORBED,
         )
-    if has_latents(geometry):
+    if cached_rows(geometry) is LATENTS:
         return _latent_changes(artifact, model, geometry, name)
     changes: _Changes = {}
     projections = find_projections(model, geometry, name)

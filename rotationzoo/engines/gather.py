@@ -16,7 +16,7 @@ from rotationzoo.linalg.composition_table import DATA_FREE
 from rotationzoo.model import centering, loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.sides import LATENT, SIDES
 
 Files = dict[str, RotationFile]
 """Side -> its file: `key` and `value`, or `latent`."""

@@ -25,7 +25,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
 from rotationzoo.recipe import Recipe, name_of
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.rotations import LATENT, LayerRotations, Rotation, Rotations
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.sides import LATENT
 from rotationzoo.storage.files import digest, sha256
 from rotationzoo.storage.folders import check_writable
 from rotationzoo.writer import check_replaceable, library_versions

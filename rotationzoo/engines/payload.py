@@ -11,7 +11,8 @@ from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.absorbed import find_model
-from rotationzoo.rotations import LATENT, SIDES, Rotations
+from rotationzoo.rotations import SIDES, Rotations
+from rotationzoo.sides import EVERY_SIDE, rows_of
 from rotationzoo.storage.files import digest
 
 # OSCAR has no word for the exact `output` statistic. Files that rotationzoo writes state it under
@@ -93,8 +94,7 @@ class Settled(Request):
 
 
 def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
-    """The distinct clip ratios of all keys, and of all values, ascending; those of latents are
-    both."""
+    """The distinct clip ratios of all that is read as keys, and as values, ascending."""
     ratios: dict[str, set[float]] = {side: set() for side in SIDES}
     for layer in rotations.values():
         for side in SIDES:
@@ -106,7 +106,7 @@ def dropped_means(artifact: Artifact, request: Request) -> list[str]:
     """The sides whose means are left out: the engine does not subtract them, or the user does not
     want them."""
     kept = () if request.uncentered else find_engine(request.engine).means
-    mine = [side for side in (*SIDES, LATENT) if side in artifact.rotations.sides]
+    mine = [side for side in EVERY_SIDE if side in artifact.rotations.sides]
     return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
@@ -143,7 +143,8 @@ def _objective(artifact: Artifact, side: str, pools: bool) -> str:
     fitted new rotations, or the words for the recipe's statistic and composition."""
     recipe, imported = artifact.recipe, artifact.manifest.imported
     if imported and not pools:
-        return imported.objectives[LATENT if LATENT in imported.objectives else side]
+        pair = dict(zip(SIDES, rows_of(imported.objectives).pair, strict=True))
+        return imported.objectives[pair[side]]
     if not recipe.has_eigenbasis:
         return recipe.composition
     statistic = recipe.key_statistic if side == "key" else recipe.value_statistic

@@ -7,7 +7,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.engines import TURNED_MEAN, check_sides, choose_format, find_engine
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
 from rotationzoo.errors import UsageError
-from rotationzoo.rotations import LATENT
+from rotationzoo.sides import HEADS
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
 """What `--for` picks of a cache, in the words of the options that come before it."""
@@ -73,8 +73,8 @@ def describe_choice(
     for artifact in artifacts:
         if engine.feedback and artifact.rotations.has_feedback:
             codes = "error feedback"
-        if LATENT in artifact.rotations.sides:
-            rotations = "a rotation of each layer's latent"
+        if (cached := artifact.rotations.cached) is not HEADS:
+            rotations = f"a rotation of each layer's {cached.sides[0]}"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     picked = f"{rotations}, {codes}, format {choose_format(name, has_budget)}"

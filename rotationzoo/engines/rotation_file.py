@@ -15,7 +15,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import orthogonality
 from rotationzoo.linalg.composition_table import COMPOSITIONS, DATA_FREE, GIVEN
 from rotationzoo.model.files import MOST_LAYERS
-from rotationzoo.rotations import LATENT
+from rotationzoo.sides import LATENT
 
 # How far rounding may push an eigenvalue below zero, relative to the largest.
 _NEGATIVE = 1e-4

@@ -17,7 +17,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.geometry import Geometry
-from rotationzoo.model.capture import Attention, intercept
+from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
@@ -150,11 +150,9 @@ def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, to
     """Layer -> the module that calls attention there, found by running a few tokens `[B, T]`."""
     modules: dict[int, torch.nn.Module] = {}
 
-    def note(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        modules[layer] = attend.module
-        return attend(query, key, value)
+    def note(call: Call) -> torch.Tensor:
+        modules[call.layer] = call.attend.module
+        return call.run()
 
     with intercept(model, note):
         model(input_ids=ids, use_cache=False)

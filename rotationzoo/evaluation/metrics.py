@@ -12,15 +12,15 @@ import torch
 from rotationzoo.artifact import measured
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.out_of_memory import Undo
-from rotationzoo.rotations import LATENT
+from rotationzoo.sides import read_as
 from rotationzoo.simulation.simulated import Observers
 
 COMPARED_TOKENS = 8192
 """Tokens of outputs that are compared at a time: float32 copies of long rows take gigabytes."""
 
 _KL, _ERROR = "head divergence", "head error"
-_RANGES = {"key": "key range", "value": "value range", LATENT: "key range"}
-"""Those of latents stand where those of keys do: no layer has both."""
+_RANGES = {"key": "key range", "value": "value range"}
+"""Those of a side that is read as both are the key's."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Metrics:
 
     def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
         """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
-        self._add_mean(_RANGES[side], layer, ranges)
+        self._add_mean(_RANGES[read_as(side)[0]], layer, ranges)
 
     def add_kl(self, layer: int, divergence: torch.Tensor, positions: torch.Tensor) -> None:
         """Add the attention KL `[B, H, Q]` by KV head of the queries at `positions` `[Q]`."""

@@ -15,13 +15,13 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.budget import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.reduction import budget_beside_others, check_budget
+from rotationzoo.codec.settings import budget_beside_others, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
 from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
-from rotationzoo.geometry import Geometry, full_attention_layers, has_latents, shares_blocks
+from rotationzoo.geometry import Geometry, cached_rows, full_attention_layers, shares_blocks
 from rotationzoo.model import loading
 from rotationzoo.model.adapter import check_adapter
 from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
@@ -32,6 +32,7 @@ from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions
+from rotationzoo.sides import HEADS
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable
@@ -212,9 +213,9 @@ def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) 
         check_layers(job.model, job.layers, geometry)
     check_artifacts(job.model, artifacts, geometry)
     check_rivals(job.baselines, geometry)
-    if len(job.sides) < 2 and has_latents(geometry):
+    if len(job.sides) < 2 and (cached := cached_rows(geometry)) is not HEADS:
         raise UsageError(
-            f"{job.model} caches latents, which are keys and values at once",
+            f"{job.model} caches {cached.words}, which are keys and values at once",
             hint=f"leave out --{job.sides[0]}s-only",
         )
 

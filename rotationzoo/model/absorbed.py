@@ -23,10 +23,10 @@ class Record(strict_json.Strict):
 
 
 def record_text(artifact: Artifact, published: Source, copy: Source) -> bytes:
-    """The record of a copy of a model that carries an artifact's value or latent rotation."""
+    """The record of a copy of a model that carries an artifact's rotation."""
     record = {
         "rotationzoo": __version__,
-        "absorbed": "latent rotation" if artifact.rotations.has_latents else "value rotation",
+        "absorbed": f"{artifact.rotations.cached.pair[1]} rotation",
         "artifact": artifact.identity,
         "model": artifact.content["model"],
         "published_weights": weights_fingerprint(published),

@@ -93,21 +93,33 @@ class Attention:
         return softmax
 
 
-Intercept = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
-"""`(layer, query, key, value, attend) -> output`: called in place of a layer's attention.
+@dataclass(frozen=True)
+class Call:
+    """An attention call that a layer makes. The tensors are post-RoPE, not repeated for GQA, in the
+    model's type and on the layer's device. They belong to the model: copy what you keep, and change
+    nothing."""
 
-The arguments are the layer's index; `query` `[B, H_q, T, D_k]`, `key` `[B, H_kv, T_k, D_k]` and
-`value` `[B, H_kv, T_k, D_v]`; and `attend`, the call that the model would have made. The tensors
-are post-RoPE, not repeated for GQA, in the model's type and on the layer's device. The model goes
-on with the result in place of the attention's output `[B, T, H_q, D_v]`.
-"""
+    layer: int
+    query: torch.Tensor
+    """`[B, H_q, T, D_k]`"""
+    key: torch.Tensor
+    """`[B, H_kv, T_k, D_k]`"""
+    value: torch.Tensor
+    """`[B, H_kv, T_k, D_v]`"""
+    attend: Attention
+
+    def run(self) -> torch.Tensor:
+        """The output `[B, T, H_q, D_v]`."""
+        return self.attend(self.query, self.key, self.value)
+
+
+Intercept = Callable[[Call], torch.Tensor]
+"""Called in place of a layer's attention. The model goes on with the result in place of the output
+`[B, T, H_q, D_v]`."""
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`(layer, query, key, value, output)`: called after a layer's attention.
-
-The tensors are those of `Intercept`, and the output is `[B, H_q, T, D_v]`. They belong to the
-model: copy what you keep, and change nothing.
-"""
+"""`(layer, query, key, value, output)`: called after a layer's attention, with the tensors of its
+`Call`, and the output `[B, H_q, T, D_v]`."""
 
 
 @contextmanager
@@ -137,7 +149,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
             latent = latents.pop(id(module), None)
             attend = Attention(module, models_own, attention_mask, options, latent)
             layer: Any = module.layer_idx
-            return function(layer, query, key, value, attend), None
+            return function(Call(layer, query, key, value, attend)), None
 
         setattr(call, _TAKES_LONG_MASKS, True)
         return call
@@ -176,22 +188,13 @@ def capture(model: "PreTrainedModel", observe: Observe) -> Iterator[None]:
     """Inside the block, `observe` sees every attention call of the decoder. What the model computes
     does not change."""
 
-    def watch(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        output = attend(query, key, value)
-        observe(layer, query, key, value, output.transpose(1, 2))
+    def watch(call: Call) -> torch.Tensor:
+        output = call.run()
+        observe(call.layer, call.query, call.key, call.value, output.transpose(1, 2))
         return output
 
     with intercept(model, watch):
         yield
-
-
-def attend_as_is(
-    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-) -> torch.Tensor:
-    """An `Intercept` that changes nothing."""
-    return attend(query, key, value)
 
 
 def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
@@ -233,7 +236,7 @@ def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]
 
 
 def check_transparent(
-    model: "PreTrainedModel", ids: torch.Tensor, function: Intercept = attend_as_is
+    model: "PreTrainedModel", ids: torch.Tensor, function: Intercept = Call.run
 ) -> torch.Tensor:
     """The logits `[B, T, vocabulary]` of `ids` `[B, T]`. Raises `UnsupportedModel` unless they are
     the same with and without capture, or on a GPU differ by as much as two plain runs do.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.model.capture import Attention, eager_attention
+from rotationzoo.model.capture import Attention, Call, eager_attention
 
 # Changes of the output up to this, relative to the largest output, count as none. On tiny models
 # of 20 families the change is at most 2e-6 where a shift cancels, and .5 or more where it does not.
@@ -102,21 +102,15 @@ class ShiftCheck:
         self.layers: list[int] = []
         """The layers where a shift of all keys changes attention."""
 
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attend: Attention,
-    ) -> torch.Tensor:
+    def __call__(self, call: Call) -> torch.Tensor:
+        query, key = call.query, call.key
         _, hidden = _causal_masks(query.shape[2], torch.float32)
-        reading = replace(attend, mask=hidden.to(query.device))
+        reading = replace(call.attend, mask=hidden.to(query.device))
         centered = key.float() - key.float().mean(2, keepdim=True)
         change = reading.weights(query, centered) - reading.weights(query, key)
         if not change.abs().max().item() <= NONE:
-            self.layers.append(layer)
-        return attend(query, key, value)
+            self.layers.append(call.layer)
+        return call.run()
 
 
 def reason(layers: Sequence[int]) -> str:

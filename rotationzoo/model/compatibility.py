@@ -1,17 +1,26 @@
-"""Whether an artifact fits a model: its shapes, its scaling of RoPE, and its weights."""
+"""Whether an artifact fits a model: its shapes, its scaling of RoPE, and its weights; and the files
+of a model that the caller loaded."""
 
 import logging
 import shlex
+import shutil
+import weakref
+from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.geometry import Geometry, check_group_size, has_latents, head_dims, same_shapes
+from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims, same_shapes
+from rotationzoo.model.files import read_headers, weight_files
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.model.loading import load_config
+from rotationzoo.model.loading import input_device, load_config
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
@@ -25,12 +34,10 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
     hint = f"make one with: rotationzoo calibrate {shlex.quote(model)}"
     for artifact in artifacts:
         check_bound(artifact, model)
-        made_for = artifact.manifest.has_latents
-        if made_for != has_latents(geometry):
-            rows = "latents (MLA)", "keys and values of heads"
-            of, cached = rows if made_for else reversed(rows)
-            held = f"{artifact.folder} holds rotations of {of}"
-            raise RotationZooError(f"{held}, and {model} caches {cached}", hint)
+        made_for, cached = cached_rows(artifact.geometry), cached_rows(geometry)
+        if made_for != cached:
+            held = f"{artifact.folder} holds rotations of {made_for.title}"
+            raise RotationZooError(f"{held}, and {model} caches {cached.title}", hint)
         if not same_shapes(artifact.geometry, geometry):
             raise RotationZooError(
                 f"{artifact.folder} was made for a model of other layers, heads or dimensions than "
@@ -122,3 +129,57 @@ def source_of(model: PreTrainedModel) -> Source | None:
     if name and Path(name).is_dir():
         return Source(name, Path(name), None)
     return find_cached(name, commit) if commit else None
+
+
+# ---- a model that the caller loaded, which runs as it is
+
+
+def take_loaded(model: Any, settings: dict[str, Any]) -> Source | None:
+    """The source of a loaded model, whose device and type become settings; None for a name. Raises
+    `UsageError` for one without a tokenizer, and for settings that only loading heeds."""
+    tokenizer = settings.pop("tokenizer", None)
+    if isinstance(model, str) and tokenizer is None:
+        return None
+    if tokenizer is None:
+        raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
+    for name in ("revision", "device", "dtype", "device_map", "max_memory"):
+        if settings.pop(name, "auto") != "auto":
+            raise UsageError(f"a loaded model takes no {name}", hint=f"leave out {name}")
+    settings["device"] = input_device(model).type
+    settings["dtype"] = str(model.dtype).removeprefix("torch.")
+    return _source_of(model, tokenizer)
+
+
+def _source_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
+    """The source of a loaded model: its files, or a folder with its config alone where there are
+    none, or where the model has changed since it was read from them."""
+    source = source_of(model)
+    if source is None or not _is_in(source.folder, model):
+        folder = Path(mkdtemp(prefix="rotationzoo-"), type(model).__name__)
+        weakref.finalize(model, shutil.rmtree, folder.parent, ignore_errors=True)
+        model.config.save_pretrained(folder)
+        source = Source(str(folder), folder, None)
+    return replace(source, model=model, tokenizer=tokenizer)
+
+
+def _is_in(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether the files in a folder have the model's config, and the first and the last row of each
+    of its weights. Training changes one of them in nearly every tensor."""
+    stored, parameters = read_headers(weight_files(folder)), dict(model.named_parameters())
+    if not parameters.keys() <= stored.keys():  # as where it was read from a GGUF file
+        return False
+    if _lines(AutoConfig.from_pretrained(folder)) != _lines(model.config):
+        return False
+    for name, parameter in parameters.items():
+        with safe_open(stored[name].file, "pt") as file:
+            tensor = torch.atleast_1d(file.get_tensor(name))
+        rows = torch.atleast_1d(parameter)
+        same = tensor.shape == rows.shape and not parameter.is_meta
+        if not same or not torch.equal(tensor[[0, -1]].to(rows), rows[[0, -1]]):
+            return False
+    return True
+
+
+def _lines(config: PretrainedConfig) -> list[str]:
+    """A config as text, without the type of the weights, which whoever loads them chooses."""
+    return [line for line in config.to_json_string().splitlines() if '"dtype"' not in line]

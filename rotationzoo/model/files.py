@@ -17,7 +17,7 @@ MOST_LAYERS = 1024
 """No model has nearly as many layers. A file that claims more only wastes time and memory."""
 INDEX = "model.safetensors.index.json"
 GGUF = "weights.gguf"
-"""The link to a GGUF file, in the folder that stands for it (`model/gguf_folder`)."""
+"""The link to a GGUF file, in the folder that stands for it (`model/source`)."""
 _SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")

@@ -10,16 +10,16 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.model.cache_names import returned_cache
-from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.capture import Call, decoder, intercept
 from rotationzoo.model.centering import ignores_shift
-from rotationzoo.model.latent import OUTPUT, expand
+from rotationzoo.model.latent import Latents, Rows, cached_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 _PROBE_TOKENS = 8
 _say_once = cache(logging.getLogger("rotationzoo").warning)
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
-
-
-class _Call(NamedTuple):
-    """The inputs of one layer's attention."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attend: Attention
 
 
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
@@ -95,23 +86,18 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
     return [_layer(name, index, calls, stored) for index in sorted(calls)]
 
 
-_Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values in a cache
+def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, Call], dict[int, Rows]]:
+    """Layer -> its attention call; and layer -> its cached keys and values."""
+    calls: dict[int, Call] = {}
 
-
-def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call], dict[int, _Rows]]:
-    """Layer -> inputs of its attention; and layer -> its cached keys and values."""
-    calls: dict[int, _Call] = {}
-
-    def record(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        if layer in calls:
+    def record(call: Call) -> torch.Tensor:
+        if call.layer in calls:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes attention more than once in a layer, "
                 "on other values than it caches"
             )
-        calls[layer] = _Call(query, key, value, attend)
-        return attend(query, key, value)
+        calls[call.layer] = call
+        return call.run()
 
     with intercept(model, record):
         output = decoder(model)(input_ids=ids, use_cache=True)
@@ -123,65 +109,33 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, _Call],
     return calls, stored
 
 
-def _layer(name: str, index: int, calls: Mapping[int, _Call], stored: Mapping[int, _Rows]) -> Layer:
+def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int, Rows]) -> Layer:
     """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
-    call = calls[index]
-    key_shape, value_shape = _shape(call.key), _shape(call.value)
-    if index in stored and _reads_latents(call, *stored[index]):
-        rank, rope_dim = (rows.shape[-1] for rows in stored[index])
-        return Layer(index, index, call.query.shape[1], 1, rank, rank, rope_dim=rope_dim)
-    differs = index in stored and tuple(map(_shape, stored[index])) != (key_shape, value_shape)
-    # Some versions of transformers cache what they made of a latent; servers store the latent.
-    differs = differs or call.attend.latent is not None
+    call, rows = calls[index], stored.get(index)
+    cached = cached_of(call)
     # One tensor that serves as both keys and values is a latent, too, although it has the shape of
     # one head.
-    if call.key is call.value or differs:
+    if call.key is call.value or not cached.is_in(rows):
         raise UnsupportedModel(
             f"{name} caches a compressed latent (MLA or alike), not the keys and values that its "
             "attention reads",
             hint="nothing to do: no rotation of heads or of latents fits such a cache",
         )
-    owner = index if index in stored else _owner(index, calls, stored)
+    query_heads = call.query.shape[1]
+    if isinstance(cached, Latents):
+        rank, rope_dim = (each.shape[-1] for each in rows or ())
+        return Layer(index, index, query_heads, 1, rank, rank, rope_dim=rope_dim)
+    owner = index if rows is not None else _owner(index, calls, stored)
     if owner is None:
         raise UnsupportedModel(
             f"layer {index} of {name} attends to keys and values that no cache layer stores"
         )
-    kv_heads, key_dim = key_shape
-    return Layer(
-        index,
-        owner,
-        query_heads=call.query.shape[1],
-        kv_heads=kv_heads,
-        key_dim=key_dim,
-        value_dim=value_shape[1],
-        shift_invariant=ignores_shift(call.attend, call.query, call.key, call.value),
-    )
+    _, kv_heads, _, key_dim = call.key.shape
+    unshifted = ignores_shift(call.attend, call.query, call.key, call.value)
+    return Layer(index, owner, query_heads, kv_heads, key_dim, call.value.shape[-1], unshifted)
 
 
-def _reads_latents(call: _Call, latents: torch.Tensor, rope: torch.Tensor) -> bool:
-    """Whether the keys and values of a call were made of cached latents and of cached keys with
-    RoPE, which all heads share. On `meta` only shapes can tell."""
-    attend = call.attend
-    if attend.latent is None or not hasattr(attend.module, OUTPUT):
-        return False
-    width = call.key.shape[-1] - rope.shape[-1]
-    if latents.shape != attend.latent.shape or (latents.shape[1], rope.shape[1]) != (1, 1):
-        return False
-    keys, values = expand(attend, attend.latent, call.key, call.value.shape[-1])
-    shared = call.key[..., width:]
-    pairs = [(keys, call.key), (values, call.value), (latents, attend.latent)]
-    if width <= 0 or any(one.shape != other.shape for one, other in pairs):
-        return False
-    pairs.append((rope.expand_as(shared), shared))
-    for one, other in pairs if not call.key.is_meta else ():
-        # The same product, up to the order of its sums.
-        allowed = 64 * torch.finfo(one.dtype).eps * float(other.abs().max())
-        if not (one - other).abs().max() <= allowed:
-            return False
-    return True
-
-
-def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> int | None:
+def _owner(index: int, calls: Mapping[int, Call], stored: Collection[int]) -> int | None:
     """The latest earlier layer with a cache whose attention read the same keys and values."""
     call = calls[index]
     earlier = [layer for layer in calls if layer < index and layer in stored]
@@ -195,8 +149,3 @@ def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> i
 def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
     """Whether keys or values are one tensor, or equal. On `meta` there are none to compare."""
     return rows is earlier or (not rows.is_meta and torch.equal(rows.cpu(), earlier.cpu()))
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, int]:
-    """Heads and dimension."""
-    return tensor.shape[1], tensor.shape[-1]

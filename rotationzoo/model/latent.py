@@ -14,7 +14,8 @@ import torch
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg.moments import Moment
-from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.capture import Call, decoder, intercept
+from rotationzoo.sides import LATENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,13 +25,84 @@ UP, DOWN, NORM, OUTPUT = "kv_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o
 """What transformers calls the parts of every attention of this kind."""
 
 
-def expand(
-    attend: Attention, latents: torch.Tensor, key: torch.Tensor, value_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""The tensors `[B, H, T, D]` of a layer in a cache of transformers: keys and values, or what stands
+in their place."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the cache of the layer of an attention call holds: keys and values as attention reads
+    them."""
+
+    call: Call
+
+    @property
+    def sides(self) -> dict[str, torch.Tensor]:
+        """Side -> the rows `[B, H, T, D]` that the cache holds."""
+        return {"key": self.call.key, "value": self.call.value}
+
+    def read(self, sides: dict[str, torch.Tensor]) -> Rows:
+        """What attention reads as keys and values where the cache holds other rows of the same
+        tokens."""
+        return sides["key"], sides["value"]
+
+    def is_in(self, rows: Rows | None) -> bool:
+        """Whether a cache holds this in these rows, or may hold it in another layer's."""
+        pairs = zip(rows or (), (self.call.key, self.call.value), strict=False)
+        return all(one.shape[1::2] == other.shape[1::2] for one, other in pairs)
+
+
+class Latents(Heads):
+    """What the cache of the layer of an attention call holds: latents, of which keys and values
+    were made."""
+
+    @property
+    def sides(self) -> dict[str, torch.Tensor]:
+        assert self.call.attend.latent is not None
+        return {LATENT: self.call.attend.latent}
+
+    def read(self, sides: dict[str, torch.Tensor]) -> Rows:
+        if sides[LATENT] is self.call.attend.latent:
+            return self.call.key, self.call.value
+        return expand(self.call, sides[LATENT])
+
+    def is_in(self, rows: Rows | None) -> bool:
+        """Whether a cache holds latents and keys with RoPE, which all heads share, of which keys
+        and values were made. Some versions of transformers cache these instead; servers store the
+        latent. On `meta` only shapes can tell."""
+        call, latent = self.call, self.sides[LATENT]
+        if rows is None or not hasattr(call.attend.module, OUTPUT):
+            return False
+        latents, rope = rows
+        width = call.key.shape[-1] - rope.shape[-1]
+        if latents.shape != latent.shape or (latents.shape[1], rope.shape[1]) != (1, 1):
+            return False
+        keys, values = expand(call, latent)
+        shared = call.key[..., width:]
+        pairs = [(keys, call.key), (values, call.value), (latents, latent)]
+        if width <= 0 or any(one.shape != other.shape for one, other in pairs):
+            return False
+        pairs.append((rope.expand_as(shared), shared))
+        for one, other in pairs if not call.key.is_meta else ():
+            # The same product, up to the order of its sums.
+            allowed = 64 * torch.finfo(one.dtype).eps * float(other.abs().max())
+            if not (one - other).abs().max() <= allowed:
+                return False
+        return True
+
+
+def cached_of(call: Call) -> Heads:
+    """What the cache of the layer of an attention call holds."""
+    return Heads(call) if call.attend.latent is None else Latents(call)
+
+
+def expand(call: Call, latents: torch.Tensor) -> Rows:
     """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]`. The parts
-    with RoPE are those of `key`, which has the keys of the same tokens."""
+    with RoPE are those of the call, which has the keys of the same tokens."""
     # `forward`, because calling the module would run the hook that captures latents.
-    up: Any = getattr(attend.module, UP)
+    up: Any = getattr(call.attend.module, UP)
+    key, value_dim = call.key, call.value.shape[-1]
     expanded: torch.Tensor = up.forward(latents[:, 0].to(key.dtype))
     heads = expanded.unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
     plain, values = heads.split([heads.shape[-1] - value_dim, value_dim], dim=-1)
@@ -46,17 +118,16 @@ def find_latent_parts(model: "PreTrainedModel", name: str) -> dict[int, str]:
     paths = {module: path for path, module in model.named_modules()}
     attentions: dict[int, str] = {}
 
-    def note(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        parts = [getattr(attend.module, part, None) for part in (DOWN, NORM, UP)]
+    def note(call: Call) -> torch.Tensor:
+        parts = [getattr(call.attend.module, part, None) for part in (DOWN, NORM, UP)]
         if any(part is None for part in parts) or not _is_plain_norm(parts[1]):
             raise UnsupportedModel(
-                f"layer {layer} of {name} makes its latents in a way that cannot carry a rotation",
+                f"layer {call.layer} of {name} makes its latents in a way that cannot carry a "
+                "rotation",
                 hint="serve the model as it is, with the artifact",
             )
-        attentions[layer] = paths[attend.module]
-        return attend(query, key, value)
+        attentions[call.layer] = paths[call.attend.module]
+        return call.run()
 
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     with torch.no_grad(), intercept(model, note):
@@ -92,11 +163,12 @@ class Weights:
     a square of its length."""
 
     @classmethod
-    def of(cls, attend: Attention, rank: int, heads: int, value_dim: int) -> "Weights":
+    def of(cls, call: Call) -> "Weights":
         """The weights of a call, at least in float32. They are read from what the modules make of
         an identity matrix: that works wherever accelerate keeps them, and for any type of them."""
+        attend, heads, value_dim = call.attend, call.query.shape[1], call.value.shape[-1]
         assert attend.latent is not None
-        dtype, device = attend.latent.dtype, attend.latent.device
+        rank, dtype, device = attend.latent.shape[-1], attend.latent.dtype, attend.latent.device
         wide = torch.promote_types(dtype, torch.float32)
         up: Any = getattr(attend.module, UP)
         out: Any = getattr(attend.module, OUTPUT)
@@ -146,26 +218,18 @@ class ReadErrors:
 
 
 @torch.no_grad()
-def read_errors(
-    attend: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    skip: int,
-) -> ReadErrors:
-    """What errors of latents cost by the arguments and the output `[B, T, H, D_v]` of a call, if
-    the first `skip` tokens are never rounded.
+def read_errors(call: Call, output: torch.Tensor, skip: int) -> ReadErrors:
+    """What errors of latents cost by a call and its output `[B, T, H, D_v]`, if the first `skip`
+    tokens are never rounded.
 
     Sums over tokens of `p^2 f_s` are the mean square of `sum of p z_s f_s` for random signs z. So
     the model's own attention function estimates them, of any length, and no matrix of all p is
     made.
     """
-    assert attend.latent is not None
-    rank, heads, dim = attend.latent.shape[-1], query.shape[1], value.shape[-1]
-    weights = Weights.of(attend, rank, heads, dim)
+    query, key, value, attend = call.query, call.key, call.value, call.attend
+    weights = Weights.of(call)
     wide = weights.key.dtype
-    signs = _signs(value.shape[2], dim, skip).to(value)
+    signs = _signs(value.shape[2], value.shape[3], skip).to(value)
     shares = attend(query, key, signs.expand_as(value).contiguous()).transpose(1, 2).to(wide)
     moved = attend(query, key, value * signs[:, :1]).transpose(1, 2).to(wide)
     # The first column of the signs is the one that the values were multiplied by.

@@ -2,12 +2,16 @@
 and how its weights are fetched, which may take hours.
 """
 
+import atexit
 import hashlib
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import huggingface_hub
@@ -20,8 +24,15 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from rotationzoo.errors import ModelUnavailable, RotationZooError, first_sentence
+from rotationzoo.errors import (
+    ModelUnavailable,
+    RotationZooError,
+    UnsupportedModel,
+    as_unavailable,
+    first_sentence,
+)
 from rotationzoo.model.files import (
+    GGUF,
     absent_weights,
     check_configs,
     indexed_bytes,
@@ -139,11 +150,45 @@ def find(model: str, revision: str | None = None) -> Source:
     return Source(model, folder, revision)
 
 
-def _stand_in(file: Path, model: str) -> Path:
-    # Only now, because it needs torch.
-    from rotationzoo.model.gguf_folder import stand_in
+@cache
+def _stand_in(file: Path, name: str) -> Path:
+    """Make the folder that stands for a GGUF file: with the config and the tokenizer that
+    transformers reads from the file, and a link to it. It lasts as long as the process.
 
-    return stand_in(file, model)
+    Raises `RotationZooError` for no GGUF file and where the package that reads them is missing,
+    `ModelUnavailable` for what transformers does not read of it, and `UnsupportedModel` where it
+    would leave out what the file says of RoPE."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    from rotationzoo.recipe.rope import scaling_of
+    from rotationzoo.storage.gguf_reader import open_gguf
+
+    reader, other = open_gguf(file, lists=False), "give the model that it was converted from"
+    if reader.value("split.count") not in (None, 0, 1):
+        join = "join them first with: llama-gguf-split --merge"
+        raise RotationZooError(f"{name} is one part of several", hint=join)
+    # Its name is what is published of the path.
+    folder = Path(mkdtemp(prefix="rotationzoo-"), file.name)
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    folder.mkdir()
+    (folder / GGUF).symlink_to(file.resolve())
+    with as_unavailable(f"transformers cannot read the config in {name}", hint=other):
+        config = AutoConfig.from_pretrained(folder, gguf_file=GGUF)
+        # Where no type is asked for, transformers would choose float32.
+        config.dtype = torch.bfloat16
+        config.save_pretrained(folder)
+    check_configs(folder, name)
+    scaling = reader.value(f"{reader.value('general.architecture')}.rope.scaling.type")
+    scaled = scaling not in (None, "none")
+    scaled |= any(tensor.name.startswith("rope_") for tensor in reader.tensors)
+    if scaled and not scaling_of(config):
+        raise UnsupportedModel(
+            f"{name} scales RoPE, which transformers does not read from a GGUF file", hint=other
+        )
+    with as_unavailable(f"transformers cannot read the tokenizer in {name}", hint=other):
+        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
+    return folder
 
 
 def _only_gguf(files: Iterable[str], place: str) -> str | None:

@@ -4,17 +4,20 @@ A mean of keys before RoPE is turned to each position by it. After RoPE only the
 a mean of their own; what the fast ones share varies with the position, and is lost to a mean.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.codec.turned import angles
-from rotationzoo.geometry import Geometry
+from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.linalg.moments import TURNED, Moment, Statistics
 from rotationzoo.model.prediction import run_decoder
+from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.rope import position_count, scaling_of
+from rotationzoo.rotations import Rotation, Rotations, angles
 
 _POSITIONS = 256  # that angles are read at
 _CLOSE = 1e-3  # of cosines in float32; 1e-5 was measured
@@ -112,3 +115,60 @@ def _find_turning(cosine: torch.Tensor, sine: torch.Tensor, dim: int) -> Turning
         return None
     other = torch.where(channel < turned, other, channel)
     return Turning(frequencies, other, torch.where(is_first, -1.0, 1.0).double())
+
+
+# ---- means before RoPE, at each position
+
+Means = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Layer -> `Rotation.turned_mean` and `Rotation.frequencies`."""
+
+
+def turn_means(
+    statistics: Statistics, geometry: Geometry, turnings: Mapping[int, Turning], recipe: Recipe
+) -> tuple[Statistics, Means]:
+    """The statistics with the moments of keys about their turned means in place of those before
+    RoPE, and these means. They are 0 in a layer whose keys vary less about their mean alone.
+
+    Keys before RoPE are taken to depend on no position, and rows to be of one length."""
+    means: Means = {}
+    start, stop = recipe.sink * recipe.exclude_sink, recipe.data.length
+    found = {layer: dict(kinds) for layer, kinds in statistics.items()}
+    for layer in cached_layers(geometry):
+        if "key" not in layer.sides:
+            continue
+        kinds = found[layer.index]
+        plain, before = _covariance(kinds["key"]), _covariance(kinds[TURNED])
+        turned = torch.zeros(layer.kv_heads, 3, layer.key_dim, dtype=torch.float64)
+        frequencies = torch.zeros(layer.key_dim, dtype=torch.float64)
+        turning = turnings.get(layer.index)
+        if turning is not None and _trace(before) < _trace(plain):
+            mean = kinds[TURNED].mean.cpu()
+            turned, frequencies = turning.amplitudes(mean, start, stop), turning.frequencies
+            plain = turning.spread(before, start, stop)
+        means[layer.index] = turned.float(), frequencies
+        weight = kinds["key"].weight.cpu()
+        nothing = torch.zeros_like(turned[:, 0])
+        kinds[TURNED] = Moment(plain * weight[:, None, None], nothing, weight)
+    return found, means
+
+
+def add_turned_means(rotations: Rotations, means: Means) -> Rotations:
+    """The rotations with turned means of keys."""
+
+    def add_mean(layer: int, side: str, rotation: Rotation) -> Rotation:
+        if side != "key" or layer not in means:
+            return rotation
+        turned, frequencies = means[layer]
+        return replace(rotation, turned_mean=turned, frequencies=frequencies)
+
+    return rotations.replace(add_mean)
+
+
+def _covariance(moment: Moment) -> torch.Tensor:
+    """`[H, D, D]`, on the CPU."""
+    mean = moment.mean.cpu()
+    return moment.second_moment.cpu() - mean[:, :, None] * mean[:, None]
+
+
+def _trace(moment: torch.Tensor) -> float:
+    return float(moment.diagonal(dim1=-2, dim2=-1).sum())

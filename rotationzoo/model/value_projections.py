@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
-from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.capture import Call, decoder, intercept
 
 SERVE_UNABSORBED = (
     "serve the model as it is and rotate its values on the way to the cache, with the artifact"
@@ -103,13 +103,11 @@ def _run_on_meta(model: PreTrainedModel, name: str) -> "_ReaderTrace":
     paths = {id(module): path for path, module in model.named_modules()}
     trace = _ReaderTrace()
 
-    def attention(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        trace.inside = f"the attention of layer {layer}"
-        output = attend(query, key, value).contiguous()
+    def attention(call: Call) -> torch.Tensor:
+        trace.inside = f"the attention of layer {call.layer}"
+        output = call.run().contiguous()
         trace.inside = None
-        trace.calls[layer] = query, key, value, output
+        trace.calls[call.layer] = call.query, call.key, call.value, output
         return output
 
     def linear(module: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:

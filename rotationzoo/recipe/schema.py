@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.budget import Budget
 from rotationzoo.errors import UsageError
 from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_statistics
+from rotationzoo.sides import cost_kinds, read_as
 from rotationzoo.words import nearest
 
 KINDS = ("yarn", "linear")
@@ -275,30 +276,29 @@ class Recipe(Section):
         return tuple(side for side, centered in centers.items() if centered)
 
     def centers(self, side: str) -> bool:
-        """Whether a side is stored with its mean subtracted. That of latents is added back when
-        they are read, so centering keys or values centers them."""
-        return side in self.centered or (side == "latent" and bool(self.centered))
+        """Whether a side is stored with its mean subtracted. Of one that is read as keys and as
+        values, the mean is added back, so centering either centers it."""
+        return not set(self.centered).isdisjoint(read_as(side))
 
     def turns_mean(self, side: str) -> bool:
         """Whether a side is stored without its mean before RoPE at each position."""
         return side == "key" and self.center_keys and self.turn_key_mean
 
     def clip(self, side: str) -> float:
-        """The clip ratio of a side. A latent is read as keys and as values, and is clipped as the
-        side that is clipped less."""
+        """The clip ratio of a side: of one that is read as keys and as values, the larger."""
         ratios = {"key": self.key_clip, "value": self.value_clip}
-        return ratios.get(side, max(ratios.values()))
+        return max(ratios[part] for part in read_as(side))
 
     def target_kinds(self, side: str) -> tuple[str, ...]:
         """The statistics whose second moments add up to the one that the side's eigenbasis
-        diagonalizes. Latents have `query` and `output`, the costs of errors in scores and in
-        outputs, or their own second moment. Empty for a pair of statistics that they lack."""
-        if side == "key":
-            return (self.key_statistic,)
-        if side == "value":
-            return (self.value_statistic,)
-        both = self.key_statistic, self.value_statistic
-        return {("query", "output"): both, ("key", "value"): ("latent",)}.get(both, ())
+        diagonalizes. A side that is read as keys and as values has `query` and `output`, the costs
+        of errors in scores and in outputs, or its own second moment. Empty for a pair of statistics
+        that it lacks."""
+        stated, parts = {"key": self.key_statistic, "value": self.value_statistic}, read_as(side)
+        kinds = tuple(stated[part] for part in parts)
+        if kinds == parts:
+            return (side,)
+        return kinds if len(kinds) == 1 or kinds == cost_kinds(side) else ()
 
     def group(self, dim: int) -> int:
         """The quantization group size for a head dimension."""

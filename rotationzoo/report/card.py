@@ -21,7 +21,6 @@ from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report import tables
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
-from rotationzoo.rotations import LATENT
 from rotationzoo.words import counted, sentence
 
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
@@ -49,6 +48,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     for name, format in int2.FORMATS.items():
         bits = bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
         sizes[name] = {"metadata": format.metadata, "bits": bits, "smaller": EXACT_BITS / bits}
+    sides = ",".join(manifest.cached.sides)
     versions = manifest.versions.model_dump()
     libraries = [f"{name} {versions[name]}" for name in _LIBRARIES if name in versions]
     card = template_environment().get_template("card.md.jinja")
@@ -58,7 +58,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         recipe=recipe,
         repo=repo,
         layers=layers,
-        sides=LATENT if manifest.has_latents else "{key,value}",
+        sides=f"{{{sides}}}" if "," in sides else sides,
         title=title,
         front_matter=_front_matter(manifest, title),
         command=reproduce_command(manifest),

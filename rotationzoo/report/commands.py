@@ -10,7 +10,7 @@ from rotationzoo.artifact.manifest import Manifest, Model
 from rotationzoo.artifact.measured import Conditions, Measured
 from rotationzoo.artifact.scores import FLOOR, Decision
 from rotationzoo.budget import MOST
-from rotationzoo.codec.engines import find_engine
+from rotationzoo.codec.engines import engines_for, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import Recipe, loading
@@ -72,8 +72,8 @@ def decided_words(
 
 
 def usual_engine(manifest: Manifest) -> str:
-    """The engine that is named where none was chosen: a released vLLM, which takes no latents."""
-    return "sglang-mla" if manifest.has_latents else "vllm"
+    """The engine that is named where none was chosen."""
+    return engines_for(manifest.cached.sides)[0]
 
 
 def use_commands(

@@ -12,7 +12,7 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.figures import byte_count
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report.tables import Table
-from rotationzoo.rotations import LATENT
+from rotationzoo.sides import read_as
 
 _CONTEXTS = 8192, 32768, 131072
 
@@ -33,11 +33,12 @@ class Request:
         total, stored = sum(layer.elements for layer in layers), 0
         if measured is None:
             return cls(context, total)
-        read = {*measured.sides, LATENT}
+        read = set(measured.sides)
         for layer in layers:
             if not measured.layers or layer.index in measured.layers:
-                dims = [layer.dims[side] for side in layer.sides if side in read]
-                stored += layer.kv_heads * sum(dims) + (layer.rope_dim or 0)
+                sides = [side for side in layer.sides if not read.isdisjoint(read_as(side))]
+                dims = [layer.dims[side] for side in sides]
+                stored += layer.kv_heads * sum(dims) + layer.exact_elements
         return cls(context, total, stored / total)
 
     def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:

@@ -38,8 +38,8 @@ class SideSpectrum:
 
 @dataclass(frozen=True)
 class LayerSpectra:
-    """One cached layer. `layer` is its index among all layers of the model. Where it caches
-    latents, key and value are the same."""
+    """One cached layer. `layer` is its index among all layers of the model. Where one side is
+    read as both, key and value are the same."""
 
     layer: int
     kv_heads: int

@@ -166,7 +166,7 @@ def store_as_kivi(side: str, dim: int, bits: int, tokens: int = 32, channels: in
     """How KIVI (arXiv 2402.02750) stores a side, with codes of `bits` bits.
 
     * Keys: `tokens` successive tokens of a channel share a scale and a minimum.
-    * Values, and latents: `channels` channels of one token do, or their greatest common divisor
+    * Other sides: `channels` channels of one token do, or their greatest common divisor
       with the head dimension. KIVI itself quantizes a value as soon as it leaves the window, and
       not with its key, so this is slightly in its favor.
     """
@@ -240,9 +240,9 @@ class RivalCodec:
 def check_engine_cache(name: str, geometry: Geometry) -> None:
     """Raise `UsageError` for a model with rows that one of `ENGINE_CACHES` cannot store."""
     for layer in cached_layers(geometry):
-        if layer.rope_dim is not None:
+        if layer.sides != SIDES:
             raise UsageError(
-                f"{name} stores keys and values, and this model caches latents",
+                f"{name} stores keys and values, and this model caches {layer.cached.words}",
                 hint=f"leave {name} out of --rivals",
             )
         for side in SIDES:

@@ -20,9 +20,9 @@ from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import Sized
 from rotationzoo.geometry import Geometry
-from rotationzoo.model.capture import Attention, intercept
-from rotationzoo.model.latent import expand
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.model.capture import Attention, Call, intercept
+from rotationzoo.model.latent import cached_of
+from rotationzoo.sides import read_as
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
 
 TOKENS = 16384
@@ -127,7 +127,6 @@ class _SimulatedAttention:
         self.observers = observers
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         self.kv_heads = {layer.index: layer.kv_heads for layer in simulation.geometry}
-        self.latents = {each.index for each in simulation.geometry if LATENT in each.sides}
         token_group = simulation.codec.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
         self.switched_off = False
@@ -151,21 +150,15 @@ class _SimulatedAttention:
             self.switched_off, self._latest = False, None
         observe(_hidden_states(output), _hidden_states(exact))
 
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attend: Attention,
-    ) -> torch.Tensor:
+    def __call__(self, call: Call) -> torch.Tensor:
         """The attention output `[B, T, H_q, D_v]`, as an `Intercept`."""
+        layer, query, key, attend = call.layer, call.query, call.key, call.attend
         if self.switched_off:
-            return self._compare_heads(layer, attend(query, key, value))
+            return self._compare_heads(layer, call.run())
         if layer not in self.simulation.layers:
-            return attend(query, key, value)
+            return call.run()
         assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
-        keys, values = self._read_cache(layer, key, value, attend)
+        keys, values = self._read_cache(call)
         mask = self.masks.mask_for(attend, query)
         queries = self.simulation.queries
         if queries is not None and self.observers is not None:
@@ -183,33 +176,27 @@ class _SimulatedAttention:
             self._latest = output
         return output
 
-    def _read_cache(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[exact; quantized]` of twice the length. Those of latents are made of
-        what the cache stores of these, and of exact keys with RoPE."""
-        owner = self.owners[layer]
-        if owner not in self.latents:
-            self._observe_ranges(layer, {"key": key, "value": value})
-            return self._both_copies(key, owner, "key"), self._both_copies(value, owner, "value")
-        assert attend.latent is not None
-        self._observe_ranges(layer, {LATENT: attend.latent})
-        copies = self._both_copies(attend.latent, owner, LATENT)
-        stored = copies[:, :, key.shape[2] :]
-        keys, values = expand(attend, stored, key, value.shape[-1])
-        return torch.cat([key, keys], dim=2), torch.cat([value, values], dim=2)
+    def _read_cache(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[exact; quantized]` of twice the length."""
+        cached, owner, exact, quantized = cached_of(call), self.owners[call.layer], {}, {}
+        self._observe_ranges(call.layer, cached.sides)
+        for side, rows in cached.sides.items():
+            exact[side], quantized[side] = self._both_copies(rows, owner, side)
+        both = zip(cached.read(exact), cached.read(quantized), strict=True)
+        keys, values = (torch.cat(copies, dim=2) for copies in both)
+        return keys, values
 
     def _stores(self, side: str) -> bool:
-        """Whether rows of a side are stored in few bits; latents are where keys and values are."""
+        """Whether rows of a side are stored in few bits: it, or all that is read of it."""
         sides = self.simulation.sides
-        return side in sides or (side == LATENT and set(SIDES) <= set(sides))
+        return side in sides or set(read_as(side)) <= set(sides)
 
-    def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
-        """Keys or values `[exact; quantized]` of twice the length, rotated as the layer that owns
-        the cache stores them."""
+    def _both_copies(
+        self, rows: torch.Tensor, owner: int, side: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a side exact, and quantized as the layer that owns the cache stores them."""
         if not self._stores(side):
-            # Both copies are exact, but the mask still expects two.
-            return torch.cat([rows, rows], dim=2)
+            return rows, rows
         codec, cache = self.simulation.codec, self.simulation.cache
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
@@ -217,7 +204,7 @@ class _SimulatedAttention:
             codec.fake_quantize(part, owner, side, cache.format, first)
             for first, part in self._past_parts(rows)
         ]
-        return torch.cat([exact, exact[:, :, : cache.sink], *quantized], dim=2)
+        return exact, torch.cat([exact[:, :, : cache.sink], *quantized], dim=2)
 
     def _past_parts(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The rows `[B, H, T, D]` past the sink, some at a time, each with the position of the

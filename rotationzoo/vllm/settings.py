@@ -20,13 +20,14 @@ from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engines import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
-from rotationzoo.codec.reduction import budget_beside_others, reduce_rotations
 from rotationzoo.codec.settings import (
     CacheOptions,
     CacheSettings,
     Rounding,
     as_engine,
+    budget_beside_others,
     complete_settings,
+    reduce_rotations,
 )
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks

@@ -52,13 +52,12 @@ from rotationzoo.codec.feedback import RANGES
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec, move
 from rotationzoo.codec.size import EXACT_BITS
-from rotationzoo.codec.turned import turned_rows
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model import loading
-from rotationzoo.model.capture import Attention, intercept
+from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
 from rotationzoo.model.source import fetch, find
@@ -145,7 +144,7 @@ class Frame:
 
     def mean(self, start: int, stop: int) -> torch.Tensor:
         """What rows have in common `[H, T or 1, D]` at the positions from `start` on."""
-        static, turned = self.rotation.mean, turned_rows(self.rotation, start, stop)
+        static, turned = self.rotation.mean, self.rotation.turned_rows(start, stop)
         rows = self.factor[:, :1] * 0 if static is None else static[:, None]
         return rows if turned is None else rows + turned
 
@@ -614,7 +613,8 @@ class Parts:
             codecs.append(RotatedCodec(rotations, None, rounding="feedback"))
         found: dict[tuple[int, int], list[float]] = {}
 
-        def read(layer: int, query: Any, key: Any, value: Any, attend: Attention) -> Any:
+        def read(call: Call) -> Any:
+            layer, query, key = call.layer, call.query, call.key
             if layer % 2 == 0:
                 for number, codec in enumerate(codecs):
                     exact = codec.keep_exact(key, layer, "key")
@@ -623,7 +623,7 @@ class Parts:
                         part = [each[0, :, :length].float() for each in (query, exact, stored)]
                         loss = _attention_divergence(*part, study.cache)
                         found.setdefault((number, length), []).append(loss)
-            return attend(query, key, value)
+            return call.run()
 
         rows = SPLITS[study.options.split].rows(study.tokenizer, max(lengths))[:2]
         with torch.no_grad(), intercept(study.model, read):

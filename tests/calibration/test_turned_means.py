@@ -12,16 +12,15 @@ from typer.testing import CliRunner
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.turned_means import turn_means
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
 from rotationzoo.codec.engines import ENGINES
-from rotationzoo.codec.turned import turned_rows
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.linalg.moments import TURNED, sums
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.source import find
+from rotationzoo.model.turning import turn_means
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.rows import read_corpus
 
@@ -55,7 +54,7 @@ def test_keys_vary_less_about_their_turned_mean(made, keys):
     for layer, key in keys.items():
         rotation = made.rotations[layer].key
         varying = key - rotation.mean[:, None, None]
-        turned = turned_rows(rotation, RECIPE.sink, TEXT.length)[:, None]
+        turned = rotation.turned_rows(RECIPE.sink, TEXT.length)[:, None]
         about = (varying - turned).flatten(1, 2)
         # .22 to .85 was measured.
         assert about.square().sum() < 0.9 * varying.square().sum()

@@ -66,9 +66,10 @@ def look(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, dict[int, torc
     handed, or the latents that these are made of."""
     values: dict[int, torch.Tensor] = {}
 
-    def note(layer, query, key, value, attend):
-        values[layer] = value if attend.latent is None else attend.latent
-        return attend(query, key, value)
+    def note(call):
+        latent = call.attend.latent
+        values[call.layer] = call.value if latent is None else latent
+        return call.run()
 
     source = find(str(folder))
     model = loading.load(source, loading.load_config(source), "cpu", dtype)

@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rotationzoo.geometry import cached_layers, shifted_layers
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import geometry as geometries
 from rotationzoo.model import loading
-from rotationzoo.model.capture import capture, check_transparent, decoder, intercept
+from rotationzoo.model.capture import Call, capture, check_transparent, decoder, intercept
 from rotationzoo.model.geometry import geometry_of, geometry_on_meta
 from rotationzoo.recipe import Recipe
 
@@ -138,9 +139,9 @@ def test_other_models_and_towers_are_left_alone():
 def test_intercept_replaces_the_output():
     model = architectures.build("qwen3")
     plain = read_whole(model, IDS)
-    with intercept(model, lambda layer, query, key, value, attend: attend(query, key, value)):
+    with intercept(model, Call.run):
         assert torch.equal(read_whole(model, IDS), plain)
-    with intercept(model, lambda layer, query, key, value, attend: attend(query, key, 2 * value)):
+    with intercept(model, lambda call: replace(call, value=2 * call.value).run()):
         assert not torch.allclose(read_whole(model, IDS), plain)
 
 

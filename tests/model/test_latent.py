@@ -21,13 +21,12 @@ SINK = 4
 
 
 def calls_of(model, ids=IDS):
-    """Layer -> the arguments and the output of its attention, with the call itself."""
+    """Layer -> its attention call, and the output."""
     calls = {}
 
-    def record(layer, query, key, value, attend):
-        output = attend(query, key, value)
-        calls[layer] = attend, query, key, value, output
-        return output
+    def record(call):
+        calls[call.layer] = call, call.run()
+        return calls[call.layer][1]
 
     with torch.no_grad(), intercept(model, record):
         model(input_ids=ids, use_cache=False)
@@ -51,11 +50,11 @@ def weights_of(module, heads, value_dim):
     return key, value, module.o_proj.weight.unflatten(1, (heads, -1)).transpose(0, 1)
 
 
-def costs_of(call, fold):
+def costs_of(call, output, fold):
     """The costs `[R, R]` of errors in scores and in values, summed over queries. `fold` makes sums
     over tokens of what it is given, `[T, T', N]` for queries and tokens past the sink, as squares
     `[T, N]`."""
-    attend, query, key, value, output = call
+    attend, query, key, value = call.attend, call.query, call.key, call.value
     softmax = softmax_of(attend, query, key)[..., SINK:]
     key_weight, value_weight, out = weights_of(attend.module, query.shape[1], value.shape[-1])
     plain = key_weight.shape[1]
@@ -80,12 +79,12 @@ def exactly(parts):
 @families(LATENTS)
 def test_keys_and_values_are_what_is_made_of_the_latent(name):
     model = architectures.build(name)
-    for attend, _, key, value, _ in calls_of(model).values():
-        made = expand(attend, attend.latent, key, value.shape[-1])
-        assert torch.equal(made[0], key)
-        assert torch.equal(made[1], value)
-        nothing = torch.zeros_like(attend.latent)
-        assert not expand(attend, nothing, key, value.shape[-1])[1].any()
+    for call, _ in calls_of(model).values():
+        made = expand(call, call.attend.latent)
+        assert torch.equal(made[0], call.key)
+        assert torch.equal(made[1], call.value)
+        nothing = torch.zeros_like(call.attend.latent)
+        assert not expand(call, nothing)[1].any()
 
 
 @families(LATENTS)
@@ -94,8 +93,8 @@ def test_statistics_equal_a_float64_reference(name):
     model = architectures.build(name, torch.float64)
     geometry = geometry_of(model)
     statistics = average(collect(model, geometry, [IDS[:1], IDS[1:]], Recipe(sink=SINK)))
-    for layer, call in calls_of(model).items():
-        attend, query, _, value, _ = call
+    for layer, (call, output) in calls_of(model).items():
+        attend, query, value = call.attend, call.query, call.value
         columns = latent._signs(IDS.shape[1], value.shape[-1], SINK)[SINK:].double()
 
         def fold(parts, columns=columns):
@@ -104,7 +103,7 @@ def test_statistics_equal_a_float64_reference(name):
                 return (parts * columns[:, :1]).sum(1).square()
             return (parts * columns).sum(1).square()
 
-        scores, reads = costs_of(call, fold)
+        scores, reads = costs_of(call, output, fold)
         count = query.shape[0] * query.shape[1] * query.shape[2]
         close = dict(rtol=1e-9, atol=1e-9 * scores.detach().abs().max().item() / count)
         moments = statistics[layer]
@@ -120,12 +119,12 @@ def test_statistics_equal_a_float64_reference(name):
 def test_random_signs_estimate_the_sums_over_tokens(monkeypatch):
     """Their mean over many draws is the sum itself."""
     model = architectures.build("deepseek_v3", torch.float64)
-    call = calls_of(model)[1]
-    exact = costs_of(call, exactly)
+    call, output = calls_of(model)[1]
+    exact = costs_of(call, output, exactly)
     total, reads, draws = 0.0, 0.0, 200
     for seed in range(draws):
         monkeypatch.setattr(latent, "_SEED", seed)
-        errors = read_errors(*call, SINK)
+        errors = read_errors(call, output, SINK)
         rows = errors.queries @ errors.key_weight
         total, reads = total + rows.mT @ rows, reads + errors.value_metric
     for estimate, sums in zip((total.sum((0, 1)), reads), exact, strict=True):
@@ -136,16 +135,15 @@ def test_the_sum_of_both_costs_predicts_what_small_errors_do():
     """The mean square of the change of a layer's output by errors of its latents. What is left out,
     products of two heads and of both reads, has a mean near 0 with random weights."""
     model = architectures.build("deepseek_v3", torch.float64)
-    call = calls_of(model)[1]
-    attend, query, key, value, output = call
-    metric = sum(costs_of(call, exactly))
+    call, output = calls_of(model)[1]
+    attend, metric = call.attend, sum(costs_of(call, output, exactly))
     generator = torch.Generator().manual_seed(0)
     size, draws, changes = 1e-4, 300, []
     for _ in range(draws):
         errors = torch.randn(attend.latent.shape, generator=generator, dtype=torch.float64) * size
         errors[:, :, :SINK] = 0
-        moved = expand(attend, attend.latent + errors, key, value.shape[-1])
-        change = (attend(query, *moved) - output).flatten(2) @ attend.module.o_proj.weight.T
+        moved = expand(call, attend.latent + errors)
+        change = (attend(call.query, *moved) - output).flatten(2) @ attend.module.o_proj.weight.T
         changes.append(change.square().sum())
     measured = torch.stack(changes).mean() / size**2
     assert 0.8 < measured / metric.trace() < 1.25

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import architectures
 
-from rotationzoo.calibration import running_sums
+from rotationzoo.calibration import collect as collecting
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
 from rotationzoo.codec.layout import CacheLayout
@@ -80,8 +80,8 @@ def test_the_sums_are_those_of_smaller_batches(name, model, caplog):
 
 def test_nothing_is_copied_before_the_first_rows_of_a_batch(model, monkeypatch):
     """Its sums are zeros then, and copies would take as much memory as they do."""
-    geometry, copied, keep = geometry_of(model), [], running_sums.keep_sums
-    monkeypatch.setattr(running_sums, "keep_sums", lambda sums: copied.append(1) or keep(sums))
+    geometry, copied, keep = geometry_of(model), [], collecting.keep_sums
+    monkeypatch.setattr(collecting, "keep_sums", lambda sums: copied.append(1) or keep(sums))
     with room_for(model, 4) as passes:
         collect(model, geometry, [IDS[:4], IDS[:4]], RECIPE)
         assert (passes, copied) == ([4, 4], [])

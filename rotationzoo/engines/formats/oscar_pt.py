@@ -23,7 +23,7 @@ from rotationzoo.engines.base import Payload, SideMatrices, clip_text
 from rotationzoo.engines.rotation_file import RotationFile, as_mapping
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
-from rotationzoo.rotations import LATENT, SIDES
+from rotationzoo.sides import LATENT, SIDES
 from rotationzoo.storage import folders
 from rotationzoo.storage.disks import check_regular
 

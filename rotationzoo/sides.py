@@ -1,0 +1,54 @@
+"""The sides of what a layer caches: keys and values of heads, or latents that are read as both."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """The rows that a layer caches of each token."""
+
+    sides: tuple[str, ...]
+    """Those that are rotated and stored in few bits."""
+    beside: tuple[str, ...]
+    """Those that are cached beside them, and stay exact."""
+    words: str
+    """What people call them ..."""
+    name: str
+    """... where the word alone may be new to them ..."""
+    title: str
+    """... and where they are told from the rows of other models."""
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The sides that attention reads as keys and as values."""
+        return self.sides[0], self.sides[-1]
+
+
+LATENT = "latent"
+HEADS = CachedRows(
+    ("key", "value"), (), "keys and values", "keys and values", "keys and values of heads"
+)
+LATENTS = CachedRows((LATENT,), ("rope",), "latents", "latents (MLA)", "latents (MLA)")
+"""MLA: one row for all heads, and beside it a key with RoPE (`model.latent`)."""
+SIDES = HEADS.sides
+EVERY_SIDE = *HEADS.sides, *LATENTS.sides
+
+_READERS = {"key": "query", "value": "output"}
+
+
+def rows_of(sides: Collection[str]) -> CachedRows:
+    """What is cached of sides: latents if one of them is their side."""
+    return HEADS if set(sides).isdisjoint(LATENTS.sides) else LATENTS
+
+
+def read_as(side: str) -> tuple[str, ...]:
+    """What attention reads of a side: `key`, `value` or, of a latent, both."""
+    return SIDES if side in LATENTS.sides else (side,)
+
+
+def cost_kinds(side: str) -> tuple[str, ...]:
+    """The statistics in whose second moments errors of a side's rows count: those of queries and of
+    attention outputs. Both reads of a latent cost the same squares of the layer's output
+    (`model.latent`), so they are added as they are."""
+    return tuple(_READERS[part] for part in read_as(side))
