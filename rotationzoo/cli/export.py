@@ -11,7 +11,6 @@ from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.store import Artifact
     from rotationzoo.engines.export import Exported
 
 
@@ -77,7 +76,13 @@ def export_command(
         check_writable(target)  # before the weights are fetched
         with show_progress(out) as progress:
             write_absorbed(opened, str(absorb), target, progress)
-        show_changed_model(out, target, opened)
+        out.result({"model": str(target)}, str(target), lambda: say(str(target)))
+        of_latents = opened.rotations.has_latents
+        if out.mode == "human":
+            rest = "Its engine needs the keys, too"
+            out.note("Its cache holds rotated latents" if of_latents else rest)
+        if not of_latents:
+            out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(target))
         return
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export
@@ -118,18 +123,3 @@ def show_export(out: Output, exported: "Exported") -> None:
         show_lines(*launch_line(exported.launch).splitlines())
 
     out.result(as_json(exported), str(exported.path), human)
-
-
-def show_changed_model(out: Output, model: Path, artifact: "Artifact") -> None:
-    """Print the folder of the model whose weights carry the value rotation of an artifact, and the
-    command that exports the rest for it. Of latents there is no rest."""
-    of_latents = artifact.rotations.has_latents
-
-    def human() -> None:
-        say(str(model))
-        rest = "Its cache holds rotated latents" if of_latents else "Its engine needs the keys, too"
-        out.note(rest)
-
-    out.result({"model": str(model)}, str(model), human)
-    if not of_latents:
-        out.suggest("export", str(artifact.folder), "--for", "sglang", "--absorbed", str(model))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, option
-from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
+from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
 from rotationzoo.words import counted
@@ -59,7 +59,6 @@ def plan_command(
     check_budget(Budget(bits), True, format)
     card = several(parse_card(gpu), gpus)
     job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
-    hush_libraries()
     storage = Storage(SIMULATED[format], sink, recent, bits=job.recipe.bits)
     wish = Wish(model, context, requests, card, storage, revision, job.recipe.rope_scaling)
     show_plan(out, measure_capacity(wish), format, job, details)
