@@ -112,9 +112,10 @@ def table(
     """
     cells = [list(map(visible, row)) for row in [columns, *rows]]
     is_words = [number == 0 or title in folded for number, title in enumerate(cells[0])]
-    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    most = [_NAME if folding else _UNLIMITED for folding in is_words]
-    least = list(map(min, widths, most))
+    least = []
+    for folding, *column in zip(is_words, *cells, strict=True):
+        width = max(map(cell_len, column))
+        least.append(min(width, _NAME) if folding else width)
     console = Console()
     room = console.width if console.is_terminal else _UNLIMITED
     groups = [[0]]  # of columns that fit beside each other

@@ -78,7 +78,8 @@ def plan_command(
     def human() -> None:
         say(answer.words)
         _show_contexts(capacity, data, answer.weights or "4bit")
-        say(*(f"Note: {note}" for note in data["remarks"][: None if details else _NOTES]))
+        notes = data["remarks"] if details else data["remarks"][:_NOTES]
+        say(*(f"Note: {note}" for note in notes))
         if details:
             _show_sizes(capacity, data)
             _show_cards(capacity, data)

@@ -34,7 +34,7 @@ from rotationzoo.model.source import Source, fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recall.prompts import common_length
 from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.rope import position_count, scaling_of
+from rotationzoo.recipe.rope import scaling_of
 from rotationzoo.text.rows import start_note
 from rotationzoo.writer import is_remembered
 
@@ -139,11 +139,6 @@ class TextStream(BaseStreamer):
         self._decode(last=True)
 
     @property
-    def prompt_seconds(self) -> float | None:
-        """Seconds until the first token. None where there is none."""
-        return self.times[1] - self.times[0] if len(self.times) > 1 else None
-
-    @property
     def figures(self) -> dict[str, Any]:
         """The text, why it ended, and its tokens per second after the first one."""
         steps, speed = len(self.times) - 2, None
@@ -196,7 +191,7 @@ def generate(
     sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
     if not job.chat and (said := start_note(tokenizer)):
         note(said)
-    prompt = encode_prompt(job.prompt, tokenizer, job.model, job.chat, position_count(config))
+    prompt = encode_prompt(job.prompt, tokenizer, job.model, job.chat, config)
     length = len(prompt)
     check_positions(length, job.max_new_tokens, job.model, config)
     loading.check_ids([prompt], config, job.model)
@@ -234,7 +229,10 @@ def generate(
             exact = continued("writing with the exact model", None, None)
             compared = {f"exact_{name}": figure for name, figure in exact.figures.items()}
             compared["parted_at"] = find_parting(written, exact)
-    seconds = written.prompt_seconds
+    seconds, speed = None, None
+    if written.ids:
+        seconds = written.times[1] - written.times[0]
+        speed = length / seconds
     return {
         "model": source.label,
         "revision": source.revision,
@@ -247,7 +245,7 @@ def generate(
         **sizes,
         "prompt_tokens": length,
         "prompt_seconds": seconds,
-        "prompt_tokens_per_second": length / seconds if seconds else None,
+        "prompt_tokens_per_second": speed,
         **written.figures,
         **compared,
     }
@@ -267,7 +265,12 @@ def continue_prompt(
     that fails when it runs, and `OSError` where the reader of the text, or a disk with weights,
     fails.
     """
-    end_tokens = find_end_tokens(model, stream.tokenizer)
+    # Makers name the tokens that end a text in one of three places.
+    text_config = model.config.get_text_config(decoder=True)
+    places = model.generation_config, text_config, stream.tokenizer
+    named = [getattr(place, "eos_token_id", None) for place in places]
+    ends: int | list[int] = next((each for each in named if each is not None), [])
+    end_tokens = ends if isinstance(ends, list) else [ends]
     ids = prompt[None].to(loading.input_device(model))
     untyped: Any = model
     options = dict(_PLAIN)
@@ -304,16 +307,6 @@ def continue_prompt(
         raise
     if stream.ids and stream.ids[-1] in end_tokens:
         stream.stop = END
-
-
-def find_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a text. Makers name them in one of three places."""
-    text_config = model.config.get_text_config(decoder=True)
-    for settings in (model.generation_config, text_config, tokenizer):
-        ids: int | list[int] | None = getattr(settings, "eos_token_id", None)
-        if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
-    return []
 
 
 def find_parting(one: TextStream, other: TextStream) -> dict[str, int] | None:

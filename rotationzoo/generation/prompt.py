@@ -11,15 +11,35 @@ from rotationzoo.text.rows import start_tokens
 
 
 def encode_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase, model: str, chat: bool, positions: int | None
+    text: str, tokenizer: PreTrainedTokenizerBase, model: str, chat: bool, config: PretrainedConfig
 ) -> torch.Tensor:
     """The ids `[T]` of a text after the tokenizer's start tokens, or of a chat in which a user has
-    said it and the model is to answer. Raises `UsageError` for a chat where there is no template,
-    and for a text that is too long for `positions`, and `RotationZooError` for a refused text."""
-    start = start_tokens(tokenizer)
+    said it, up to where the model answers. Raises `UsageError` for a chat where there is no
+    template, and for a text that is too long for the model's positions, and `RotationZooError` for
+    a refused text."""
+    start, positions = start_tokens(tokenizer), position_count(config)
+    if chat and tokenizer.chat_template is None:
+        raise UsageError(
+            f"the tokenizer of {model} has no chat template",
+            hint="leave out --chat, and the model continues the prompt as a text",
+        )
     if chat:
-        text, start = _apply_template(text, tokenizer, model), []
-    _check_size(text, tokenizer, model, positions)
+        messages = [{"role": "user", "content": text}]
+        refused = f"the chat template of {model} refuses the prompt"
+        with as_unavailable(refused, hint="leave out --chat"):
+            text = ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
+        start = []
+    size = len(text.encode(errors="surrogatepass"))
+    if positions is not None and size > positions:
+        words = tokenizer.get_vocab()
+        longest = max(len(word.encode(errors="surrogatepass")) for word in words)
+        # To tokenize it would take a hundred times its size in memory.
+        if size > positions * longest:
+            raise UsageError(
+                f"a prompt of {size:,} bytes exceeds the {positions:,} positions of {model}, whose "
+                f"tokens have at most {longest} bytes",
+                hint="give a shorter prompt",
+            )
     with as_unavailable(f"the prompt cannot be tokenized for {model}", hint="give another prompt"):
         # `check_positions` says in its place what the tokenizer would warn of.
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -44,34 +64,3 @@ def check_positions(prompt: int, new: int, model: str, config: PretrainedConfig)
         f"{model}",
         hint=longer_rows_hint(config, prompt + new, hint),
     )
-
-
-def _check_size(
-    text: str, tokenizer: PreTrainedTokenizerBase, model: str, positions: int | None
-) -> None:
-    """Raise `UsageError` for a text of more bytes than tokens of the longest kind could hold: to
-    tokenize it would take a hundred times its size in memory."""
-    size = len(text.encode(errors="surrogatepass"))
-    if positions is None or size <= positions:
-        return
-    longest = max(len(word.encode(errors="surrogatepass")) for word in tokenizer.get_vocab())
-    if size > positions * longest:
-        raise UsageError(
-            f"a prompt of {size:,} bytes exceeds the {positions:,} positions of {model}, whose "
-            f"tokens have at most {longest} bytes",
-            hint="give a shorter prompt",
-        )
-
-
-def _apply_template(text: str, tokenizer: PreTrainedTokenizerBase, model: str) -> str:
-    """The text of a chat up to the point where the model's answer begins."""
-    if tokenizer.chat_template is None:
-        raise UsageError(
-            f"the tokenizer of {model} has no chat template",
-            hint="leave out --chat, and the model continues the prompt as a text",
-        )
-    messages = [{"role": "user", "content": text}]
-    with as_unavailable(
-        f"the chat template of {model} refuses the prompt", hint="leave out --chat"
-    ):
-        return ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
