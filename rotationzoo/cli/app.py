@@ -144,12 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _find_command(name: str) -> Callable[..., None]:
-    module = importlib.import_module(f"rotationzoo.cli.{name}{'_' * keyword.iskeyword(name)}")
-    command: Callable[..., None] = getattr(module, f"{name}_command")
-    return command
-
-
 def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(group).parameters.values())
 
@@ -197,11 +191,13 @@ def _runnable(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-COMMANDS = {name: _runnable(_find_command(name)) for name in _NAMES.split()}
-for _name, _command in COMMANDS.items():
+COMMANDS: dict[str, Callable[..., None]] = {}
+for _name in _NAMES.split():
+    _module = importlib.import_module(f"rotationzoo.cli.{_name}{'_' * keyword.iskeyword(_name)}")
+    COMMANDS[_name] = _runnable(getattr(_module, f"{_name}_command"))
     # What `serve` does not know goes to vLLM.
     _settings = {"ignore_unknown_options": _name == "serve"}
-    app.command(_name, cls=Command, context_settings=_settings)(_command)
+    app.command(_name, cls=Command, context_settings=_settings)(COMMANDS[_name])
 
 
 @app.callback()

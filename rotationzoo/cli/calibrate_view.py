@@ -31,14 +31,12 @@ def show_plan(out: Output, job: Job, question_tokens: int = 0) -> None:
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
     if known.refusal is None:
-        out.suggest(*typed_words("--dry-run"), *_flag_that_fits(known))
+        fits = known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None
+        out.suggest(*typed_words("--dry-run"), *([] if fits else _flag_that_fits(job)))
 
 
-def _flag_that_fits(known: Plan) -> list[str]:
+def _flag_that_fits(job: Job) -> list[str]:
     """The flag with which a job needs no more memory than there is, or leaves weights on disk."""
-    job = known.job
-    if known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None:
-        return []
     smaller = plan(replace(job, dtype="bfloat16"))
     if smaller.peak_memory_bytes <= smaller.memory_bytes:
         return ["--dtype", "bfloat16"]

@@ -164,8 +164,19 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
     if report.engine and not details and notes[0].endswith("Lost: nothing"):
         notes = [f"simulated as {report.engine} serves it", *notes[1:]]
     out.notes(notes)
-    names = "\n".join(report.window.arms)
-    out.result(report.report(), names, lambda: _say_evaluation(report, details))
+
+    def human() -> None:
+        from rotationzoo.report.tables import describe_drift
+
+        if details or not report.window.verdict.decisions:
+            _say_details(report)
+        for window in report.windows:
+            if len(report.windows) > 1:
+                say(f"With {_title(window)}:")
+            say(*window.verdict.words)
+        say(*describe_drift(report))
+
+    out.result(report.report(), "\n".join(report.window.arms), human)
 
 
 def suggest_next(
@@ -194,18 +205,6 @@ def suggest_next(
         out.suggest("report", str(artifacts[0]))
     else:
         suggest_text(out, artifacts[0], model, *served, "--compare")
-
-
-def _say_evaluation(report: "Measured", details: bool) -> None:
-    from rotationzoo.report.tables import describe_drift
-
-    if details or not report.window.verdict.decisions:
-        _say_details(report)
-    for window in report.windows:
-        if len(report.windows) > 1:
-            say(f"With {_title(window)}:")
-        say(*window.verdict.words)
-    say(*describe_drift(report))
 
 
 def _say_details(report: "Measured") -> None:

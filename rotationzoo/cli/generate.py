@@ -6,6 +6,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -16,7 +17,7 @@ from rotationzoo.cli.next_steps import served, shell_line
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
-from rotationzoo.errors import Interrupted, UsageError
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.figures import byte_count
 from rotationzoo.words import counted
 
@@ -115,15 +116,34 @@ def generate_command(
 
 
 def find_rotations(out: Output, source: "Source") -> "Artifact | None":
-    """The newest artifact in the folder `rotations` that the user made or pulled for a model, and a
-    note that says which one it is."""
-    from rotationzoo.generation.generate import find_artifact
+    """The newest of the artifacts in the folder `rotations` that this user made or pulled for a
+    model, with a note that says which one it is. Raises `UsageError` where all that fit the model
+    are others': an archive or a repository may hold a folder of such."""
+    from rotationzoo.artifact.manifest import ROTATIONS, hash_config
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.writer import is_remembered
 
-    artifact, count = find_artifact(Path("rotations"), source)
-    if artifact is not None and out.mode != "quiet":
-        others = f", the newest of {count}" if count > 1 else ""
-        out.note(f"Rotations: {artifact.folder}{others}")
-    return artifact
+    fitting, expected = [], hash_config(source.folder)
+    for manifest in sorted(Path("rotations").glob("*/manifest.json")):
+        with suppress(RotationZooError):
+            artifact = Artifact.open(manifest.parent)
+            if artifact.manifest.model.config_sha256 == expected:
+                fitting.append(artifact)
+    if not fitting:
+        return None
+    own = [each for each in fitting if is_remembered(each)]
+    if not own:
+        place = fitting[0].folder
+        raise UsageError(
+            f"{place} is nothing that you calibrated or pulled on this machine",
+            hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
+        )
+    # The rotations, and not the manifest, which `evaluate --save` writes again.
+    newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
+    if out.mode != "quiet":
+        others = f", the newest of {len(own)}" if len(own) > 1 else ""
+        out.note(f"Rotations: {newest.folder}{others}")
+    return newest
 
 
 def no_rotations(source: "Source") -> UsageError:

@@ -1,10 +1,8 @@
 """The generation job: from the names of a model and an artifact and a prompt to a text, which the
 model writes through a 2-bit cache, what the cache took, and where the exact model's text parts."""
 
-import shlex
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from rotationzoo.artifact.manifest import ROTATIONS, hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings, check_options
 from rotationzoo.cache.rotated import RotatedCache
@@ -30,13 +27,12 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.out_of_memory import is_out_of_memory
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.source import Source, fetch, fetch_weights, find
+from rotationzoo.model.source import fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recall.prompts import common_length
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.rope import scaling_of
 from rotationzoo.text.rows import start_note
-from rotationzoo.writer import is_remembered
 
 # Generation settings that a model's makers cannot override: exactly one text per prompt, token by
 # token to its end. What these leave open, such as a repetition penalty, is as they recommend.
@@ -318,27 +314,3 @@ def find_parting(one: TextStream, other: TextStream) -> dict[str, int] | None:
     if token in (*cut_short, max(len(one.ids), len(other.ids))):
         return None
     return {"character": common_length(one.text, other.text), "token": token}
-
-
-def find_artifact(folder: Path, source: Source) -> tuple[Artifact | None, int]:
-    """The newest of the artifacts in `folder` that this user made or pulled for this model, and how
-    many there are: an archive or a repository may hold a folder of others. Raises `UsageError`
-    where all that fit the model are others'."""
-    fitting, expected = [], hash_config(source.folder)
-    for manifest in sorted(folder.glob("*/manifest.json")):
-        with suppress(RotationZooError):
-            artifact = Artifact.open(manifest.parent)
-            if artifact.manifest.model.config_sha256 == expected:
-                fitting.append(artifact)
-    trusted = [each for each in fitting if is_remembered(each)]
-    if trusted:
-        # The rotations, and not the manifest, which `evaluate --save` writes again.
-        newest = max(trusted, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
-        return newest, len(trusted)
-    if fitting:
-        place = fitting[0].folder
-        raise UsageError(
-            f"{place} is nothing that you calibrated or pulled on this machine",
-            hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
-        )
-    return None, 0
