@@ -71,10 +71,10 @@ def test_the_demo_is_answered_with_its_rotations_and_with_no_others(asked, tmp_p
         ),
         "none": None,
     }
-    # A GPU runs bfloat16, where kernels and threads move these by .3. Measured: 3.1 and 2.8.
+    # A GPU runs bfloat16, where kernels and threads move these by .3. Measured: 3.8 and 2.1.
     assert margin(asked, DynamicCache(config=asked.model.config)) > 1
     assert margin(asked, RotatedCache(made, asked.model)) > 1
     caches = {name: RotatedCache(each, asked.model) for name, each in others.items()}
     margins = {name: margin(asked, cache) for name, cache in caches.items()}
-    # Measured: -8.3, -6.4 and -18.0, or less.
+    # Measured: -1.9, -6.8 and -17.5, or less.
     assert max(margins.values()) < -1, margins
