@@ -90,9 +90,9 @@ def generate_command(
     from rotationzoo.model.source import DEMO, find
 
     _check_order(model, rotations)
-    if text is None and model == "demo":
+    is_demos_own = text is None and model == "demo"
+    if is_demos_own:
         text, new = (DEMO.parent / "prompt.txt").read_text("utf-8"), new or _ANSWER
-        out.tell(f"the demo completes a line that its prompt has: {text.splitlines()[-1]}")
     if text is None:
         hint = 'give one with --prompt "TEXT" or --file FILE, or pipe it into the command'
         raise UsageError("there is no prompt", hint)
@@ -108,6 +108,8 @@ def generate_command(
     with TextScreen(out) as screen:
         write = None if json else screen.write
         report = generate(job, screen.progress, write, lambda text: out.notes([text]))
+    if is_demos_own:
+        out.tell(f"the demo completes a line that its prompt has: {text.splitlines()[-1]}")
     if out.mode != "quiet":  # which wants the text alone, and that is on stdout already
         out.result(report, "", lambda: _say_generation(out, report))
     if "interrupted" in (report["stop"], report.get("exact_stop")):
