@@ -25,7 +25,7 @@ from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.generation.continuation import MAX_NEW_TOKENS, Generation, Write
+from rotationzoo.generation.generate import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
 from rotationzoo.model.compatibility import take_loaded
 from rotationzoo.progress import Progress, silent
@@ -335,8 +335,7 @@ def generate(
 
     * `model`: a hub id, a local folder, or `demo`;
     * `prompt`: the text to continue;
-    * `rotations`: an artifact or its folder, a name in the zoo, which is pulled, or None for no
-      rotation;
+    * `rotations`: an artifact or its folder, or None for no rotation;
     * `chat`: put the prompt into the tokenizer's chat template, as a user's message;
     * `max_new_tokens`: how many tokens to write at most;
     * `write`: called with each piece of the text as soon as it is written;
@@ -362,7 +361,7 @@ def generate(
 
 
 def generation_job(
-    model: str, prompt: str | None, rotations: str | Path | Artifact | None, **options: Any
+    model: str, prompt: str, rotations: str | Path | Artifact | None, **options: Any
 ) -> Generation:
     """The settings of one text, as `generate` takes them."""
     settings = _given(options)

@@ -14,7 +14,7 @@ from rotationzoo import Artifact, RotatedCache, Rotations, api, calibrate, evalu
 from rotationzoo.codec.settings import CacheOptions
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES
-from rotationzoo.generation.continuation import MAX_NEW_TOKENS
+from rotationzoo.generation.generate import MAX_NEW_TOKENS
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex

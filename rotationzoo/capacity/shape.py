@@ -220,8 +220,14 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
     is at hand first. In 4 bits, embedding and output projection stay in 16 bits, as AWQ and GPTQ
     have it."""
     bits, only_experts = _published_bits(config)
-    published, origin = _published_bytes(source)
     embeddings = shape.embedding * (1 if shape.tied else 2)
+    files = weight_files(source.folder)
+    published: int | None = sum(path.stat().st_size for path in files)
+    origin = "files"
+    if not files:
+        published, origin = indexed_bytes(source.folder), "index"
+    if published is None:
+        published, origin = _ask_hub(source), "hub"
     if published is None:
         kept = shape.parameters - shape.expert_parameters if only_experts else embeddings
         published, origin = _packed(shape, bits, kept), "config"
@@ -253,15 +259,6 @@ def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:
     names = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
     known = [_ITEM_BYTES[name] for name in names if isinstance(name, str) and name in _ITEM_BYTES]
     return (8.0 * known[0] if known else 16.0), False
-
-
-def _published_bytes(source: Source) -> tuple[int | None, str]:
-    """The size and what told it; None where only the config is left."""
-    if paths := weight_files(source.folder):
-        return sum(path.stat().st_size for path in paths), "files"
-    if (size := indexed_bytes(source.folder)) is not None:
-        return size, "index"
-    return _ask_hub(source), "hub"
 
 
 def _ask_hub(source: Source) -> int | None:

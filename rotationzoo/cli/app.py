@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 from rotationzoo import __version__
 from rotationzoo.cli import output
 from rotationzoo.cli.next_steps import remember_words
+from rotationzoo.cli.options import option
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
 from rotationzoo.words import nearest
@@ -143,19 +144,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _find_command(name: str) -> Callable[..., None]:
-    module = importlib.import_module(f"rotationzoo.cli.{name}{'_' * keyword.iskeyword(name)}")
-    return cast(Callable[..., None], getattr(module, f"{name}_command"))
-
-
 def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(group).parameters.values())
 
 
-def _spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with each group of options that it takes, a parameter whose type is a class,
-    replaced by these options, which follow its own; those of `Output` come last. Flags are named as
-    their parameters, or Typer would also give each a flag `--no-...`."""
+def _runnable(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as Typer gets it, with every option in its signature: each group of options that
+    it takes, a parameter whose type is a class, is replaced by these options, which follow its own;
+    those of `Output` come last. Flags are named as their parameters, or Typer would also give each
+    a flag `--no-...`.
+
+    Ctrl-C raises `Interrupted`, before Typer makes an exit code of it. Typer itself ends a command
+    quietly whose reader, such as `head`, has read enough.
+    """
     declared, groups = _options_of(command), {}
     for parameter in sorted(declared, key=lambda each: each.annotation is output.Output):
         if inspect.isclass(parameter.annotation):
@@ -173,7 +174,16 @@ def _spread(command: Callable[..., None]) -> Callable[..., None]:
         for name, group in groups.items():
             own = {each.name: values.pop(each.name) for each in _options_of(group)}
             values[name] = group(**own)
-        command(**values)
+        try:
+            # Each of several processes would do the whole command.
+            if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+                hint = "start it without torchrun, and use --device-map auto for several GPUs"
+                raise UsageError("rotationzoo runs in one process", hint)
+            hush_libraries()
+            command(**values)
+            sys.stdout.flush()  # now, while the error of a full disk can still be reported
+        except KeyboardInterrupt as error:
+            raise Interrupted("interrupted") from error
 
     only = inspect.Parameter.KEYWORD_ONLY
     named = [parameter.replace(kind=only) for parameter in spread]
@@ -181,58 +191,24 @@ def _spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly, before
-    Typer turns both into exit codes."""
-
-    @functools.wraps(command)
-    def run(**options: Any) -> None:
-        try:
-            # Each of several processes would do the whole command.
-            if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-                hint = "start it without torchrun, and use --device-map auto for several GPUs"
-                raise UsageError("rotationzoo runs in one process", hint)
-            hush_libraries()
-            command(**options)
-            sys.stdout.flush()  # now, while the error of a full disk can still be reported
-        except KeyboardInterrupt as error:
-            raise Interrupted("interrupted") from error
-        except BrokenPipeError as error:
-            # The reader, such as `head`, has read enough. Without this, Python reports the closed
-            # pipe when it flushes the streams at exit.
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            raise typer.Exit(1) from error
-
-    return run
-
-
-COMMANDS = {name: _spread(_find_command(name)) for name in _NAMES.split()}
-"""The commands as Typer gets them, with every option in their signatures."""
-# What `serve` does not know goes to vLLM.
-_HANDED_ON = {"serve": {"ignore_unknown_options": True}}
-for _name, _command in COMMANDS.items():
-    _settings = _HANDED_ON.get(_name)
-    app.command(_name, cls=Command, context_settings=_settings)(_interruptible(_command))
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        output.say(__version__)
-        raise typer.Exit()
+COMMANDS: dict[str, Callable[..., None]] = {}
+for _name in _NAMES.split():
+    _module = importlib.import_module(f"rotationzoo.cli.{_name}{'_' * keyword.iskeyword(_name)}")
+    COMMANDS[_name] = _runnable(getattr(_module, f"{_name}_command"))
+    # What `serve` does not know goes to vLLM.
+    _settings = {"ignore_unknown_options": _name == "serve"}
+    app.command(_name, cls=Command, context_settings=_settings)(COMMANDS[_name])
 
 
 @app.callback()
 def _common_options(
     context: typer.Context,
-    show_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
+    show_version: Annotated[bool, option("Print the version.", "--version")] = False,
 ) -> None:
     """Options that stand before the command. Without a command, show what there is to do."""
+    if show_version:
+        output.say(__version__)
+        raise typer.Exit()
     if context.invoked_subcommand is None:
         output.show_lines(*journey_lines())
 
@@ -290,16 +266,16 @@ def _usage_error(error: Any) -> UsageError:
     return UsageError(message, hint=f"see: {path} --help")
 
 
-def _describe_unknown(option: str, error: Any) -> str:
+def _describe_unknown(wrong: str, error: Any) -> str:
     """Which option a command does not have, and which commands have it, or which was meant."""
     command, group = error.ctx.info_name, error.ctx.find_root().command
     having = []
     for name, other in getattr(group, "commands", {}).items():
-        if any(option in parameter.opts for parameter in other.params):
+        if any(wrong in parameter.opts for parameter in other.params):
             having.append(name)
-    end = nearest(option, error.possibilities or [])
-    if option == "--engine":  # which is the name in Python
+    end = nearest(wrong, error.possibilities or [])
+    if wrong == "--engine":  # which is the name in Python
         end = " (did you mean '--for'?)"
     if having:
         end = f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
-    return f"{command} has no option {option}{end}"
+    return f"{command} has no option {wrong}{end}"

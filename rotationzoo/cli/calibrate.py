@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.budget import Budget
 from rotationzoo.cli import options
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
-"""The names in `recipe.PRESETS`."""
+"""The names in `recipe.PRESETS`, the default first."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,7 @@ def calibrate_command(
 
     job = calibration_job(model, options.follow_link(output), recipe, **vars(settings))
     engine = settings.engine
-    if (
-        engine and recipe is None and job.recipe.name != "oscar"
-    ):  # the default, which needs no words
+    if engine and recipe is None and job.recipe.name != RECIPES[0]:  # which needs no words
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
@@ -138,10 +136,10 @@ def calibrate_command(
     # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
     before = _last_change(job.output)
     artifact = run_job(out, job)
-    is_new = _last_change(job.output) != before
     if keep is not None:
         _find_bits(out, model, artifact, keep, asked, settings)
         return
+    is_new = _last_change(job.output) != before
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact, with_time=is_new)
@@ -164,8 +162,8 @@ def _find_bits(
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.report.commands import usual_engine
 
-    how: dict[str, Any] = {each.name: getattr(settings, each.name) for each in fields(Loading)}
-    how |= {"engine": settings.engine, "rope_scaling": settings.rope_scaling}
+    names = ["engine", "rope_scaling", *(each.name for each in fields(Loading))]
+    how = {name: getattr(settings, name) for name in names}
     how |= {"keep": keep, "lengths": lengths, "baselines": ()}
     is_open = settings.bits is None and settings.key_bits is None
     job = evaluation_job(model, artifact, True, fewest_bits=is_open, **how)
@@ -176,12 +174,11 @@ def _find_bits(
     if job.rungs and decision.action == "serve":
         artifact = Artifact.open(artifact.folder.with_name(plain_name(decision.arm)))
     show_artifact(out, artifact, False, decision)
-    folder = str(artifact.folder)
+    folder, engine = str(artifact.folder), settings.engine or usual_engine(artifact.manifest)
     if decision.action == "serve":
         if bits := artifact.recipe.bits:
             with suppress(UnsupportedModel):  # of which `plan` does not know what it caches
                 out.note(_say_room(model, settings.revision, bits))
-        engine = settings.engine or usual_engine(artifact.manifest)
         use = ["export", folder, "--for", engine]
         if command := ENGINES[engine].command:
             use = [command, *words, "--rotations", folder]
@@ -207,11 +204,10 @@ def _say_room(model: str, revision: str | None, bits: float) -> str:
     from rotationzoo.capacity.shape import Storage
     from rotationzoo.codec.formats import BUDGETED, SIMULATED
 
-    card = parse_card("24GiB")
+    gpu, storage = "24GiB", Storage(SIMULATED[BUDGETED], 64, 256, bits=bits)
     if torch.cuda.is_available():
-        size = torch.cuda.get_device_properties(0).total_memory
-        card = parse_card(f"{size / 2**30:.1f}GiB")
-    storage = Storage(SIMULATED[BUDGETED], 64, 256, bits=bits)
+        gpu = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f}GiB"
+    card = parse_card(gpu)
     capacity = measure_capacity(Wish(model, None, 1, card, storage, revision))
     few, plain = (capacity.longest(cache, "published", card) for cache in ("int2", "bf16"))
     if few is None or plain is None:

@@ -19,32 +19,25 @@ from rotationzoo.words import counted
 
 def show_plan(out: Output, job: Job, question_tokens: int = 0) -> None:
     """Plan the job from the model's config, and print the plan. `question_tokens`: of the questions
-    that may follow, through all caches."""
+    that may follow, through all caches. Raises `RotationZooError` for text that cannot be used."""
     known = plan(job)
     if known.refusal is None:
-        known = replace(known, notes=(*known.notes, *_notes_on_text(known)))
+        try:
+            text = read_text(known)
+            further = [text.note] if text and text.note else []
+        except ModelUnavailable as error:  # its tokenizer, or the processor of its media
+            further = [f"it cannot be calibrated yet: {error}"]
+        known = replace(known, notes=(*known.notes, *further))
     data = _plan_json(known) | {"question_tokens": question_tokens}
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
     if known.refusal is None:
-        out.suggest(*typed_words("--dry-run"), *_flag_that_fits(known))
+        fits = known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None
+        out.suggest(*typed_words("--dry-run"), *([] if fits else _flag_that_fits(job)))
 
 
-def _notes_on_text(known: Plan) -> list[str]:
-    """Notes on the text, or on a model whose tokenizer, or the processor of its media, cannot be
-    loaded. Raises `RotationZooError` for text that cannot be used."""
-    try:
-        text = read_text(known)
-    except ModelUnavailable as error:
-        return [f"it cannot be calibrated yet: {error}"]
-    return [text.note] if text and text.note else []
-
-
-def _flag_that_fits(known: Plan) -> list[str]:
+def _flag_that_fits(job: Job) -> list[str]:
     """The flag with which a job needs no more memory than there is, or leaves weights on disk."""
-    job = known.job
-    if known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None:
-        return []
     smaller = plan(replace(job, dtype="bfloat16"))
     if smaller.peak_memory_bytes <= smaller.memory_bytes:
         return ["--dtype", "bfloat16"]
@@ -52,14 +45,11 @@ def _flag_that_fits(known: Plan) -> list[str]:
 
 
 def _plan_json(known: Plan) -> dict[str, Any]:
-    recipe = known.job.recipe
-    cached = cached_layers(known.geometry or [])
-    tokens = recipe.data.tokens if recipe.needs_statistics else 0
+    recipe, cached = known.job.recipe, cached_layers(known.geometry or [])
     bits: dict[str, float | None] = dict.fromkeys(FORMATS)
-    for name, format in FORMATS.items():
-        if cached:
-            bits[name] = bits_per_element(cached, CacheLayout.of_recipe(recipe, format))
-    refusal = str(known.refusal) if known.refusal else None
+    if cached:
+        layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
+        bits |= {name: bits_per_element(cached, layout) for name, layout in layouts.items()}
     return {
         "model": known.source.name,
         "revision": known.source.revision,
@@ -69,7 +59,7 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "kv_heads": _common(cached, "kv_heads"),
         "head_dim": _common(cached, "key_dim"),
         "value_head_dim": _common(cached, "value_dim"),
-        "tokens": tokens,
+        "tokens": recipe.data.tokens if recipe.needs_statistics else 0,
         "length": recipe.data.length,
         "batch": known.job.batch,
         "weights_bytes": known.weights_bytes,
@@ -77,7 +67,7 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "memory_bytes": known.memory_bytes,
         "artifact_bytes": known.artifact_bytes,
         "bits_per_element": bits,
-        "refusal": refusal,
+        "refusal": known.refusal and str(known.refusal),
         "notes": list(known.notes),
         "output": str(known.job.output),
         "geometry": geometry_json(known.geometry or []),

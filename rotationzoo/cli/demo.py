@@ -1,16 +1,12 @@
 """`rotationzoo demo`: the whole story on the model that ships with rotationzoo, in a minute."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rotationzoo.cli.options import Restart, follow_link, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.words import counted
-
-if TYPE_CHECKING:
-    from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm
-    from rotationzoo.artifact.store import Artifact
 
 MODEL, RECIPE = "demo", "oscar"
 BASELINES = ("identity", "hadamard")
@@ -36,9 +32,11 @@ def demo_command(
     rotationzoo demo
     """
     from rotationzoo.api import calibration_job
-    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.artifact.measured import arms_of
+    from rotationzoo.artifact.store import REPORT, Artifact
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.cli.report import add_report
+    from rotationzoo.codec.size import CONTEXT, EXACT_BITS
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.evaluation.prepare import Evaluation
     from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -59,39 +57,30 @@ def demo_command(
         report = evaluate(evaluation, progress)
         progress("drawing the page", 0, 0)
         artifact = add_report(out, Artifact.open(folder))
-    show_demo(out, artifact, report)
-    out.suggest("generate", MODEL, "--rotations", str(folder), "--compare")
-
-
-def show_demo(out: Output, artifact: "Artifact", report: "Measured") -> None:
-    """Print the answers through the exact cache, with this artifact, which has factors for error
-    feedback, and with the baselines."""
-    from rotationzoo.artifact.measured import arms_of
-    from rotationzoo.artifact.store import REPORT
-    from rotationzoo.codec.size import CONTEXT, EXACT_BITS
-
+    # The artifact has factors for error feedback.
     arms = report.window.arms
     nearest, feedback = arms_of(arms, artifact.identity)
-    rows = {
+    shown = {
         "these rotations, in most engines": nearest,
         "these rotations, in RotatedCache or serve": feedback,
         "an uncalibrated rotation": arms["hadamard"],
         "no rotation": arms["identity"],
     }
-    caches = {"exact": _figures(report.exact, float(EXACT_BITS))}
-    for words, arm in rows.items():
-        caches[words] = _figures(arm, arm.bits_per_element)
-    folder, seconds = artifact.folder, artifact.manifest.run.seconds
-    page = str(folder / REPORT)
+    measured: dict[str, Any] = {"exact": report.exact, **shown}
+    caches: dict[str, Any] = {}
+    rows = []
+    for words, arm in measured.items():
+        bits = float(EXACT_BITS) if words == "exact" else arm.bits_per_element
+        recall = arm.all_tasks
+        figures = recall.model_dump(include={"answered", "questions", "log_probability"})
+        caches[words] = {"bits_per_element": bits, **figures, "perplexity": arm.perplexity}
+        rows.append([words, f"{bits:.1f}", f"{recall.share:.0%}"])
+    page, seconds = str(artifact.folder / REPORT), artifact.manifest.run.seconds
 
     def human() -> None:
         layers, length = len(artifact.rotations), report.tasks.lengths[0]
         made = f"Rotations of the demo model ({counted(layers, 'layer')}), made in {seconds:.1f} s"
-        say(f"{made}: {folder}")
-        rows = []
-        for words, figures in caches.items():
-            share = figures["answered"] / figures["questions"]
-            rows.append([words, f"{figures['bits_per_element']:.1f}", f"{share:.0%}"])
+        say(f"{made}: {artifact.folder}")
         questions = counted(caches["exact"]["questions"], "question")
         title = f"{questions} about statements hidden in {length:,} tokens"
         table(title, ["cache", "bits", "answered"], rows, apart=True)
@@ -103,17 +92,6 @@ def show_demo(out: Output, artifact: "Artifact", report: "Measured") -> None:
             f"The page about it: {page}",
         )
 
-    data = {"artifact": str(folder), "page": page, "seconds": seconds, "caches": caches}
-    out.result(data, str(folder), human)
-
-
-def _figures(measured: "Exact | MeasuredArm", bits: float) -> dict[str, Any]:
-    recall = measured.all_tasks
-    assert recall is not None, "the demo model can do these tasks"
-    return {
-        "bits_per_element": bits,
-        "answered": recall.answered,
-        "questions": recall.questions,
-        "log_probability": recall.log_probability,
-        "perplexity": measured.perplexity,
-    }
+    data = {"artifact": str(artifact.folder), "page": page, "seconds": seconds, "caches": caches}
+    out.result(data, str(artifact.folder), human)
+    out.suggest("generate", MODEL, "--rotations", str(folder), "--compare")

@@ -1,5 +1,6 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,14 +90,17 @@ def evaluate_command(
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
+    if keys_only and values_only:
+        words = "--keys-only and --values-only leave nothing to store in 2 bits"
+        raise UsageError(words, hint="give one of them")
     settings = vars(measures) | {
         "tasks": options.parse_tasks(measures.tasks),
         "lengths": options.parse_lengths(measures.lengths),
         "questions": parse_questions(measures.questions),
         "windows": options.parse_windows(measures.windows) or None,
-        "rivals": measures.rivals.replace(" ", "").split(",") if measures.rivals else None,
+        "rivals": measures.rivals and measures.rivals.replace(" ", "").split(","),
         "layers": parse_layers(measures.layers),
-        "sides": _quantized_sides(keys_only, values_only),
+        "sides": ["key"] * (not values_only) + ["value"] * (not keys_only),
     }
     job = evaluation_job(model, artifacts, save, **settings)
     with show_progress(out) as progress:
@@ -133,15 +137,6 @@ def _check_order(model: str, artifacts: list[Path]) -> None:
         raise UsageError(f"{model} has rotations, and the model comes before them", hint)
 
 
-def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
-    if keys_only and values_only:
-        words = "--keys-only and --values-only leave nothing to store in 2 bits"
-        raise UsageError(words, hint="give one of them")
-    if keys_only:
-        return ("key",)
-    return ("value",) if values_only else ("key", "value")
-
-
 def parse_questions(text: str) -> int | Literal["auto"]:
     """Parse a number, or `auto`. Raises `UsageError`."""
     if text != "auto" and not text.removeprefix("-").isdecimal():
@@ -155,11 +150,8 @@ def parse_layers(text: str | None) -> set[int] | None:
         return None
     layers: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        try:
-            numbers = range(int(first), int(last or first) + 1)
-        except ValueError:
-            numbers = range(0)
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not numbers:
             raise options.wrong_value(f"--layers has no layer in {part!r}", "--layers 0,4-7")
         layers.update(numbers)
@@ -173,8 +165,19 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
     if report.engine and not details and notes[0].endswith("Lost: nothing"):
         notes = [f"simulated as {report.engine} serves it", *notes[1:]]
     out.notes(notes)
-    names = "\n".join(report.window.arms)
-    out.result(report.report(), names, lambda: _say_evaluation(report, details))
+
+    def human() -> None:
+        from rotationzoo.report.tables import describe_drift
+
+        if details or not report.window.verdict.decisions:
+            _say_details(report)
+        for window in report.windows:
+            if len(report.windows) > 1:
+                say(f"With {_title(window)}:")
+            say(*window.verdict.words)
+        say(*describe_drift(report))
+
+    out.result(report.report(), "\n".join(report.window.arms), human)
 
 
 def suggest_next(
@@ -194,27 +197,15 @@ def suggest_next(
     if not artifacts:
         out.suggest("calibrate", *model, *served)
         return
-    more = decisions[0].more_questions if decisions[0].action == "ask" else None
-    if more is not None:
+    decision, more = decisions[0], decisions[0].more_questions
+    if decision.action == "ask" and more is not None:
         out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
-    elif words := decided_words(decisions[0], model, str(artifacts[0]), served):
+    elif words := decided_words(decision, model, str(artifacts[0]), served):
         out.suggest(*words)
     elif saved:
         out.suggest("report", str(artifacts[0]))
     else:
         suggest_text(out, artifacts[0], model, *served, "--compare")
-
-
-def _say_evaluation(report: "Measured", details: bool) -> None:
-    from rotationzoo.report.tables import describe_drift
-
-    if details or not report.window.verdict.decisions:
-        _say_details(report)
-    for window in report.windows:
-        if len(report.windows) > 1:
-            say(f"With {_title(window)}:")
-        say(*window.verdict.words)
-    say(*describe_drift(report))
 
 
 def _say_details(report: "Measured") -> None:

@@ -12,7 +12,6 @@ from rotationzoo.errors import UsageError
 from rotationzoo.sides import HEADS
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.store import Artifact
     from rotationzoo.engines.export import Exported
 
 
@@ -78,7 +77,13 @@ def export_command(
         check_writable(target)  # before the weights are fetched
         with show_progress(out) as progress:
             write_absorbed(opened, str(absorb), target, progress)
-        show_changed_model(out, target, opened)
+        out.result({"model": str(target)}, str(target), lambda: say(str(target)))
+        cached = opened.rotations.cached
+        if out.mode == "human":
+            whole = f"Its cache holds rotated {cached.words}"
+            out.note("Its engine needs the keys, too" if cached is HEADS else whole)
+        if cached is HEADS:
+            out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(target))
         return
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export
@@ -119,18 +124,3 @@ def show_export(out: Output, exported: "Exported") -> None:
         show_lines(*launch_line(exported.launch).splitlines())
 
     out.result(as_json(exported), str(exported.path), human)
-
-
-def show_changed_model(out: Output, model: Path, artifact: "Artifact") -> None:
-    """Print the folder of the model whose weights carry the value rotation of an artifact, and the
-    command that exports the rest for it, where a side is left."""
-    cached = artifact.rotations.cached
-
-    def human() -> None:
-        say(str(model))
-        whole = f"Its cache holds rotated {cached.words}"
-        out.note("Its engine needs the keys, too" if cached is HEADS else whole)
-
-    out.result({"model": str(model)}, str(model), human)
-    if cached is HEADS:
-        out.suggest("export", str(artifact.folder), "--for", "sglang", "--absorbed", str(model))

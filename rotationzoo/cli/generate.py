@@ -2,9 +2,11 @@
 
 import os
 import select
+import shlex
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -13,20 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import served, shell_line
 from rotationzoo.cli.options import option
-from rotationzoo.cli.output import Mode, Output, hush_libraries, say, write_text
+from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
-from rotationzoo.errors import Interrupted, UsageError
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.figures import byte_count
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.model.source import Source
 
 NO_ROTATION = "none"
 _SHOWN = 24  # characters of each text after the place where two part
 _LONGEST = 16 << 20  # bytes of a prompt, of which English has four a token
 _PATIENCE = 2.0  # seconds
 _HINT = 'give a text with --prompt "TEXT" or --file FILE'
+_ANSWER = 19  # tokens of the line that the demo's own prompt begins
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ def generate_command(
     rotations: Annotated[
         str | None,
         option(
-            "Their folder, name in the zoo, or none. By default the newest of the model in "
-            "the folder rotations that you calibrated or pulled on this machine."
+            "Their folder, or none. By default the newest of the model in the folder rotations "
+            "that you calibrated or pulled on this machine."
         ),
     ] = None,
     prompt: Annotated[str | None, option("The text to continue.", "--prompt", "-p")] = None,
@@ -80,41 +84,77 @@ def generate_command(
         raise UsageError(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
-    text = _read_prompt(prompt, file, out.note)
+    text, new = _read_prompt(prompt, file, out.note), settings.max_new_tokens
     from rotationzoo.api import generation_job
     from rotationzoo.generation.generate import generate
+    from rotationzoo.model.source import DEMO, find
 
-    hush_libraries()
     _check_order(model, rotations)
-    job = generation_job(model, text, None, **vars(settings))
+    is_demos_own = text is None and model == "demo"
+    if is_demos_own:
+        text, new = (DEMO.parent / "prompt.txt").read_text("utf-8"), new or _ANSWER
+    if text is None:
+        hint = 'give one with --prompt "TEXT" or --file FILE, or pipe it into the command'
+        raise UsageError("there is no prompt", hint)
+    named = None if rotations == NO_ROTATION else rotations
+    job = generation_job(model, text, named, **{**vars(settings), "max_new_tokens": new})
     job.check()  # before rotations are looked for
-    job = replace(job, rotations=_choose_rotations(out, model, rotations, settings.revision))
+    if rotations is None:
+        source = find(model, settings.revision)
+        artifact = find_rotations(out, source)
+        if artifact is None:
+            raise no_rotations(source)
+        job = replace(job, rotations=artifact)
     with TextScreen(out) as screen:
-        report = generate(job, screen.progress, None if json else screen.write, screen.note)
-    if out.mode is not Mode.QUIET:  # which wants the text alone, and that is on stdout already
+        write = None if json else screen.write
+        report = generate(job, screen.progress, write, lambda text: out.notes([text]))
+    if is_demos_own:
+        out.tell(f"the demo completes a line that its prompt has: {text.splitlines()[-1]}")
+    if out.mode != "quiet":  # which wants the text alone, and that is on stdout already
         out.result(report, "", lambda: _say_generation(out, report))
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
-    suggest_next(out, report, model, settings.engine)
+    _suggest_next(out, report, model, settings.engine)
 
 
-def _choose_rotations(
-    out: Output, model: str, rotations: str | None, revision: str | None
-) -> "str | Artifact | None":
-    """The rotations that the user named, or the newest artifact that the user made or pulled for
-    this model."""
-    if rotations == NO_ROTATION:
+def find_rotations(out: Output, source: "Source") -> "Artifact | None":
+    """The newest of the artifacts in the folder `rotations` that this user made or pulled for a
+    model, with a note that says which one it is. Raises `UsageError` where all that fit the model
+    are others': an archive or a repository may hold a folder of such."""
+    from rotationzoo.artifact.manifest import ROTATIONS, hash_config
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.writer import is_remembered
+
+    fitting, expected = [], hash_config(source.folder)
+    for manifest in sorted(Path("rotations").glob("*/manifest.json")):
+        with suppress(RotationZooError):
+            artifact = Artifact.open(manifest.parent)
+            if artifact.manifest.model.config_sha256 == expected:
+                fitting.append(artifact)
+    if not fitting:
         return None
-    if rotations is not None:
-        return rotations
-    from rotationzoo.generation.generate import newest_artifact
-    from rotationzoo.model.source import find
+    own = [each for each in fitting if is_remembered(each)]
+    if not own:
+        place = fitting[0].folder
+        raise UsageError(
+            f"{place} is nothing that you calibrated or pulled on this machine",
+            hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
+        )
+    # The rotations, and not the manifest, which `evaluate --save` writes again.
+    newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
+    if out.mode != "quiet":
+        others = f", the newest of {len(own)}" if len(own) > 1 else ""
+        out.note(f"Rotations: {newest.folder}{others}")
+    return newest
 
-    artifact, count = newest_artifact(Path("rotations"), find(model, revision))
-    if out.mode is not Mode.QUIET:
-        others = f", the newest of {count}" if count > 1 else ""
-        out.note(f"Rotations: {artifact.folder}{others}")
-    return artifact
+
+def no_rotations(source: "Source") -> UsageError:
+    """The error for a model of which `find_rotations` finds none."""
+    words = shlex.quote(source.name)
+    hint = f"make one with: rotationzoo calibrate {words}"
+    if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
+        hint = f"pull one of the zoo, or {hint}"
+    return UsageError(f"there are no rotations of {source.name} in the folder rotations", hint)
 
 
 def _check_order(model: str, rotations: str | None) -> None:
@@ -129,24 +169,16 @@ def _check_order(model: str, rotations: str | None) -> None:
 
 
 def _say_generation(out: Output, report: dict[str, Any]) -> None:
-    if "answer" in report:
-        say(f"The line in the prompt says: {report['answer'].strip()}")
-    if "exact_text" in report:
-        _say_exact(report)
-    out.note(_summary(report))
-
-
-def _say_exact(report: dict[str, Any]) -> None:
-    parted = report["parted_at"]
-    if parted is None:
+    if "exact_text" in report and (parted := report["parted_at"]) is None:
         say(f"The exact model writes the same {counted(report['exact_tokens'], 'token')}.")
-        return
-    text, exact = report["text"], report["exact_text"]
-    say("", "The exact model writes:")
-    write_text(report.get("question", "") + exact.removesuffix("\n") + "\n")
-    start = parted["character"]
-    same = f"{counted(start, 'character')} ({counted(parted['token'], 'token')})"
-    say("", f"The two part after {same}: here {_quote(text, start)}, exact {_quote(exact, start)}.")
+    elif "exact_text" in report:
+        exact, start = report["exact_text"], parted["character"]
+        say("", "The exact model writes:")
+        write_text(exact.removesuffix("\n") + "\n")
+        same = f"{counted(start, 'character')} ({counted(parted['token'], 'token')})"
+        both = f"here {_quote(report['text'], start)}, exact {_quote(exact, start)}"
+        say("", f"The two part after {same}: {both}.")
+    out.note(_summary(report))
 
 
 def _quote(text: str, start: int) -> str:
@@ -171,26 +203,19 @@ def _summary(report: dict[str, Any]) -> str:
     # The cache has read all tokens but the last one.
     if report["prompt_tokens"] + report["tokens"] - 1 <= report["sink"] + report["recent"]:
         words += "; so short a context stays exact"
-    if report["rotations"] is None:
-        words += "; no rotation"
-    return words
+    return words if report["rotations"] else f"{words}; no rotation"
 
 
-def suggest_next(
-    out: Output, report: dict[str, Any], model: str, engine: str | None = None
-) -> None:
-    """Suggest the demo's own prompt without rotations, the exact model beside it, a rotation, or
-    what the rotations cost the model; model and engine are named as the user named them."""
-    if "answer" in report and report["rotations"] is not None:
-        out.suggest("generate", model, "--rotations", NO_ROTATION)
-    elif "answer" in report:
-        out.suggest("generate", model, "--compare")
-    elif report["rotations"] is None:
+def _suggest_next(out: Output, report: dict[str, Any], model: str, engine: str | None) -> None:
+    """Suggest a rotation, or what the rotations cost the model; model and engine are named as the
+    user named them."""
+    rotations = report["rotations"]
+    if rotations is None:
         out.suggest("calibrate", model, *(["--for", engine] if engine else []))
-    elif (Path(report["rotations"]) / "evaluation.json").exists():
-        out.suggest("report", report["rotations"])
+    elif (Path(rotations) / "evaluation.json").exists():
+        out.suggest("report", rotations)
     else:
-        out.suggest("evaluate", model, report["rotations"], *served(engine), "--save")
+        out.suggest("evaluate", model, rotations, *served(engine), "--save")
 
 
 # ---- the prompt
@@ -234,11 +259,9 @@ def _read_file(file: Path) -> bytes:
 
 def _is_piped() -> bool:
     """Whether standard input is a pipe or a file, and no terminal or /dev/null."""
-    if sys.stdin is None:
-        return False
     try:
         return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
-    except (OSError, ValueError):  # closed, or not of this process
+    except (AttributeError, OSError, ValueError):  # None, closed, or not of this process
         return False
 
 

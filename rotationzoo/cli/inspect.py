@@ -42,8 +42,12 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
     rows = []
     for layer in layers:
         error = max(layer.key.orthogonality_error, layer.value.orthogonality_error)
-        cells = [cell for side in sides.values() for cell in _cells(getattr(layer, side))]
-        rows.append([str(layer.layer), str(layer.kv_heads), *cells, f"{error:.0e}"])
+        cells = [str(layer.layer), str(layer.kv_heads)]
+        for place in sides.values():
+            spectrum: SideSpectrum = getattr(layer, place)
+            top = [number(share, ".1%") for share in (spectrum.top_1_share, spectrum.top_8_share)]
+            cells += [str(spectrum.dim), number(spectrum.effective_rank, ".1f"), *top]
+        rows.append([*cells, f"{error:.0e}"])
     title = f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}"
     table(title, [*columns, "error"], rows)
     say(
@@ -66,12 +70,3 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
         for side, place in sides.items():
             bits = " ".join(f"{getattr(layer, place).bits:g}" for layer in layers)
             say(f"Bits a channel of {side}s, layer by layer: {bits}")
-
-
-def _cells(side: "SideSpectrum") -> list[str]:
-    return [
-        str(side.dim),
-        number(side.effective_rank, ".1f"),
-        number(side.top_1_share, ".1%"),
-        number(side.top_8_share, ".1%"),
-    ]

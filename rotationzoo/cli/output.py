@@ -15,7 +15,6 @@ import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
-from enum import Enum
 from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
@@ -39,28 +38,20 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 """Whether this command has printed its JSON object."""
 
 
-class Mode(Enum):
-    """Who reads the output: a person, or a program, with `--json` or `--quiet`."""
-
-    HUMAN = "human"
-    JSON = "json"
-    QUIET = "quiet"
-
-
 class Output:
-    """Prints the result and the notes of one command, in one of three modes."""
+    """Prints the result and the notes of one command, for a person or for a program."""
 
     def __init__(self, json: Json = False, quiet: Quiet = False):
-        self.mode = Mode.QUIET if quiet else Mode.HUMAN
+        self.mode: Literal["human", "json", "quiet"] = "quiet" if quiet else "human"
         if json:
-            self.mode = Mode.JSON
+            self.mode = "json"
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
         """Print the command's one result, as the mode says: `data` as JSON, or only `name` (which
         may be several lines), or what `human` prints."""
-        if self.mode is Mode.JSON:
+        if self.mode == "json":
             _print_json(data)
-        elif self.mode is Mode.QUIET:
+        elif self.mode == "quiet":
             show_lines(*name.split("\n"))
         else:
             human()
@@ -71,13 +62,13 @@ class Output:
 
     def tell(self, text: str) -> None:
         """Print how a job goes on, on stderr, unless only names are wanted."""
-        if self.mode is not Mode.QUIET:
+        if self.mode != "quiet":
             self.note(sentence(text))
 
     def suggest(self, *words: str) -> None:
         """Print the command to run next, as the last line for people. `words`: what stands after
         `rotationzoo`."""
-        if self.mode is Mode.HUMAN:
+        if self.mode == "human":
             sys.stdout.flush()  # both streams may go to one file
             self.note(f"Next: {shlex.join(['rotationzoo', *words])}")
 
@@ -119,45 +110,36 @@ def table(
     all of these are left-aligned. What is still too wide becomes several tables, each with the
     first column. No cell is ever cut off.
     """
-    columns, *rows = [list(map(visible, row)) for row in [columns, *rows]]
-    words = [number == 0 or title in folded for number, title in enumerate(columns)]
+    cells = [list(map(visible, row)) for row in [columns, *rows]]
+    is_words = [number == 0 or title in folded for number, title in enumerate(cells[0])]
     least = []
-    for is_words, *cells in zip(words, columns, *rows, strict=True):
-        width = max(map(cell_len, cells))
-        least.append(min(width, _NAME) if is_words else width)
+    for folding, *column in zip(is_words, *cells, strict=True):
+        width = max(map(cell_len, column))
+        least.append(min(width, _NAME) if folding else width)
     console = Console()
     room = console.width if console.is_terminal else _UNLIMITED
-    if apart:
-        say("")
-    say(title)
-    for part, group in enumerate(_split(least, room)):
-        grid = Grid(box=None, pad_edge=False, show_edge=False)
-        for number in group:
-            justify: Literal["left", "right"] = "left" if words[number] else "right"
-            heading, whole = Text(columns[number]), not words[number]
-            grid.add_column(heading, justify=justify, overflow="fold", no_wrap=whole)
-        for row in rows:
-            # `Text` keeps rich from reading markup in names: a folder may be called [bold].
-            grid.add_row(*(Text(row[number]) for number in group))
-        if part:
-            say("")
-        Console(width=max(room, _total_width([least[number] for number in group]))).print(grid)
-
-
-def _total_width(widths: list[int]) -> int:
-    return sum(widths) + _GAP * (len(widths) - 1)
-
-
-def _split(widths: list[int], width: int) -> list[list[int]]:
-    """Numbers of columns in groups that fit: each begins with the first column, and has at least
-    one other."""
-    groups = [[0]]
-    for number in range(1, len(widths)):
-        taken = [widths[each] for each in (*groups[-1], number)]
-        if len(groups[-1]) > 1 and _total_width(taken) > width:
+    groups = [[0]]  # of columns that fit beside each other
+    for number in range(1, len(least)):
+        if len(groups[-1]) > 1 and _width(least, [*groups[-1], number]) > room:
             groups.append([0])
         groups[-1].append(number)
-    return groups
+    say(*[""] * apart, title)
+    for part, group in enumerate(groups):
+        if part:
+            say("")
+        grid = Grid(box=None, pad_edge=False, show_edge=False)
+        for number in group:
+            justify: Literal["left", "right"] = "left" if is_words[number] else "right"
+            whole = not is_words[number]
+            grid.add_column(Text(cells[0][number]), justify=justify, overflow="fold", no_wrap=whole)
+        for row in cells[1:]:
+            # `Text` keeps rich from reading markup in names: a folder may be called [bold].
+            grid.add_row(*(Text(row[number]) for number in group))
+        Console(width=max(room, _width(least, group))).print(grid)
+
+
+def _width(widths: list[int], group: list[int]) -> int:
+    return sum(widths[number] + _GAP for number in group) - _GAP
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, option
-from rotationzoo.cli.output import Output, hush_libraries, say, show_lines, table
+from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
 from rotationzoo.sides import HEADS
@@ -52,38 +52,31 @@ def plan_command(
     out = Output(json, quiet)
     from rotationzoo.api import calibration_job
     from rotationzoo.budget import Budget
+    from rotationzoo.capacity import plan
     from rotationzoo.capacity.cards import parse_card, several
-    from rotationzoo.capacity.plan import Wish, measure_capacity
     from rotationzoo.capacity.shape import Storage
     from rotationzoo.codec.settings import check_budget
 
     check_budget(Budget(bits), True, format)
     card = several(parse_card(gpu), gpus)
     job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
-    hush_libraries()
     storage = Storage(SIMULATED[format], sink, recent, bits=job.recipe.bits)
-    wish = Wish(model, context, requests, card, storage, revision, job.recipe.rope_scaling)
-    show_plan(out, measure_capacity(wish), format, job, details)
-
-
-def show_plan(out: Output, capacity: "Capacity", format: str, job: "Job", details: bool) -> None:
-    """Print the plan for a wish: for people the answer with a small table, and the rest with
-    `details`; or one line, or one JSON object. `job`: what calibrates for such a cache."""
-    from rotationzoo.capacity.plan import capacity_json, judge_wish, remarks, zoo_entries
-
-    answer = judge_wish(capacity, capacity.wish.card)
+    scaling = job.recipe.rope_scaling
+    wish = plan.Wish(model, context, requests, card, storage, revision, scaling)
+    capacity = plan.measure_capacity(wish)
+    answer = plan.judge_wish(capacity, card)
     data = {
-        **capacity_json(capacity),
+        **plan.capacity_json(capacity),
         "format": format,
         "fits": answer.cache is not None,
         "answer": answer.words,
         "needs": {"weights": answer.weights, "cache": answer.cache},
-        "remarks": remarks(capacity),
-        "zoo": zoo_entries(capacity),
+        "remarks": plan.remarks(capacity),
+        "zoo": plan.zoo_entries(capacity),
         "commands": _commands(capacity, format, job),
     }
 
-    def show() -> None:
+    def human() -> None:
         say(answer.words)
         _show_contexts(capacity, data, answer.weights or "4bit")
         notes = data["remarks"] if details else data["remarks"][:_NOTES]
@@ -93,9 +86,9 @@ def show_plan(out: Output, capacity: "Capacity", format: str, job: "Job", detail
             _show_cards(capacity, data)
             _show_steps(answer, data)
 
-    out.result(data, answer.words, show)
+    out.result(data, answer.words, human)
     if any(entry["format"] in _PULLED for entry in data["zoo"]):
-        out.suggest("pull", *named(capacity.wish.model, None, capacity.wish.rope_scaling))
+        out.suggest("pull", *named(model, None, scaling))
     elif answer.context:
         out.suggest(*retyped({"--context": str(answer.context)}))
     elif answer.cache is not None:

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 
-from rotationzoo.cli.output import Mode, Output, stderr_console, visible, write_text
+from rotationzoo.cli.output import Output, stderr_console, visible, write_text
 from rotationzoo.progress import Bytes, Progress, Tokens, repeating, silent
 
 QUICK = 10.0  # seconds; a shorter job needs no log
@@ -30,7 +30,7 @@ _BAR = 12  # columns: the words need the room
 def show_progress(out: Output) -> Iterator[Progress]:
     """Yield the progress callback for a job. It writes to stderr and removes its bar at the end."""
     bar = StageBar(stderr_console())
-    if out.mode is Mode.QUIET:
+    if out.mode == "quiet":
         yield silent
     elif bar.console.is_terminal:
         with bar:
@@ -122,41 +122,31 @@ class TextScreen:
     on a terminal a bar and the text would overwrite each other."""
 
     def __init__(self, out: Output):
-        self._out = out
-        self._bar = ExitStack()
-        self._update: Progress | None = None
+        self._out, self._bar = out, ExitStack()
+        self._tell: Progress | None = None
         self._line_is_open = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *failure: Any) -> None:
-        self._close_bar()
-        if not isinstance(failure[1], OSError):  # the reader of the text may be gone
+    def __exit__(self, kind: Any, failure: Any, trace: Any) -> None:
+        self._bar.close()
+        if not isinstance(failure, OSError):  # the reader of the text may be gone
             self._end_line()
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Show a step of a stage."""
-        if self._update is None:
+        if self._tell is None:
             self._end_line()
-            self._update = self._bar.enter_context(show_progress(self._out))
-        self._update(stage, done, total)
+            self._tell = self._bar.enter_context(show_progress(self._out))
+        self._tell(stage, done, total)
 
     def write(self, text: str) -> None:
         """Show a piece of text."""
-        self._close_bar()
+        self._bar.close()
+        self._tell = None
         write_text(text)
         self._line_is_open = not text.endswith("\n")
-
-    def note(self, text: str) -> None:
-        """Show a remark on stderr."""
-        self._close_bar()
-        self._end_line()
-        self._out.notes([text])
-
-    def _close_bar(self) -> None:
-        self._bar.close()
-        self._update = None
 
     def _end_line(self) -> None:
         if self._line_is_open:

@@ -131,14 +131,11 @@ def _find_rotations(
     """
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate import run_job
-    from rotationzoo.generation.generate import find_artifact, newest_artifact
+    from rotationzoo.cli.generate import find_rotations, no_rotations
     from rotationzoo.zoo.lookup import find_index
     from rotationzoo.zoo.pull import pull
 
-    artifact, count = find_artifact(Path("rotations"), source)
-    if artifact is not None:
-        others = f", the newest of {count}" if count > 1 else ""
-        out.note(f"Rotations: {artifact.folder}{others}")
+    if artifact := find_rotations(out, source):
         return artifact
     if missing:
         raise missing
@@ -149,7 +146,7 @@ def _find_rotations(
             out.note(f"Rotations: pulled to {artifact.folder}")
             return artifact
     if dry_run:
-        return newest_artifact(Path("rotations"), source)[0]  # for its error
+        raise no_rotations(source)
     job = calibration_job(model, engine=ENGINE, revision=source.revision)
     out.note(f"Rotations: none here and none published; calibrating to {job.output}")
     return run_job(out, job)

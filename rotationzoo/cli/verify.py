@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.options import option
-from rotationzoo.cli.output import Mode, Output, say
+from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, Undecided, UsageError
 from rotationzoo.words import counted
@@ -47,14 +47,13 @@ def verify_command(
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     verification = verify(opened, model, revision)
-    finding, refusal = None, None
+    finding, refusal, agreement = None, None, None
     if verification.ok or verification.only_misfits:  # damage says enough of a signature
         try:
             finding = check_artifact(opened, demand)
         except RotationZooError as error:
             refusal = error
             verification = replace(verification, problems=[str(error), *verification.problems])
-    agreement = None
     if run and model is not None and verification.orthogonality_error is not None:
         from rotationzoo.checks.membership import Candidate, check_membership
 
@@ -70,48 +69,48 @@ def verify_command(
     if refused and not isinstance(refused, Undecided):
         verification = replace(verification, problems=[str(refused)])
     show_verification(out, opened, verification, agreement, finding, reading)
-    if out.mode is Mode.QUIET and finding is not None:
+    if out.mode == "quiet" and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
         raise refusal
-    if verification.only_misfits:
-        run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
-        raise _misfit(opened, str(model), run_alone)
     if not verification.ok:
-        raise _unsound(opened, len(verification.problems))
+        raise _error_of(opened, verification, model, agreement)
     if model is None:
         out.suggest("verify", str(artifact), "--model", *model_words(opened))
     else:
         suggest_text(out, opened.folder, named(model, revision))
 
 
-def _misfit(artifact: "Artifact", model: str, run_alone: bool) -> RotationZooError:
-    """The error for a sound artifact and a model that it was not made for, which for imported files
-    may be the user's own mistake: they are bound to no model, or to one of which the `run_alone`
-    shows that it computes something else."""
+def _error_of(
+    artifact: "Artifact",
+    verification: "Verification",
+    model: str | None,
+    agreement: "Agreement | None",
+) -> RotationZooError:
+    """The error for the problems that were found. Where only the model is another than that of
+    imported files, this may be the user's own mistake: the files are bound to no model, or to one
+    of which the run alone shows that it computes something else."""
     from rotationzoo.model.absorbed import model_words
 
-    folder = str(artifact.folder)
-    if artifact.manifest.imported is not None and (run_alone or not artifact.bound):
-        problem = "bound to no model"
-        if artifact.bound:
-            problem = f"was not made of what {model} computes"
+    folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
+    if not verification.only_misfits:
+        made = "its card says from what model, recipe and text"
+        hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
+        if is_imported:
+            hint = "import its files again"
+        count = counted(len(verification.problems), "problem")
+        return RotationZooError(f"{folder} is not to be used: {count} found", hint)
+    run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
+    if is_imported and (run_alone or not artifact.bound):
+        problem = (
+            f"was not made of what {model} computes" if artifact.bound else "bound to no model"
+        )
         hint = "import its files again with the model that they are for: --model MODEL"
     else:
-        made_for = artifact.manifest.model.id
-        problem = f"{model} is not the model that it was made for, {made_for}"
+        problem = f"{model} is not the model that it was made for, {artifact.manifest.model.id}"
         right = shell_line("verify", folder, "--model", *model_words(artifact))
         hint = f"check it with its own model: {right}"
     return RotationZooError(f"{folder} is sound, but {problem}", hint)
-
-
-def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
-    made = "its card says from what model, recipe and text"
-    hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
-    if artifact.manifest.imported is not None:
-        hint = "import its files again"
-    count = counted(problems, "problem")
-    return RotationZooError(f"{artifact.folder} is not to be used: {count} found", hint)
 
 
 def show_verification(

@@ -1,36 +1,158 @@
-"""The generation job: from the names of a model and an artifact and a prompt to a text, written
-through a 2-bit cache, and what the cache took."""
+"""The generation job: from the names of a model and an artifact and a prompt to a text, which the
+model writes through a 2-bit cache, what the cache took, and where the exact model's text parts."""
 
-import shlex
-from contextlib import suppress
-from functools import partial
-from itertools import chain, count, repeat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.manifest import ROTATIONS, hash_config
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.options import build_settings
+from rotationzoo.cache.options import build_settings, check_options
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.codec.settings import as_engine
+from rotationzoo.codec.settings import CacheOptions, as_engine
 from rotationzoo.engines.reductions import describe_choice
-from rotationzoo.errors import HubError, RotationZooError, UsageError
+from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
 from rotationzoo.evaluation.compatibility import rope_notes
-from rotationzoo.generation import continuation
-from rotationzoo.generation.continuation import Generation, TextStream, Write
-from rotationzoo.generation.prompt import Prompt, encode_prompt, write_example
+from rotationzoo.generation.prompt import check_positions, encode_prompt
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import compatibility, loading
+from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.out_of_memory import is_out_of_memory
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.source import Source, fetch, fetch_weights, find
+from rotationzoo.model.source import fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
+from rotationzoo.recall.prompts import common_length
 from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.rope import position_count, scaling_of
+from rotationzoo.recipe.rope import scaling_of
 from rotationzoo.text.rows import start_note
-from rotationzoo.writer import is_remembered
-from rotationzoo.zoo.pull import pull
+
+# Generation settings that a model's makers cannot override: exactly one text per prompt, token by
+# token to its end. What these leave open, such as a repetition penalty, is as they recommend.
+_PLAIN: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "use_cache": True,
+    "return_dict_in_generate": False,
+    "max_time": None,
+    "stop_strings": None,
+    "prompt_lookup_num_tokens": None,
+    "cache_implementation": None,
+}
+MAX_NEW_TOKENS = 256
+_CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with
+_INCOMPLETE = "\ufffd"  # what the first bytes of a character are decoded to
+
+END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
+"""Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
+Write = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Generation(loading.RunSettings):
+    """The settings of one text. `api.generate` says what most of them are."""
+
+    model: str
+    prompt: str
+    rotations: str | Path | Artifact | None
+    chat: bool = False
+    max_new_tokens: int = MAX_NEW_TOKENS
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    prefill_chunk: int = 2048
+    """Longer chunks need more memory, and read fewer tokens quantized."""
+    anyway: bool = False
+    compare: bool = False
+    rope_scaling: str | None = None
+    """None means as the rotations were calibrated."""
+
+    def check(self) -> None:
+        """Raise `UsageError` for settings out of range, and for some that exclude each other."""
+        numbers = {"--max-new-tokens": self.max_new_tokens, "--prefill-chunk": self.prefill_chunk}
+        for option, number in numbers.items():
+            if number < 1:
+                raise UsageError(f"{option} must be at least 1, not {number}", hint=f"{option} 256")
+        if not self.prompt.strip():
+            raise UsageError("the prompt is empty", hint="give some text to continue")
+        check_options({**self.cache})
+        self.check_memory_limits()
+
+    def open_rotations(self) -> Artifact | None:
+        """The artifact. Raises `RotationZooError` where there is none, or not all that is asked
+        of it."""
+        artifact = self.rotations
+        if isinstance(artifact, str | Path):
+            artifact = Artifact.open(Path(artifact).expanduser())
+        feedback = self.cache.get("rounding") == "feedback"
+        if feedback and (artifact is None or not artifact.rotations.has_feedback):
+            name = artifact.folder if artifact else "a cache without rotations"
+            raise RotationZooError(
+                f"{name} has no factors to choose codes by error feedback with",
+                hint="calibrate with --feedback, or leave out --rounding",
+            )
+        return artifact
+
+
+class TextStream(BaseStreamer):
+    """A streamer for transformers' `generate` that writes each token's text at once.
+
+    Many tokenizers decode the space before a word only after other words, so tokens are decoded
+    together with the last ones before them, and written when the character at their end is
+    complete. transformers' `TextStreamer` waits for a space instead, and loses that of a line's
+    beginning.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, write: Write):
+        """`prompt`: the ids `[T]` that come before the text."""
+        self.tokenizer, self._write = tokenizer, write
+        self.ids: list[int] = []
+        """The tokens written so far, with the one that ends the text."""
+        self.text = ""
+        self.times: list[float] = []
+        """When the model began to read, and when each token was known."""
+        self.stop = LENGTH
+        """`END`, `LENGTH` or `INTERRUPTED`."""
+        self._context: list[int] = prompt[-_CONTEXT:].tolist()
+        self._pending: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, which comes first, or the next token."""
+        self.times.append(time.perf_counter())
+        if len(self.times) > 1:
+            ids = value.flatten().tolist()
+            self.ids += ids
+            self._pending += ids
+            self._decode(last=False)
+
+    def end(self) -> None:
+        """Write what is left, although its last character is not complete."""
+        self._decode(last=True)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The text, why it ended, and its tokens per second after the first one."""
+        steps, speed = len(self.times) - 2, None
+        if steps > 0:
+            speed = steps / (self.times[-1] - self.times[1])
+        tokens = {"tokens": len(self.ids), "tokens_per_second": speed}
+        return {"text": self.text, **tokens, "stop": self.stop}
+
+    def _decode(self, last: bool) -> None:
+        rows = self._context, [*self._context, *self._pending]
+        before, text = (str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows)
+        if text.endswith(_INCOMPLETE) and not last:
+            return
+        new = text[len(before) :]
+        if new:
+            self.text += new
+            self._context, self._pending = (self._context + self._pending)[-_CONTEXT:], []
+            self._write(new)
 
 
 def generate(
@@ -47,8 +169,7 @@ def generate(
     do not fit the model, before any weights are fetched where the config is enough to tell.
     """
     job.check()
-    device = job.torch_device
-    artifact = _open(job, progress)
+    device, artifact = job.torch_device, job.open_rotations()
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     artifacts = [artifact] if artifact else []
@@ -61,20 +182,15 @@ def generate(
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
-    has_budget = any(each.rotations.has_budget for each in artifacts)
-    options = as_engine(job.cache, has_budget)
+    options = as_engine(job.cache, any(each.rotations.has_budget for each in artifacts))
     recipe = artifact.recipe if artifact else Recipe()
     sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
-    if job.prompt is None:
-        prompt = write_example(tokenizer, sink, recent, job.max_new_tokens)
-    else:
-        if not job.chat and (said := start_note(tokenizer)):
-            note(said)
-        positions = position_count(config)
-        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
-        prompt = Prompt(ids, job.max_new_tokens or continuation.MAX_NEW_TOKENS)
-    prompt.check_positions(job.model, config)
-    loading.check_ids([prompt.ids], config, job.model)
+    if not job.chat and (said := start_note(tokenizer)):
+        note(said)
+    prompt = encode_prompt(job.prompt, tokenizer, job.model, job.chat, config)
+    length = len(prompt)
+    check_positions(length, job.max_new_tokens, job.model, config)
+    loading.check_ids([prompt], config, job.model)
     fetch_weights(source, progress)
     compatibility.check_weights(artifacts, source, job.anyway)
     notes = []
@@ -86,24 +202,34 @@ def generate(
         note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        dtype = job.torch_dtype
-        model = loading.load(source, config, device, dtype, placement)
+        model = loading.load(source, config, device, job.torch_dtype, placement)
         for text in loading.notes_of(model):
             note(text)
+
+        def continued(stage: str, write: Write | None, cache: DynamicCache | None) -> TextStream:
+            pieces, total = count(1), Tokens(job.max_new_tokens)
+            # A piece of text is usually a token.
+            tell = write or (lambda text: progress(stage, Tokens(next(pieces)), total))
+            stream = TextStream(tokenizer, prompt, tell)
+            progress("reading the prompt", 0, 0)
+            continue_prompt(model, prompt, job, stream, cache)
+            return stream
+
         # Other weights are a note of the report, and need not be logged by the public class.
         cache = RotatedCache(build_settings(artifact, model, job.cache), model)
-        counting = partial(_counting, progress, total=prompt.max_new_tokens)
-        shown = _after(prompt.question, write) if write else counting("writing")
-        written = TextStream(tokenizer, prompt.ids, shown)
-        continuation.continue_prompt(model, prompt, job, written, progress, cache)
+        written = continued("writing", write, cache)
         sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
         del cache  # the exact model's own needs more room
-        exact = None
-        if job.compare and written.stop != continuation.INTERRUPTED:
-            shown = counting("writing with the exact model")
-            exact = TextStream(tokenizer, prompt.ids, shown)
-            continuation.continue_prompt(model, prompt, job, exact, progress)
-    report = {
+        compared: dict[str, Any] = {}
+        if job.compare and written.stop != INTERRUPTED:
+            exact = continued("writing with the exact model", None, None)
+            compared = {f"exact_{name}": figure for name, figure in exact.figures.items()}
+            compared["parted_at"] = find_parting(written, exact)
+    seconds, speed = None, None
+    if written.ids:
+        seconds = written.times[1] - written.times[0]
+        speed = length / seconds
+    return {
         "model": source.label,
         "revision": source.revision,
         "rotations": str(artifact.folder) if artifact else None,
@@ -113,98 +239,78 @@ def generate(
         "sink": sink,
         "recent": recent,
         **sizes,
-        **continuation.describe_text(prompt, written),
+        "prompt_tokens": length,
+        "prompt_seconds": seconds,
+        "prompt_tokens_per_second": speed,
+        **written.figures,
+        **compared,
     }
-    if exact is not None:
-        report |= continuation.compare_texts(written, exact)
-    return report
 
 
-def _counting(progress: Progress, stage: str, total: int) -> Write:
-    """A writer that reports each piece of text, usually a token, as progress."""
-    pieces = count(1)
-    return lambda text: progress(stage, Tokens(next(pieces)), Tokens(total))
+def continue_prompt(
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    job: Generation,
+    stream: TextStream,
+    cache: DynamicCache | None,
+) -> None:
+    """Continue a prompt of ids `[T]` with the most probable tokens, through a cache or the model's
+    own.
 
-
-def _after(question: str, write: Write) -> Write:
-    """Write the line that a text completes before it."""
-    beginnings = chain([question], repeat(""))
-    return lambda text: write(next(beginnings) + text)
-
-
-def _open(job: Generation, progress: Progress) -> Artifact | None:
-    if job.rotations is None or isinstance(job.rotations, Artifact):
-        artifact = job.rotations
-    else:
-        progress("opening the rotations", 0, 0)
-        artifact = open_artifact(job.rotations)
-    feedback = job.cache.get("rounding") == "feedback"
-    if feedback and (artifact is None or not artifact.rotations.has_feedback):
-        name = artifact.folder if artifact else "a cache without rotations"
-        raise RotationZooError(
-            f"{name} has no factors to choose codes by error feedback with",
-            hint="calibrate with --feedback, or leave out --rounding",
-        )
-    return artifact
-
-
-def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
-    """The newest of the artifacts in `folder` that this user made or pulled for this model, and how
-    many there are. Raises `UsageError`, with the next command, where there is none."""
-    artifact, count = find_artifact(folder, source)
-    if artifact is not None:
-        return artifact, count
-    words = shlex.quote(source.name)
-    hint = f"make one with: rotationzoo calibrate {words}"
-    if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
-        hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
-    raise UsageError(f"there are no rotations of {source.name} in the folder {folder}", hint=hint)
-
-
-def find_artifact(folder: Path, source: Source) -> tuple[Artifact | None, int]:
-    """The newest of the artifacts in `folder` that this user made or pulled for this model, and how
-    many there are: an archive or a repository may hold a folder of others. Raises `UsageError`
-    where all that fit the model are others'."""
-    fitting, expected = [], hash_config(source.folder)
-    for manifest in sorted(folder.glob("*/manifest.json")):
-        with suppress(RotationZooError):
-            artifact = Artifact.open(manifest.parent)
-            if artifact.manifest.model.config_sha256 == expected:
-                fitting.append(artifact)
-    trusted = [each for each in fitting if is_remembered(each)]
-    if trusted:
-        # The rotations, and not the manifest, which `evaluate --save` writes again.
-        newest = max(trusted, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
-        return newest, len(trusted)
-    if fitting:
-        place = fitting[0].folder
-        raise UsageError(
-            f"{place} is nothing that you calibrated or pulled on this machine",
-            hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
-        )
-    return None, 0
-
-
-def open_artifact(given: str | Path) -> Artifact:
-    """The artifact in a folder, or that of a name in the zoo, which is pulled. Raises
-    `RotationZooError` where there is none."""
-    if _is_path(given):
-        return Artifact.open(Path(given).expanduser())
+    The text goes to `stream`; Ctrl-C ends it like a limit. Raises `RotationZooError` for a model
+    that fails when it runs, and `OSError` where the reader of the text, or a disk with weights,
+    fails.
+    """
+    # Makers name the tokens that end a text in one of three places.
+    text_config = model.config.get_text_config(decoder=True)
+    places = model.generation_config, text_config, stream.tokenizer
+    named = [getattr(place, "eos_token_id", None) for place in places]
+    ends: int | list[int] = next((each for each in named if each is not None), [])
+    end_tokens = ends if isinstance(ends, list) else [ends]
+    ids = prompt[None].to(loading.input_device(model))
+    untyped: Any = model
+    options = dict(_PLAIN)
+    if cache is not None:
+        options |= cache_argument(model, cache)
+    # A cache class of the model's own is made too late for the library to read in chunks.
+    has_cache = cache is not None or untyped._supports_default_dynamic_cache()
+    if has_cache and ids.shape[1] > job.prefill_chunk:
+        options["prefill_chunk_size"] = job.prefill_chunk
     try:
-        return pull(str(given))
-    except HubError as error:
-        raise HubError(
-            f"{given} is no folder, and pulling it from the zoo fails: {error}",
-            hint="check the spelling and the network, or give a folder",
-        ) from error
+        with as_unavailable(f"{job.model} fails when it runs"):
+            untyped.generate(
+                inputs=ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=stream,
+                max_new_tokens=job.max_new_tokens,
+                eos_token_id=end_tokens or None,
+                pad_token_id=0,  # nothing is padded, but without one the library warns
+                **options,
+            )
+    except KeyboardInterrupt:
+        stream.stop = INTERRUPTED
+        stream.end()
+    except ModelUnavailable as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError):  # such as a closed pipe of the text's reader
+            raise cause from None
+        if is_out_of_memory(cause):
+            smaller = max(1, job.prefill_chunk // 4)
+            raise RotationZooError(
+                "the prompt, the cache and what the model computes do not fit the device's memory",
+                hint=f"add: --prefill-chunk {smaller}, or give a shorter prompt",
+            ) from error
+        raise
+    if stream.ids and stream.ids[-1] in end_tokens:
+        stream.stop = END
 
 
-def _is_path(given: str | Path) -> bool:
-    """Whether this names a folder of this machine, even one that is missing, and not an entry of
-    the zoo: a user who mistypes a folder should not be told about a hub."""
-    path = Path(given).expanduser()
-    if path.exists() or path.is_absolute() or isinstance(given, Path) or given.startswith("."):
-        return True
-    # Where `calibrate` puts artifacts, or has put others.
-    in_rotations = path.parts[:1] == ("rotations",)
-    return len(path.parts) > 1 and (in_rotations or any(path.parent.glob("*/manifest.json")))
+def find_parting(one: TextStream, other: TextStream) -> dict[str, int] | None:
+    """How many characters and tokens of two continuations are the same before the first difference,
+    or None if they are the same as far as both go: one that was interrupted is only compared up to
+    there."""
+    token = common_length(one.ids, other.ids)
+    cut_short = [len(each.ids) for each in (one, other) if each.stop == INTERRUPTED]
+    if token in (*cut_short, max(len(one.ids), len(other.ids))):
+        return None
+    return {"character": common_length(one.text, other.text), "token": token}

@@ -50,12 +50,14 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     assert following == f"Next: rotationzoo evaluate demo {made} --save"
 
 
-@pytest.mark.parametrize("named", [pytest.param(True, marks=pytest.mark.thorough), False])
-def test_after_the_demos_own_prompt_it_is_asked_without_rotations(inside, made, named):
-    rotations = str(made) if named else "none"
-    shown = inside("generate", "demo", "--rotations", rotations, *SMALL)
-    following = "--rotations none" if named else "--compare"
-    assert shown.stderr.splitlines()[-1] == f"Next: rotationzoo generate demo {following}"
+def test_without_a_prompt_only_the_demo_has_one(inside, made, tiny):
+    options = ["--rounding", "nearest", "--compare"]
+    shown = inside("generate", "demo", "--rotations", made, *options)
+    line = re.search(r"The demo completes a line that its prompt has: (.*)\.\n", shown.stderr)[1]
+    answer = "marble pepper silver maple lemon river"
+    assert line == "# saddle orchid"
+    assert answer in shown.stdout, "the exact model can answer"
+    assert "there is no prompt" in only_error(inside("generate", tiny, "--rotations", "none"), 2)
 
 
 def test_quiet_prints_nothing_else(inside, made, expected):
@@ -165,9 +167,8 @@ def test_what_is_no_prompt(inside, content, says, monkeypatch):
         assert f"Error: standard input {says}" in only_error(inside(*words), 2)
 
 
-def test_no_prompt_two_prompts_and_no_file(inside, made, tiny):
+def test_two_prompts_and_no_file(inside, made, tiny):
     words = ["generate", tiny, "--rotations", "none"]
-    assert "there is no prompt" in only_error(inside(*words), 2)
     assert "two prompts" in only_error(inside(*words, "-p", "x", "-f", "y"), 2)
     assert "y cannot be read: No such file" in only_error(inside(*words, "-f", "y"), 2)
     assert "makes two" in only_error(inside(*words, "-p", "x", "--quiet", "--compare"), 2)

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models import edit_config, save_tiny
+from support.models import edit_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from rotationzoo import Artifact, RotatedCache, generate
-from rotationzoo.errors import HubError, RotationZooError, UsageError
-from rotationzoo.generation import generate as generating
-from rotationzoo.generation.continuation import Generation, TextStream, find_parting
+from rotationzoo import RotatedCache, generate
+from rotationzoo.errors import RotationZooError
+from rotationzoo.generation.generate import Generation, TextStream, find_parting
 from rotationzoo.generation.generate import generate as run
 from rotationzoo.model import loading
 from rotationzoo.model.source import DEMO
@@ -122,6 +121,7 @@ def test_a_model_ends_its_text_itself(demo, made, tmp_path):
         ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
         ({"rounding": "feedback", "rotations": None}, "no factors"),
         ({"rotations": "rotations/missing"}, "no artifact"),
+        ({"rotations": "Qwen/Qwen3-8B"}, "no artifact"),
         ({"max_memory": "cpu=1GiB"}, "needs a device map"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -155,19 +155,6 @@ def test_a_full_device(monkeypatch, made):
     with pytest.raises(RotationZooError, match="do not fit the device's memory") as raised:
         generate("demo", TEXT, rotations=str(made), **SMALL)
     assert "--prefill-chunk 512" in str(raised.value.hint)
-
-
-def test_without_a_prompt_only_the_demo_has_something_to_say(made, tmp_path):
-    shown: list[str] = []
-    cache = {"rounding": "nearest"}
-    report = run(Generation("demo", None, str(made), cache=cache, compare=True), write=shown.append)
-    assert report["exact_text"] == report["answer"], "the exact model can answer"
-    assert "".join(shown) == report["question"] + report["text"]
-    assert report["tokens"] == report["exact_tokens"]
-    assert report["bf16_cache_bytes"] > report["cache_bytes"]
-    tiny = save_tiny(tmp_path / "tiny")
-    with pytest.raises(UsageError, match="there is no prompt"):
-        run(Generation(str(tiny), None, None))
 
 
 CHARACTERS = "def größe(x):\n    return '你好 👩‍👧' # naïve \N{ZERO WIDTH JOINER}end\n  x"
@@ -219,28 +206,3 @@ def test_spaces_before_words_stay_at_the_start_of_the_text_and_of_lines(prompt):
     """transformers' own streamer loses those of a line's beginning."""
     ids = [2, 3, 4, 5, 6]
     assert "".join(stream(words_with_spaces(), prompt, ids)) == " x:\n    return y"
-
-
-def test_a_name_of_the_zoo_is_pulled_and_a_refusal_says_so(made, monkeypatch):
-    monkeypatch.setattr(generating, "pull", lambda name: Artifact.open(made))
-    assert generating.open_artifact("Qwen/Qwen3-8B").folder == made
-
-    def refuse(name: str) -> None:
-        raise HubError("the hub is closed", hint="see --index")
-
-    monkeypatch.setattr(generating, "pull", refuse)
-    with pytest.raises(HubError, match=r"someone/model is no folder.*closed") as raised:
-        generating.open_artifact("someone/model")
-    assert "--index" not in str(raised.value.hint)
-
-
-def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(generating, "pull", lambda name: pytest.fail(f"asked for {name}"))
-    monkeypatch.chdir(made.parent)
-    # Beside an artifact that is there, as in the folder of `calibrate`.
-    beside = f"../{made.parent.name}/mistyped"
-    monkeypatch.chdir(made.parent.parent)
-    (tmp_path / "a file").write_text("text")
-    for folder in (beside, f"{made.parent.name}/mistyped", made / "mistyped", tmp_path / "a file"):
-        with pytest.raises(RotationZooError, match=r"is no artifact|there is no"):
-            generating.open_artifact(folder)
