@@ -171,7 +171,7 @@ Budget = Annotated[
 Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", min=0)]
 PrefillLayout = Annotated[Literal["server", "window"] | None, option("Exact of earlier chunks")]
 
-Tasks = Annotated[str, option(f"Recall tasks: {', '.join(TASKS)}; all or none.")]
+Tasks = Annotated[str, option(f"{', '.join(TASKS)}; none.")]
 Lengths = Annotated[str | None, option("Tokens per prompt of the tasks, as 2048,8192 (--length).")]
 
 _TrustConfig = Annotated[

@@ -31,6 +31,7 @@ from rotationzoo.codec.settings import (
 )
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks
+from rotationzoo.linalg.orthogonality import one_thread
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.storage import strict_json
 from rotationzoo.vllm import KEY
@@ -91,15 +92,13 @@ def _config_folder(model: str, revision: str | None) -> Path:
 def _settings_of(options: str, name: str, folder: Path, has_others: bool) -> CacheSettings:
     # vLLM's defaults are its model's. It may fork this process, and a child waits for ever for
     # threads of OpenMP.
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(1)
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), one_thread():
             return make_settings(Options(**json.loads(options)), name, folder, has_others)
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
 
 
 def make_settings(options: Options, name: str, folder: Path, has_others: bool) -> CacheSettings:
