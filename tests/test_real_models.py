@@ -9,7 +9,7 @@ import pytest
 import real_models_lose
 import torch
 from real_models_lose import PlannedCodec, feed_back, frames_of, refit, share_out
-from real_questions import DEV, LENGTHS, SPLITS, TASKS, TEST
+from real_questions import CHAT, DEV, LENGTHS, SPLITS, TASKS, TEST
 from support.caches import with_turned_means
 from support.jobs import RECIPE, job
 
@@ -63,6 +63,30 @@ def test_halves_share_no_question(task, tokenizer):
     assert len(dev) > 50
     assert len(test) > 50
     assert not dev & test
+
+
+def test_a_chat_asks_in_turns_for_the_needles_of_its_text():
+    """The words are those of `TEST`, so no half asks what the other does."""
+    tokenizer = load_tokenizer(find("demo"))
+    tokenizer.chat_template = (
+        "{% for each in messages %}[{{ each.role }}] {{ each.content }} [end]\n{% endfor %}"
+    )
+    cache = CacheLayout()
+    prompts = TEST.prompts(tokenizer, CHAT, 1024, range(16), cache)
+    plain = TEST.prompts(tokenizer, "needles", 1024, range(16), cache)
+    for prompt, other in zip(prompts, plain, strict=True):
+        assert len(prompt.ids) == 1024
+        assert tokenizer.decode(prompt.ids).startswith("[user] ")
+        for question, same in zip(prompt.questions, other.questions, strict=True):
+            told, expected = prompt.ids[question.answer], other.ids[same.answer]
+            assert tokenizer.decode(told) == tokenizer.decode(expected)
+            line = tokenizer.decode(prompt.ids[question.source : question.source + 32])
+            word, number = re.match(r"# the code of (\w+) is (\d+)", line).groups()
+            before = tokenizer.decode(prompt.ids[: question.answer.start])
+            asked = f"[user] What is the code of {word}? [end]\n[assistant] The code of {word} is"
+            assert before.endswith((asked, asked.removeprefix("[user] ")))
+            assert number in tokenizer.decode(told)
+            assert question.distance >= cache.recent
 
 
 def test_halves_share_no_seed():

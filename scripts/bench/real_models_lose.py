@@ -67,7 +67,7 @@ from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
-from real_questions import DEV, LENGTHS, SPLITS, TASKS, Split
+from real_questions import CHAT, DEV, LENGTHS, SPLITS, TASKS, Split
 
 Place = tuple[int, str]
 """A layer and a side."""
@@ -258,7 +258,7 @@ class Study:
         self.prompts = {
             (length, task): self._write(split, task, length, range(options.questions))
             for length in options.lengths
-            for task in TASKS
+            for task in options.tasks
         }
         rows, kept = options.rows, options.few_rows
         self.length = min(TEXT_LENGTH, max(options.lengths))
@@ -725,6 +725,7 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]
     )
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, CHAT), default=TASKS)
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
     parser.add_argument("--few", type=int, default=16, help="questions a task to share bits out by")
     parser.add_argument("--few-rows", type=int, default=4, help="texts to share bits out by")
