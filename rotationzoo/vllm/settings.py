@@ -90,8 +90,8 @@ def _config_folder(model: str, revision: str | None) -> Path:
 
 @functools.cache
 def _settings_of(options: str, name: str, folder: Path, has_others: bool) -> CacheSettings:
-    # vLLM's defaults are its model's. It may fork this process, and a child waits for ever for
-    # threads of OpenMP.
+    # While vLLM builds a model, torch's defaults are the model's. vLLM may fork this process later,
+    # and a child waits for ever for threads of OpenMP that its parent had.
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
