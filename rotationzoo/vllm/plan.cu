@@ -1,7 +1,7 @@
-// The plan of a decoding step, in which each request has few new tokens: what `Planner` in steps.py computes with a hundred operations
-// of torch.
+// The plan of a step: what `Planner` in steps.py and `find_reads` in segments.py compute with a hundred operations of torch.
 //
-// Compile with -D: TOKENS (of a page), SINK and RECENT (tokens that are read exact), SINK_PAGES (that the sink touches).
+// Compile with -D: TOKENS (of a page), SINK and RECENT (tokens that are read exact), SINK_PAGES (that the sink touches), RECENT_PAGES
+// (that a recent window touches at most).
 // No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 typedef long long Count;
@@ -19,17 +19,18 @@ struct Request {
   const int* table;  // its pages
   int length;        // its tokens, with the new ones; 0 for padding
   int context;       // those before the new ones
-  int first;         // the first page of the recent window of its first new token
+  bool is_prompt;    // has many new tokens, whose last ones have the window that is kept; of few new tokens, the first one has
+  int first;         // the first page of that window
 
-  __device__ Request(const int* tables, Count width, const int* lengths, const int* counts, int row)
-      : table(tables + row * width), length(lengths[row]), context(length - counts[row]),
-        first(max(context + 1 - RECENT, 0) / TOKENS) {}
+  __device__ Request(const int* tables, Count width, const int* lengths, const int* counts, int row, int few)
+      : table(tables + row * width), length(lengths[row]), context(length - counts[row]), is_prompt(counts[row] > few),
+        first(first_page(is_prompt ? length : context + 1)) {}
 
-  // The n-th page that its windows touch; 0 if there is none.
-  __device__ int page(int n) const {
-    const int number = n < SINK_PAGES ? n : first + n - SINK_PAGES;
-    return number * TOKENS < length ? table[number] : 0;
-  }
+  __device__ static int first_page(int end) { return max(end - RECENT, 0) / TOKENS; }
+
+  // The n-th page that its windows touch, the sink's first.
+  __device__ int number(int n) const { return n < SINK_PAGES ? n : first + n - SINK_PAGES; }
+  __device__ int page(int number, int end) const { return number * TOKENS < end ? table[number] : 0; }  // 0: none
 };
 
 // The slot that was used least recently; of several, the first.
@@ -56,39 +57,80 @@ __device__ int find_oldest(const Copies& copies) {
   return found;  // 0 where this step needs all of them
 }
 
-// table [B, width], lengths [B], counts [B] of new tokens, mapping [T]: page times TOKENS plus place, or -1. The recent windows touch
-// at most `recent_pages`. The results are those of `Step` and `DecodeMetadata`.
+// From which token on those before `from` are read exact: all up to `length` have copies. The slots are those of `pages` pages, and are
+// written to `slots` unless it is null.
+__device__ int find_recent(const Request& request, const Copies& copies, int from, int length, int sink, int pages, int* slots) {
+  const int first = Request::first_page(from);
+  int missing = 0;
+  for (int n = 0; n < pages; n++) {
+    const int slot = copies.slot_of[request.page(first + n, length)], begin = (first + n) * TOKENS;
+    if (slots) slots[n] = slot;
+    const int lacks = slot ? copies.copied_from[slot] : TOKENS;
+    if (lacks && begin < length) missing = begin + lacks;
+  }
+  return min(max(max(from - RECENT, missing), sink), length);
+}
+
+// Where the tokens begin of each of C prompts, for a count of each.
+template <class Counts>
+__device__ void sum_up(int* bounds, int prompts, Counts count) {
+  bounds[0] = 0;
+  for (int c = 0; c < prompts; c++) bounds[c + 1] = bounds[c] + count(c);
+}
+
+// table [B, width], lengths [B], counts [B] of new tokens, mapping [T]: page times TOKENS plus place, or -1. The first `decodes` requests
+// have few new tokens, none more than `few`, and their recent windows touch at most `recent_pages`. The results are those of `Step` and
+// `DecodeMetadata`, and for the other requests, of which there are C, those of `Reads`, with S segments of `most` tokens.
 extern "C" __global__ void __launch_bounds__(THREADS) plan(
-    const int* table, Count width, const int* lengths, const int* counts, Count batch, const Count* mapping, Count tokens,
-    Count recent_pages, Count* slot_of, Count* page_of, Count* copied_from, Count* used, Count slots, Count now, Count* pages, Count* places,
-    Count* new_slots, int* starts, int* floors, int* ends, int* sink_slots, int* sink_lengths, int* recent_slots, int* recent_starts,
-    int* recent_lengths) {
-  __shared__ int beginning[THREADS];  // the pages that have no slot before a new token, or 0
+    const int* table, Count width, const int* lengths, const int* counts, Count batch, const Count* mapping, Count tokens, Count decodes,
+    Count few, Count recent_pages, Count* slot_of, Count* page_of, Count* copied_from, Count* used, Count slots, Count now, Count* pages,
+    Count* places, Count* new_slots, int* starts, int* floors, int* ends, int* sink_slots, int* sink_lengths, int* recent_slots,
+    int* recent_starts, int* recent_lengths, int* contexts, int* firsts, int* gaps, int* new_bounds, int* exact_bounds, int* code_bounds,
+    int* code_firsts, Count segments, Count most) {
+  __shared__ int beginning[THREADS], begin_at[THREADS];  // pages that get a slot, or 0; and the first token that is copied
+  __shared__ bool some[THREADS / 32];                    // of a warp's pages are such
   const Copies copies = {slot_of, page_of, copied_from, used, int(slots), now};
-  const int touched = SINK_PAGES + int(recent_pages);
-  for (int from = 0; from < tokens; from += THREADS) {
-    // Pages that begin forget their former tokens.
+  const auto request_of = [&](int row) { return Request(table, width, lengths, counts, row, few); };
+  // Pages that begin forget their former tokens.
+  for (int at = threadIdx.x; at < tokens; at += THREADS)
+    if (const Count place = mapping[at]; place >= 0 && place % TOKENS == 0)
+      if (const Count slot = slot_of[place / TOKENS]) used[slot] = 0, slot_of[place / TOKENS] = 0;
+  __syncthreads();
+  // All windows stay, and so do those that end before the new tokens of prompts.
+  const int own = SINK_PAGES + int(recent_pages), touched = own + int(recent_pages);
+  for (int i = threadIdx.x; i < batch * touched; i += THREADS) {
+    const Request request = request_of(i / touched);
+    const int n = i % touched, before = Request::first_page(request.context) + n - own;
+    const bool counts = n < own || (request.is_prompt && before < request.first);
+    if (const Count slot = counts ? slot_of[request.page(n < own ? request.number(n) : before, request.length)] : 0) used[slot] = now;
+  }
+  __syncthreads();
+  // Pages without a slot in which windows get new tokens take the slots that were used least recently.
+  for (int from = 0; from < batch * own; from += THREADS) {
     const int at = from + threadIdx.x;
-    const Count place = at < tokens ? mapping[at] : -1;
-    const bool begins = place >= 0 && place % TOKENS == 0;
-    const bool is_first = at < tokens && (!at || mapping[at - 1] / TOKENS != place / TOKENS);
-    const int page = begins ? place / TOKENS : 0;
-    beginning[threadIdx.x] = page;
-    if (const Count slot = slot_of[page]) used[slot] = 0, slot_of[page] = 0;
-    if (place >= 0 && !begins && is_first && !slot_of[place / TOKENS]) beginning[threadIdx.x] = place / TOKENS;
+    int page = 0, first = 0;
+    if (at < batch * own) {
+      const Request request = request_of(at / own);
+      const int n = at % own, number = request.number(n);
+      first = max(request.context - number * TOKENS, 0);
+      const bool is_twice = n >= SINK_PAGES && number < SINK_PAGES;
+      if (first < TOKENS && !is_twice) page = request.page(number, request.length);
+      if (slot_of[page]) page = 0;
+    }
+    beginning[threadIdx.x] = page, begin_at[threadIdx.x] = first;
+    const bool any = __any_sync(0xffffffffu, page);
+    if (threadIdx.x % 32 == 0) some[threadIdx.x / 32] = any;
     __syncthreads();
-    // All windows stay.
-    if (!from)
-      for (int i = threadIdx.x; i < batch * touched; i += THREADS)
-        if (const Count slot = slot_of[Request(table, width, lengths, counts, i / touched).page(i % touched)]) used[slot] = now;
-    __syncthreads();
-    for (int i = 0; i < min(Count(THREADS), tokens - from); i++) {
+    for (int i = 0; i < THREADS; i++) {
+      if (i % 32 == 0 && !some[i / 32]) {
+        i += 31;
+        continue;
+      }
       if (!beginning[i]) continue;
       const int slot = find_oldest(copies);
       if (!threadIdx.x && slot) {
         if (slot_of[page_of[slot]] == slot) slot_of[page_of[slot]] = 0;
-        slot_of[beginning[i]] = slot, page_of[slot] = beginning[i], used[slot] = now;
-        copied_from[slot] = mapping[from + i] % TOKENS;
+        slot_of[beginning[i]] = slot, page_of[slot] = beginning[i], used[slot] = now, copied_from[slot] = begin_at[i];
       }
       __syncthreads();
     }
@@ -99,24 +141,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     pages[at] = stored / TOKENS, places[at] = stored % TOKENS, new_slots[at] = slot_of[stored / TOKENS];
   }
   for (int row = threadIdx.x; row < batch; row += THREADS) {
-    const Request request(table, width, lengths, counts, row);
-    const int length = request.length, skipped = request.first * TOKENS;
+    const Request request = request_of(row);
+    const int length = request.length, context = request.context;
+    const bool decodes_few = row < decodes;
     bool whole = true;
     for (int n = 0; n < SINK_PAGES; n++) {
-      const int slot = slot_of[request.page(n)];
-      sink_slots[row * SINK_PAGES + n] = slot, whole &= (slot && !copied_from[slot]) || n * TOKENS >= length;
+      const int slot = slot_of[request.page(n, length)];
+      if (decodes_few) sink_slots[row * SINK_PAGES + n] = slot;
+      whole &= (slot && !copied_from[slot]) || n * TOKENS >= length;
     }
-    int missing = 0;
-    for (int n = 0; n < recent_pages; n++) {
-      const int slot = slot_of[request.page(SINK_PAGES + n)];
-      recent_slots[row * recent_pages + n] = slot;
-      const int lacks = slot ? copied_from[slot] : TOKENS, first = skipped + n * TOKENS;
-      if (lacks && first < length) missing = first + lacks;
+    const int sink = whole ? max(min(context, SINK), 0) : 0;
+    if (!decodes_few) {
+      const int prompt = row - decodes;
+      contexts[prompt] = context, firsts[prompt] = sink;
+      gaps[prompt] = find_recent(request, copies, context, context, sink, RECENT_PAGES, nullptr) - sink;
+      continue;
     }
-    const int sink = whole ? max(min(request.context, SINK), 0) : 0;
-    const int floor = min(max(max(request.context + 1 - RECENT, missing), sink), length);
-    const int end = request.context < SINK ? floor : max(floor, length - RECENT);  // new tokens of the sink are read exact
+    const int floor = find_recent(request, copies, context + 1, length, sink, recent_pages, recent_slots + row * recent_pages);
+    const int end = context < SINK ? floor : max(floor, length - RECENT);  // new tokens of the sink are read exact
+    const int skipped = request.first * TOKENS;
     starts[row] = sink_lengths[row] = sink, floors[row] = floor, ends[row] = end;
     recent_starts[row] = end - skipped, recent_lengths[row] = length - skipped;
+  }
+  __syncthreads();
+  const int prompts = batch - decodes;
+  const int* many = counts + decodes;
+  if (!prompts) return;
+  if (threadIdx.x == 0) sum_up(new_bounds, prompts, [&](int c) { return many[c]; });
+  if (threadIdx.x == 32) sum_up(exact_bounds, prompts, [&](int c) { return contexts[c] - gaps[c] + many[c]; });
+  for (int s = threadIdx.x; s < segments; s += THREADS) {
+    Count begin = s * most;  // of the segment, after the first token of the prompt
+    sum_up(code_bounds + s * (prompts + 1), prompts, [&](int c) {
+      const int offset = min(max(begin, Count(0)), Count(contexts[c])), stop = min(max(begin + most, Count(0)), Count(gaps[c]));
+      code_firsts[s * prompts + c] = offset + firsts[c], begin -= contexts[c];
+      return max(stop - offset, 0);
+    });
   }
 }

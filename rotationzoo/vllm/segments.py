@@ -1,7 +1,8 @@
 """What is known of a step, and what its prompts read, cut into parts that are restored one at a
 time, so that the memory for that does not grow with the context."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,6 +50,15 @@ class Known:
     def has_prompts(self) -> bool:
         """Whether any request has many new tokens."""
         return self.decodes < len(self.counts)
+
+    @cached_property
+    def contexts(self) -> torch.Tensor:
+        """`[C]`: the tokens of each prompt before its new ones."""
+        return (self.lengths - self.counts)[self.decodes :]
+
+    def count_segments(self, most: int) -> int:
+        """Into how many segments of so many tokens these are cut."""
+        return -(-int(self.contexts.sum()) // most)
 
     def spread(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What `DecodeMetadata` says of the first requests, which have so many rows."""
@@ -123,53 +133,92 @@ class Prompts:
     """All other tokens."""
 
 
-def plan_exact(  # noqa: PLR0913 (what is known, and what the device has)
-    known: torch.Tensor,
-    new: torch.Tensor,
-    windows: int,
+@dataclass(frozen=True)
+class Reads:
+    """From where to where C prompts read what, int32 on the device, in S segments."""
+
+    contexts: torch.Tensor
+    """`[C]`: how many tokens are before the new ones."""
+    starts: torch.Tensor
+    """`[C]`: how many of these, the first ones, are read exact."""
+    gaps: torch.Tensor
+    """`[C]`: how many of them are read from codes, those that follow. The last ones are exact."""
+    new_bounds: torch.Tensor
+    """`[C + 1]`: where the new tokens of each begin."""
+    exact_bounds: torch.Tensor
+    """`[C + 1]`: where all that it reads exact begins."""
+    code_bounds: torch.Tensor
+    """`[S, C + 1]`: where those of a segment begin that it reads from codes."""
+    code_firsts: torch.Tensor
+    """`[S, C]`: the first of these."""
+
+    @classmethod
+    def allocate(cls, prompts: int, segments: int, device: torch.device) -> "Reads":
+        """One to write to."""
+        shapes = [(prompts,)] * 3 + [(prompts + 1,)] * 2
+        shapes += (segments, prompts + 1), (segments, prompts)
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+        return cls(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+
+
+def find_reads(
+    contexts: torch.Tensor,
     starts: torch.Tensor,
     recents: torch.Tensor,
-    contexts: torch.Tensor,
+    new: torch.Tensor,
+    segments: int,
     most: int,
-) -> Iterator[Exact]:
-    """Group C prompts so that each group reads at most `most` tokens exact, or is one prompt.
+) -> Reads:
+    """What C prompts with so many tokens, `new` ones after them, read: those before `starts` and
+    from `recents` on exact, and the others in segments of `most` tokens. All are int32 `[C]`."""
+    gaps, begins = recents - starts, contexts.cumsum(0, dtype=torch.int32) - contexts
+    edges = torch.arange(segments, device=contexts.device).int()[:, None] * most - begins
+    offsets = torch.minimum(edges.clamp(min=0), contexts)
+    counts = (torch.minimum(edges + most, gaps) - offsets).clamp(min=0)
+    bounds = (bounds_of(each) for each in (new, contexts - gaps + new, counts))
+    return Reads(contexts, starts, gaps, *bounds, offsets + starts)
 
-    `known` and `new` int64 `[C]`, not on the device, say how many tokens are before the new ones,
-    and how many are new; `contexts` int32 `[C]` is `known` on the device. The tokens before
-    `starts` and from `recents` on, int32 `[C]` there, are exact, at most `windows` of each prompt.
-    Nothing waits for the device, and nothing loops over prompts.
-    """
-    sizes = known.clamp(max=windows) + new
-    counts = starts + contexts - recents + move(new.int(), starts.device)
-    none, begin = torch.zeros_like(starts), 0
+
+def plan_prompts(
+    known: Known, reads: Reads, page_table: torch.Tensor, windows: int, most: int
+) -> Prompts:
+    """Group the prompts of a step so that each group reads at most `most` tokens exact, at most
+    `windows` of each prompt and the new ones, or is one prompt; and cut all else into segments of
+    `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
+    part = slice(known.decodes, None)
+    new, contexts = known.counts[part], known.contexts
+    exact, codes, begin = [], [], 0
+    none = torch.zeros_like(reads.starts)
+    sizes = contexts.clamp(max=windows) + new
     ends, firsts = sizes.cumsum(0), new.cumsum(0) - new
-    while begin < len(sizes):
+    while known.count_segments(most) and begin < len(sizes):
         limit = int(ends[begin] - sizes[begin]) + most
         end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
         part, first = slice(begin, end), int(firsts[begin])
         tokens = slice(first, first + int(new[part].sum()))
-        of_all = bounds_of(counts[part]), none[part], starts[part], (recents - starts)[part]
-        read = Segment(*of_all, int(sizes[part].sum()), int(sizes[part].max()))
-        bounds = move(bounds_of(new[part]), starts.device)
-        yield Exact(part, tokens, bounds, int(new[part].max()), read)
+        bounds, own = (
+            each[begin : end + 1] - each[begin] if begin else each[: end + 1]
+            for each in (reads.exact_bounds, reads.new_bounds)
+        )
+        room, longest = int(sizes[part].sum()), int(sizes[part].max())
+        read = Segment(bounds, none[part], reads.starts[part], reads.gaps[part], room, longest)
+        exact.append(Exact(part, tokens, own, int(new[part].max()), read))
         begin = end
-
-
-def plan_codes(
-    known: torch.Tensor, starts: torch.Tensor, recents: torch.Tensor, most: int
-) -> Iterator[Segment]:
-    """Cut the tokens of C prompts from `starts` to `recents` into segments of at most `most`
-    tokens; with the arguments of `plan_exact`, of which nothing waits either."""
-    begins = known.cumsum(0) - known
-    edges = torch.arange(0, int(known.sum()), most)[:, None]
-    parts = torch.stack([edges - begins, edges + most - begins]).clamp(min=0)
-    parts = torch.minimum(parts, known)
-    offsets, stops = move(parts.int(), starts.device)
-    counts = (torch.minimum(stops, recents - starts) - offsets).clamp(min=0)
-    none, firsts = torch.zeros_like(starts), offsets + starts
-    several = zip(bounds_of(counts), firsts, parts[1] - parts[0], strict=True)
-    for bounds, first, rooms in several:
-        yield Segment(bounds, first, none, none, int(rooms.sum()), int(rooms.max()))
+    edges = torch.arange(0, int(contexts.sum()), most)[:, None] - (contexts.cumsum(0) - contexts)
+    parts = torch.minimum(torch.stack([edges, edges + most]).clamp(min=0), contexts)
+    rooms = parts[1] - parts[0]
+    for bounds, first, room in zip(reads.code_bounds, reads.code_firsts, rooms, strict=True):
+        codes.append(Segment(bounds, first, none, none, int(room.sum()), int(room.max())))
+    return Prompts(
+        known.few_tokens,
+        page_table[known.decodes :],
+        reads.contexts,
+        reads.new_bounds,
+        int(new.max()),
+        exact,
+        codes,
+    )
 
 
 def bounds_of(counts: torch.Tensor) -> torch.Tensor:

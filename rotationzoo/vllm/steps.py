@@ -4,7 +4,7 @@ have exact copies, and what the queries of each request read.
 All of it is computed on the device of the block table, and nothing waits for that device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.vllm import segments
-from rotationzoo.vllm.segments import Known, Prompts
+from rotationzoo.vllm.segments import Known, Prompts, Reads, find_reads, plan_prompts
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
@@ -154,34 +154,18 @@ class Planner:
         decode = DecodeMetadata(new, spread, *bounds, sink, recent)
         room = -(-known.most_tokens // self.tokens)
         step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of)
-        if not known.has_prompts and kernels_run_on(device):
-            self._plan_in_kernel(step, table.int(), lengths.int(), counts.int(), mapping)
+        many, most = known.count_segments(self._segment), self._segment
+        if kernels_run_on(device):
+            reads = Reads.allocate(len(table) - rows, many, device) if known.has_prompts else None
+            numbers = table.int(), lengths.int(), counts.int(), mapping.long()
+            self._plan_in_kernel(step, reads, *numbers)
+        else:
+            numbers = table.long(), lengths.long(), counts.long(), mapping.long()
+            reads = self._plan_in_torch(step, many, *numbers)
+        if reads is None or not known.has_prompts:
             return step
-        numbers = [each.long() for each in (table, lengths, counts, mapping)]
-        exact = self._plan_in_torch(step, *numbers).int()
-        if not known.has_prompts:
-            return step
-        return replace(step, prompts=self._plan_prompts(known, page_table, exact, *numbers[:3]))
-
-    def _plan_prompts(
-        self, known: Known, page_table: torch.Tensor, sink: torch.Tensor, *numbers: torch.Tensor
-    ) -> Prompts:
-        """What requests with many new tokens read beside them; `sink` int32 `[B]` says how many of
-        the tokens before are the first ones of their request and read exact."""
-        table, lengths, counts = numbers
-        part = slice(known.decodes, None)
-        new = known.counts[part]
-        context = known.lengths[part] - new
-        contexts, bounds = lengths - counts, segments.bounds_of(counts[part])
-        recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]
-        contexts, recents, starts = contexts[part].int(), recents[part].int(), sink[part]
-        exact, codes = [], []
-        if context.any():
-            windows, most = self.sink + self.recent, self._segment
-            several = segments.plan_exact(context, new, windows, starts, recents, contexts, most)
-            exact, codes = [*several], [*segments.plan_codes(context, starts, recents, most)]
-        tables = page_table[part]
-        return Prompts(known.few_tokens, tables, contexts, bounds, int(new.max()), exact, codes)
+        windows = self.sink + self.recent
+        return replace(step, prompts=plan_prompts(known, reads, page_table, windows, most))
 
     def _buffer(
         self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
@@ -193,18 +177,21 @@ class Planner:
             self._buffers[place] = _new(name, room, *size, device=device, dtype=dtype)
         return self._buffers[place][:rows]
 
-    def _plan_in_kernel(self, step: Step, *numbers: torch.Tensor) -> None:
-        """What `_plan_in_torch` computes for few tokens, in one launch."""
-        decode = step.decode
+    def _plan_in_kernel(self, step: Step, reads: Reads | None, *numbers: torch.Tensor) -> None:
+        """What `_plan_in_torch` computes, in one launch; what prompts read goes to `reads`."""
+        decode, of_prompts = step.decode, [None] * 7
+        if reads is not None:
+            of_prompts = [getattr(reads, each.name) for each in fields(reads)]
         table, lengths, counts, mapping = (each.contiguous() for each in numbers)
         recent_slots = decode.recent.slots
         arguments = (
-            *(table, table.shape[1], lengths, counts, len(lengths)),
-            *(mapping.long(), len(mapping), recent_slots.shape[1]),
+            *(table, table.shape[1], lengths, counts, len(lengths), mapping, len(mapping)),
+            *(len(decode.starts), decode.new, recent_slots.shape[1]),
             *(self.slot_of, self._page_of, self._copied_from, self._used, self.slots, self._now),
             *(step.pages, step.page_offsets, step.slots),
             *(decode.starts, decode.floors, decode.ends, decode.sink.slots, decode.sink.lengths),
-            *(recent_slots, decode.recent.starts, decode.recent.lengths),
+            *(recent_slots, decode.recent.starts, decode.recent.lengths, *of_prompts),
+            *(0 if reads is None else len(reads.code_firsts), self._segment),
         )
         Launcher(table.device)(self._kernel, (1, 1, 1), _THREADS, arguments, early=False)
 
@@ -215,12 +202,13 @@ class Planner:
             "SINK": self.sink,
             "RECENT": self.recent,
             "SINK_PAGES": self.sink_pages,
+            "RECENT_PAGES": self.recent_pages,
         }
         named = tuple((name, str(number)) for name, number in macros.items())
         return build(_SOURCE.read_text(), named, self.slot_of.device).get_kernel("plan")
 
-    def _plan_in_torch(self, step: Step, *numbers: torch.Tensor) -> torch.Tensor:
-        """Write the plan. How many of the first tokens are read exact `[B]`."""
+    def _plan_in_torch(self, step: Step, many: int, *numbers: torch.Tensor) -> Reads:
+        """Write the plan; and what the prompts read, in so many segments."""
         table, lengths, counts, mapping = numbers
         contexts, stored = lengths - counts, mapping.clamp(min=0)
         decode, (rows, pages) = step.decode, step.decode.recent.slots.shape
@@ -249,7 +237,9 @@ class Planner:
         ):
             assert target is not None
             target.copy_(source[:rows])
-        return sink
+        recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]
+        of_prompts = (each[rows:].int() for each in (contexts, sink, recents, counts))
+        return find_reads(*of_prompts, many, self._segment)
 
     def _forget(self, pages: torch.Tensor) -> None:
         """Let these pages have no copies. Page 0 never has any."""

@@ -113,7 +113,7 @@ class Server:
         return dict(zip(rows, parts, strict=True))
 
 
-WIDTH, SCORES = 12, Scores(DIM**-0.5)
+WIDTH, SCORES = 16, Scores(DIM**-0.5)
 
 
 def query_of(key: torch.Tensor) -> torch.Tensor:

@@ -247,7 +247,8 @@ def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch, tmp_pat
     def compile(server):
         planner = server.planner
         macros = {"TOKENS": TOKENS, "SINK": planner.sink, "RECENT": planner.recent}
-        macros |= {"SINK_PAGES": planner.sink_pages, "SHARED": 0}
+        macros |= {"SINK_PAGES": planner.sink_pages, "RECENT_PAGES": planner.recent_pages}
+        macros |= {"SHARED": 0}
         named = [(name, str(number)) for name, number in macros.items()]
         library = compile_for_cpu(tmp_path, steps._SOURCE.read_text(), ["plan"], named)
         planner.__dict__["_kernel"] = library.launch_plan
@@ -256,26 +257,30 @@ def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch, tmp_pat
 
 
 def assert_kernel_plans(monkeypatch, compile, device) -> None:
-    """Requests that begin, grow and end, with more pages in windows than there are slots."""
+    """Requests that begin, grow and end, some by whole chunks beside others, with more pages in
+    windows than there are slots."""
     settings = settings_of(kernel=True)
     plans = {}
     for way in ("kernel", "torch"):
         monkeypatch.setattr(steps, "kernels_run_on", lambda device, way=way: way == "kernel")
-        server, plans[way] = Server(settings, 3, 120, device=device), []
+        server, plans[way] = Server(settings, 3, 160, device=device, segment=16), []
         if way == "kernel":
             compile(server)
         for request in range(6):
             server.begin(request)
-            server.plan({request: 5 * request + 1})
+            plans[way].append(describe(server, server.plan({request: 5 * request + 1})))
             for number in range(9):
                 # One waits meanwhile, and others take its copies.
                 busy = [each for each in server.tables if each != number % 3 or not request]
                 counts = {each: 1 + (number + each) % 4 * (number > 4) for each in busy}
+                if number % 4 == 3:  # the last ones read and write a chunk
+                    counts |= dict.fromkeys(busy[-2:], 11 + request)
                 step = server.plan(counts)
                 plans[way].append(describe(server, step))
             if request % 3 == 2:
                 server.end(request - 1)
     assert plans["kernel"] == plans["torch"]
+    assert any(len(plan) > 20 for plan in plans["torch"]), "some steps have segments"
 
 
 def describe(server, step) -> list:
@@ -286,6 +291,11 @@ def describe(server, step) -> list:
     tensors += [step.pages, step.page_offsets, page_of[step.slots]]
     tensors += [window.lengths for window in windows]
     tensors += [page_of[window.slots.long()] for window in windows]
+    if step.prompts is not None:
+        tensors += [step.prompts.page_table, step.prompts.contexts, step.prompts.bounds]
+        for read in (*(group.read for group in step.prompts.exact), *step.prompts.codes):
+            tensors += [read.bounds, read.firsts, read.jumps, read.gaps]
+        tensors += [group.bounds for group in step.prompts.exact]
     return [tensor.tolist() for tensor in tensors]
 
 

@@ -6,19 +6,23 @@ from support.codec import on_gpu
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
-from rotationzoo.vllm.segments import plan_codes, plan_exact
+from rotationzoo.vllm.segments import Known, find_reads, plan_prompts
 
 
 def test_every_token_is_read_once():
     """Prompts without a context, in the sink alone, within the windows, and beyond them."""
     contexts, starts, recents = [0, 2, 9, 30, 21], [0, 2, 4, 4, 0], [0, 2, 5, 22, 21]
     new = [9, 2, 3, 4, 5]
-    known, count = torch.tensor(contexts), torch.tensor(new)
-    numbers = [torch.tensor(each, dtype=torch.int32) for each in (starts, recents, contexts)]
-    exact = [*plan_exact(known, count, 12, *numbers, most=8)]
-    codes = [*plan_codes(known, *numbers[:2], most=8)]
+    counts, lengths = torch.tensor(new), torch.tensor(contexts) + torch.tensor(new)
+    known = Known(counts, lengths, int(lengths.max()), few=1)
+    numbers = [torch.tensor(each, dtype=torch.int32) for each in (contexts, starts, recents, new)]
+
+    def plan(most):
+        reads = find_reads(*numbers, known.count_segments(most), most)
+        return plan_prompts(known, reads, torch.zeros(5, 1), 12, most)
+
+    exact, codes, wide = plan(8).exact, plan(8).codes, plan(24).exact
     assert [group.prompts for group in exact] == [slice(i, i + 1) for i in range(5)]
-    wide = [*plan_exact(known, count, 12, *numbers, most=24)]
     assert [group.prompts for group in wide] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     tokens = [(group.tokens.start, group.tokens.stop) for group in wide]
     assert tokens == [(0, 11), (11, 14), (14, 18), (18, 23)]
