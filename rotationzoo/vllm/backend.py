@@ -93,11 +93,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
     ) -> RotatedMetadata:
         """Plan a step."""
         common = common_attn_metadata
-        bounds = common.query_start_loc
-        lengths = common.seq_lens_cpu_upper_bound
-        lengths = (common.seq_lens if lengths is None else lengths).cpu().long()
-        counts = common.query_start_loc_cpu.diff().long()
-        known = Known(counts, lengths, common.max_seq_len, self.few)
+        bounds, known = common.query_start_loc, _known_of(common, self.few)
         table, mapping = common.block_table_tensor, common.slot_mapping
         if self.pages > 1:
             inside = torch.arange(self.pages, dtype=table.dtype, device=table.device)
@@ -266,6 +262,7 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
         return in_two_bits(spec, cls.layer)
 
 
+_known: Known | None = None
 _current: Any = None
 """The `VllmConfig` of the model that this process serves, as its layers are built: vLLM asks for
 the spec of a cache later, when it shows its configuration no more."""
@@ -308,6 +305,22 @@ def in_two_bits(spec: Any, layer: int | None) -> Any:
 
 _lend_scratch = lru_cache(1)(lambda *sizes: current_workspace_manager().get_simultaneous(*sizes))
 """Scratch memory: all layers of a step ask for the same."""
+
+
+def _known_of(common: Any, few: int) -> Known:
+    """What is known of a step: one object for the builders of pages of all sizes."""
+    global _known
+    lengths = common.seq_lens_cpu_upper_bound
+    lengths = (common.seq_lens if lengths is None else lengths).to("cpu", torch.int64, copy=True)
+    counts = common.query_start_loc_cpu.diff().long()
+    if (
+        _known is None
+        or (_known.most_tokens, _known.few) != (common.max_seq_len, few)
+        or not torch.equal(_known.counts, counts)
+        or not torch.equal(_known.lengths, lengths)
+    ):
+        _known = Known(counts, lengths, common.max_seq_len, few)
+    return _known
 
 
 def _page_tokens(block: int) -> int:

@@ -215,9 +215,7 @@ class LayerReader:
     def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
         """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
         each: copies, and then those of `rows` `[T, H, D]`; keys without their mean."""
-        prompts = step.prompts
-        assert prompts is not None
-        table, contexts = prompts.page_table[exact.prompts], prompts.contexts[exact.prompts]
+        table, contexts = exact.page_table, exact.contexts
         new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean

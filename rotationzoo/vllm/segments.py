@@ -4,7 +4,8 @@ time, so that the memory for that does not grow with the context."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ FEW = 8
 query heads on a KV head, that takes .35 to .77 of a prompt's time; 16 would take .60 to 1.30."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
     """What is known of a step without waiting for a device: int64 tensors on the CPU."""
 
@@ -102,8 +103,10 @@ class Segment:
 class Exact:
     """What some prompts of a step read exact: the windows before their new tokens, and these."""
 
-    prompts: slice
-    """Which of the C prompts they are."""
+    page_table: torch.Tensor
+    """Their rows of the step's, int64 `[C, N]`."""
+    contexts: torch.Tensor
+    """int32 `[C]`: how many tokens each has before its new ones."""
     tokens: slice
     """Which of the prompts' new tokens are theirs."""
     bounds: torch.Tensor
@@ -121,8 +124,6 @@ class Prompts:
     """The number of the first of their tokens, among the new ones of the step."""
     page_table: torch.Tensor
     """Their rows of the step's, int64 `[C, N]`."""
-    contexts: torch.Tensor
-    """int32 `[C]`: how many tokens each has before its new ones."""
     bounds: torch.Tensor
     """int32 `[C + 1]`: where the new tokens of each begin, counted from the first of these."""
     longest: int
@@ -180,16 +181,13 @@ def find_reads(
     return Reads(contexts, starts, gaps, *bounds, offsets + starts)
 
 
-def plan_prompts(
-    known: Known, reads: Reads, page_table: torch.Tensor, windows: int, most: int
-) -> Prompts:
-    """Group the prompts of a step so that each group reads at most `most` tokens exact, at most
-    `windows` of each prompt and the new ones, or is one prompt; and cut all else into segments of
-    `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
-    part = slice(known.decodes, None)
-    new, contexts = known.counts[part], known.contexts
-    exact, codes, begin = [], [], 0
-    none = torch.zeros_like(reads.starts)
+@lru_cache(maxsize=1)  # the pages of all sizes are planned for one step
+def _cut(known: Known, windows: int, most: int) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Of each group of prompts: which they are, which of the new tokens are theirs, the most of
+    these, how many tokens they read exact, and the most of those. Of each segment: how many tokens
+    it has at most, and how many of one prompt."""
+    new, contexts = known.counts[known.decodes :], known.contexts
+    groups, begin = [], 0
     sizes = contexts.clamp(max=windows) + new
     ends, firsts = sizes.cumsum(0), new.cumsum(0) - new
     while known.count_segments(most) and begin < len(sizes):
@@ -197,28 +195,35 @@ def plan_prompts(
         end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
         part, first = slice(begin, end), int(firsts[begin])
         tokens = slice(first, first + int(new[part].sum()))
-        bounds, own = (
-            each[begin : end + 1] - each[begin] if begin else each[: end + 1]
-            for each in (reads.exact_bounds, reads.new_bounds)
-        )
-        room, longest = int(sizes[part].sum()), int(sizes[part].max())
-        read = Segment(bounds, none[part], reads.starts[part], reads.gaps[part], room, longest)
-        exact.append(Exact(part, tokens, own, int(new[part].max()), read))
+        read = int(sizes[part].sum()), int(sizes[part].max())
+        groups.append((part, tokens, int(new[part].max()), *read))
         begin = end
     edges = torch.arange(0, int(contexts.sum()), most)[:, None] - (contexts.cumsum(0) - contexts)
     parts = torch.minimum(torch.stack([edges, edges + most]).clamp(min=0), contexts)
     rooms = parts[1] - parts[0]
-    for bounds, first, room in zip(reads.code_bounds, reads.code_firsts, rooms, strict=True):
-        codes.append(Segment(bounds, first, none, none, int(room.sum()), int(room.max())))
-    return Prompts(
-        known.few_tokens,
-        page_table[known.decodes :],
-        reads.contexts,
-        reads.new_bounds,
-        int(new.max()),
-        exact,
-        codes,
-    )
+    return groups, [(int(room.sum()), int(room.max())) for room in rooms]
+
+
+def plan_prompts(
+    known: Known, reads: Reads, page_table: torch.Tensor, windows: int, most: int
+) -> Prompts:
+    """Group the prompts of a step so that each group reads at most `most` tokens exact, at most
+    `windows` of each prompt and the new ones, or is one prompt; and cut all else into segments of
+    `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
+    groups, rooms = _cut(known, windows, most)
+    none, exact, table = torch.zeros_like(reads.starts), [], page_table[known.decodes :]
+    for part, tokens, longest, *room in groups:
+        begin, ends = part.start, slice(part.start, part.stop + 1)
+        bounds, own = (
+            each[ends] - each[begin] if begin else each[ends]
+            for each in (reads.exact_bounds, reads.new_bounds)
+        )
+        read = Segment(bounds, none[part], reads.starts[part], reads.gaps[part], *room)
+        exact.append(Exact(table[part], reads.contexts[part], tokens, own, longest, read))
+    several = zip(reads.code_bounds, reads.code_firsts, rooms, strict=True)
+    codes = [Segment(bounds, first, none, none, *room) for bounds, first, room in several]
+    longest = int(known.counts[known.decodes :].max())
+    return Prompts(known.few_tokens, table, reads.new_bounds, longest, exact, codes)
 
 
 def bounds_of(counts: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rotationzoo.model.source import DEMO
 from rotationzoo.recall.exercises import POOLS, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
+from rotationzoo.text.rows import start_tokens
 
 BUNDLED = {name: DEMO.parent / f"{name}.jsonl" for name in ("calibration", "evaluation")}
 INSTALLED = {"site-packages", "dist-packages"}
@@ -80,10 +81,11 @@ def _lines(text: str) -> set[str]:
 
 
 def tokens_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The texts' tokens `[N]`, int16, each text followed by the end token."""
+    """The texts' tokens `[N]`, int16, without start tokens, each followed by the end token."""
     end, parts = tokenizer.eos_token_id, []
     for at in range(0, len(texts), FILES):
-        rows = tokenizer(list(texts[at : at + FILES]), verbose=False).input_ids
+        several = list(texts[at : at + FILES])
+        rows = tokenizer(several, add_special_tokens=False, verbose=False).input_ids
         parts += [np.array([*ids, end], dtype=np.int16) for ids in rows]
     return np.concatenate(parts)
 
@@ -141,6 +143,8 @@ def _write_group(draw: random.Random, length: int) -> tuple[np.ndarray, np.ndarr
     if not parts:
         starts = [draw.randrange(len(_source.tokens) - length) for _ in range(GROUP)]
         ids = np.stack([_source.tokens[start : start + length] for start in starts])
+        first = start_tokens(_source.tokenizer)
+        ids[:, : len(first)] = first
         return ids, np.ones_like(ids, dtype=np.uint8)
     written = [_write_tasks(draw, length // parts) for _ in range(parts)]
     ids = np.concatenate([ids for ids, _ in written], axis=1)

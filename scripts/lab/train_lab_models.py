@@ -2,7 +2,7 @@
 rotations on. All of them answer questions about their context.
 
     python scripts/lab/train_lab_models.py OUTPUT [--models demo,qwen3,biased,llama]
-        [--text FOLDER ...] [--seed N] [--minutes M | --steps N] [--check-on-cpu]
+        [--text FOLDER ...] [--start-token] [--seed N] [--minutes M | --steps N] [--check-on-cpu]
 
 Writes a folder OUTPUT/NAME for each model as soon as it is trained: the model in bfloat16, its
 tokenizer, and lab.json with what it answers. `--minutes` is the time of the whole call, in which
@@ -26,13 +26,15 @@ training:
                 biases, because transformers gives every Qwen2 the tokenizer of Qwen2
     llama       no norms of queries and keys, a high learning rate, no weight decay
     llama-gqa4  the same with 8 query heads on 2 KV heads of 128
+    real-like   what SmolLM2-135M has, on 12 layers of width 576: 9 query heads on 3 KV heads of
+                64, no norms, keys that share a mean, and queries that share a direction. Train it
+                with --start-token, which becomes an attention sink
 """
 
 import argparse
 import json
 import math
 import platform
-import shutil
 import sys
 import sysconfig
 import time
@@ -44,6 +46,7 @@ from pathlib import Path
 import lab_rows
 import numpy as np
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -66,6 +69,14 @@ def widen_slow_key_biases(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias.view(-1, 2, layer.self_attn.head_dim // 2)
         bias[..., bias.shape[-1] // 2 :].normal_(0, 4)
+
+
+def share_means(model: PreTrainedModel) -> None:
+    """Draw biases of queries and keys, so that about half of what they are is shared by all, as was
+    measured on SmolLM2-135M."""
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.bias.normal_(0, 1.5)
 
 
 def peak_norms(model: PreTrainedModel) -> None:
@@ -91,12 +102,17 @@ class Lab:
 
 
 NO_NORMS = {"learning_rate": 3e-3, "weight_decay": 0.0}
+SMOLLM2 = {
+    "attention_bias": True, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 12,
+    "num_attention_heads": 9, "num_key_value_heads": 3,
+}  # fmt: skip
 MODELS = {
     "demo": Lab("qwen3", share=2.0),
     "qwen3": Lab("qwen3", {"head_dim": 128}),
     "peaked": Lab("qwen3", prepare=peak_norms),
     "biased": Lab("llama", {"attention_bias": True}, prepare=widen_slow_key_biases),
     "llama": Lab("llama", **NO_NORMS),
+    "real-like": Lab("llama", SMOLLM2, learning_rate=1e-3, weight_decay=0.0, prepare=share_means),
     "llama-gqa4": Lab("llama", {"head_dim": 128, "num_attention_heads": 8}, **NO_NORMS),
 }
 
@@ -118,7 +134,7 @@ class Size:
 
 SMALL = Size(
     80, 80, 1024, 2048, 1, 2,
-    {"hidden_size": 120, "intermediate_size": 128, "num_hidden_layers": 2},
+    {"hidden_size": 144, "intermediate_size": 128, "num_hidden_layers": 2},
 )  # fmt: skip
 
 
@@ -266,7 +282,7 @@ def train_all(run: Run, names: list[str], deadline: float, device: str) -> list[
             record = trainer.train(stop)
             trainer.model.to(torch.bfloat16).eval()
             folder = run.output / name
-            save(trainer.model, folder)
+            save(trainer.model, run.tokenizer, folder)
             record |= describe(trainer)
             trainer.say(json.dumps(record))
             (folder / "lab.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -276,12 +292,21 @@ def train_all(run: Run, names: list[str], deadline: float, device: str) -> list[
     return failed
 
 
-def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write the model and the bundled tokenizer into a folder."""
+def start_texts(tokenizer: Tokenizer) -> None:
+    """Let all texts start with the end token, as many models' do."""
+    end = str(tokenizer.eos_token)
+    start = TemplateProcessing(
+        single=[end, "$A"], special_tokens=[(end, int(tokenizer.eos_token_id))]
+    )
+    tokenizer.backend_tokenizer.post_processor = start
+
+
+def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the model and its tokenizer into a folder."""
     settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings["model_max_length"] = LONGEST
     model.save_pretrained(folder)
-    shutil.copy(DEMO / "tokenizer.json", folder)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     written = json.dumps(settings, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(written, encoding="utf-8")
 
@@ -327,6 +352,7 @@ def main() -> int:
     parser.add_argument("--models", default="demo,qwen3,biased,llama")
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--text", type=Path, nargs="+", default=[stdlib], metavar="FOLDER")
+    parser.add_argument("--start-token", action="store_true", help="that all texts begin with")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole call")
     parser.add_argument("--steps", type=int, help="of every model, in place of --minutes")
@@ -341,6 +367,8 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() and not options.check_on_cpu else "cpu"
     options.output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(DEMO, model_max_length=LONGEST)
+    if options.start_token:
+        start_texts(tokenizer)
     rows = write_all_rows(tokenizer, lab_rows.read_sources(options.text), size, options.seed)
     run = Run(options.output, rows, tokenizer, size, options.seed, steps)
     failed = train_all(run, names, start + 60 * options.minutes, device)

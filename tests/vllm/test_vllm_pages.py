@@ -292,10 +292,11 @@ def describe(server, step) -> list:
     tensors += [window.lengths for window in windows]
     tensors += [page_of[window.slots.long()] for window in windows]
     if step.prompts is not None:
-        tensors += [step.prompts.page_table, step.prompts.contexts, step.prompts.bounds]
+        tensors += [step.prompts.page_table, step.prompts.bounds]
         for read in (*(group.read for group in step.prompts.exact), *step.prompts.codes):
             tensors += [read.bounds, read.firsts, read.jumps, read.gaps]
-        tensors += [group.bounds for group in step.prompts.exact]
+        for group in step.prompts.exact:
+            tensors += [group.page_table, group.contexts, group.bounds]
     return [tensor.tolist() for tensor in tensors]
 
 

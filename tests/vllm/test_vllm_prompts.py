@@ -22,14 +22,14 @@ def test_every_token_is_read_once():
         return plan_prompts(known, reads, torch.zeros(5, 1), 12, most)
 
     exact, codes, wide = plan(8).exact, plan(8).codes, plan(24).exact
-    assert [group.prompts for group in exact] == [slice(i, i + 1) for i in range(5)]
-    assert [group.prompts for group in wide] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    assert [group.contexts.tolist() for group in exact] == [[each] for each in contexts]
+    assert [group.contexts.tolist() for group in wide] == [[0, 2], [9], [30], [21]]
     tokens = [(group.tokens.start, group.tokens.stop) for group in wide]
     assert tokens == [(0, 11), (11, 14), (14, 18), (18, 23)]
     assert [group.bounds.tolist() for group in wide] == [[0, 9, 11], [0, 3], [0, 4], [0, 5]]
     read = []
-    for group in exact:
-        read += [(group.prompts.start, each) for each in group.read.positions()[1].tolist()]
+    for prompt, group in enumerate(exact):
+        read += [(prompt, each) for each in group.read.positions()[1].tolist()]
     assert read == [
         (prompt, at)
         for prompt, context in enumerate(contexts)
