@@ -1,32 +1,12 @@
-"""The clip rules: the magnitude at which a row is clamped before it is quantized.
+"""The clip rule: the magnitude at which a row is clamped before it is quantized.
 
-`group_threshold` chooses the rule of a format. A new rule is a function here and a field in
-`formats.Format`; `cuda` refuses rules that the kernel does not have. Ratios are keys of a recipe.
-Everything is float32 except the position of a threshold, which is computed in float64.
+Ratios are keys of a recipe. Everything is float32 except the position of a threshold, which is
+computed in float64.
 """
 
 import torch
 
-from rotationzoo.codec.formats import Format
 from rotationzoo.errors import RotationZooError
-
-_FEWEST_BISECTED = 64  # channels; SGLang's kernels sort shorter rows, too
-
-
-def group_threshold(
-    groups: torch.Tensor, clip: float | torch.Tensor, format: Format
-) -> torch.Tensor:
-    """The magnitude at which the format's rule clamps each group.
-
-    Groups are `[..., D / group, group]`, and the result is `[..., D / group, 1]`, or `[..., 1, 1]`
-    where the rule looks at whole rows. `clip` is as in `int2.quantize`.
-    """
-    if format.bisected:
-        return bisected_threshold(groups.flatten(-2), clip)[..., None, None]
-    if format.clip_scope == "row":
-        return clip_threshold(groups.flatten(-2), clip, format.interpolated)[..., None, None]
-    ratio = clip.unsqueeze(-1) if isinstance(clip, torch.Tensor) else clip
-    return clip_threshold(groups, ratio, format.interpolated)[..., None]
 
 
 def ratio_for_bits(ratio: torch.Tensor, bits: int) -> torch.Tensor:
@@ -80,29 +60,6 @@ def clip_threshold(
         above = _take(magnitudes, (dim - 2 - entry).clamp(min=0))
         threshold = threshold + weight * (above - threshold)
     return threshold
-
-
-def bisected_threshold(rows: torch.Tensor, ratio: float | torch.Tensor) -> torch.Tensor:
-    """The magnitude `[...]` at which SGLang's `gpu_flush_int2.py` clamps each row `[..., D]`.
-
-    It halves the range from 0 to the row's maximum log2(D) times. Where more than `D - floor(c D)`
-    magnitudes are above the middle, it keeps the upper half, and otherwise the lower half. The
-    threshold is the upper end of the last range. Rows of fewer than 64 channels are sorted, and a
-    ratio of 1 clamps nothing.
-    """
-    dim = rows.shape[-1]
-    if dim < _FEWEST_BISECTED:
-        return clip_threshold(rows, ratio)
-    entry = _expand(clip_position(ratio, dim)[0], rows)
-    magnitudes = rows.abs()
-    largest = magnitudes.amax(-1)
-    low, high = torch.zeros_like(largest), largest
-    for _ in range(dim.bit_length() - 1):
-        middle = (low + high) * 0.5
-        too_many = (magnitudes > middle.unsqueeze(-1)).sum(-1) > dim - entry
-        low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
-    # Bisection may end below the maximum; at the last entry nothing may be clamped.
-    return torch.where(entry == dim - 1, largest, high)
 
 
 def _expand(positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -181,11 +181,8 @@ class Variant:
             "CLIP": self.clips,
             "ROTATE": self.rotates,
             "BITS": format.bits,
-            "GROUP_CLIP": format.clip_scope == "group",
             "INTERPOLATED": format.interpolated,
             "HALF": format.metadata == "float16",
-            # Error feedback always makes up for the errors of what a reader gets.
-            "COMPUTED": format.rounded_with == "computed" and not self.feedback,
             "MINIMUM": format.offset == "minimum",
             "SYMMETRIC": format.offset == "none",
             "FINE": format.fine_channels,

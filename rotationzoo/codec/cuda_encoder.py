@@ -78,9 +78,7 @@ def clip_encoder(
     """An encoder that chooses the codes of `int2.quantize` for clip ratios `[H]`. `rotation`
     `[H, D, D]`, if given, multiplies the rows first. Raises `RotationZooError` for shapes and types
     that the kernel does not support."""
-    format = variant.format
-    channels = variant.group if format.clip_scope == "group" else variant.dim
-    entry, weight = clip_position(clip, channels, format.interpolated)
+    entry, weight = clip_position(clip, variant.dim, variant.format.interpolated)
     matrix = None if rotation is None else rotation.float().contiguous()
     variant = replace(variant, clips=bool((clip < 1).any()), rotates=matrix is not None)
     kernel = cuda.compiled("quantize", variant, device)
@@ -105,8 +103,6 @@ def feedback_encoder(factor: torch.Tensor, variant: cuda.Variant, device: torch.
 
 def supports(variant: cuda.Variant) -> bool:
     """Whether the kernels quantize rows of this shape, type and format."""
-    if variant.format.bisected:
-        return False
     try:
         variant.macros()
     except RotationZooError:

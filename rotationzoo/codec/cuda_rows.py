@@ -7,7 +7,6 @@ from rotationzoo.codec import cuda
 from rotationzoo.codec.cuda import Packed, Variant
 from rotationzoo.codec.cuda_encoder import check_factor, clip_encoder, feedback_encoder
 from rotationzoo.codec.formats import SGLANG, Format
-from rotationzoo.errors import RotationZooError
 
 
 def quantize(
@@ -26,10 +25,6 @@ def quantize(
     rows that are not finite or above 1e18, and for shapes and types that the kernel does not
     support.
     """
-    if format.bisected:
-        raise RotationZooError(
-            "the CUDA reference sorts: it has no bisected threshold", hint="use int2.quantize"
-        )
     ratios = torch.as_tensor(clip).expand(len(rows))
     encoder = clip_encoder(ratios, _variant(rows, group_size, format), rows.device, rotation)
     packed = encoder.store(rows, rotated)

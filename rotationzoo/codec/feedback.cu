@@ -1,7 +1,7 @@
 // Codes chosen by error feedback: rows -> four candidate ranges -> scale, offset and codes of the best, packed.
 //
 // The definition is rotationzoo/codec/feedback.py; codes, scales and offsets are the same bit by bit. This file continues
-// int2.cu: both are compiled as one program with the same macros, CLIP, ROTATE and COMPUTED being 0.
+// int2.cu: both are compiled as one program with the same macros, CLIP and ROTATE being 0.
 //
 // A channel waits for the errors of all that come before it, so that a row is one chain of D steps. Its D^2 / 2 multiplications
 // and subtractions a range are what takes time. A thread therefore has a row to itself, in all ranges at once: a weight that it

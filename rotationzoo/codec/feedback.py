@@ -9,8 +9,6 @@ that are not yet rounded so that their errors make up for what the earlier ones 
 2210.17323) and QuIP (arXiv 2307.13304, "LDLQ") round weights this way.
 """
 
-from dataclasses import replace
-
 import torch
 
 from rotationzoo.codec import int2
@@ -77,10 +75,8 @@ def _encode(
     """The codes, scales and offsets of rows whose groups reach from `low` to `high`,
     `[..., H, T, D / group]`, and the error `e M e^T` of each row, `[..., H, T]`.
 
-    Codes are always rounded with the scale and offset as they are stored, even where the engine's
-    own writer does: the error is that of what a reader gets.
     """
-    ranges = int2.metadata(low, high, replace(format, rounded_with="stored"))
+    ranges = int2.metadata(low, high, format)
     dim, groups = rows.shape[-1], low.shape[-1]
     largest = int2.largest_codes((groups, dim // groups), format, rows.device).flatten()
     of_channels = int2.spread(*ranges, dim // groups, format)

@@ -24,12 +24,9 @@ class Format:
     """How one engine's rows differ from another's. Raises `RotationZooError` for bits that are not
     in `BITS`."""
 
-    clip_scope: Literal["row", "group"]
-    """Whether the clip threshold is taken over all D channels of a row, or within each quantization
-    group."""
     interpolated: bool
-    """Whether the threshold is interpolated between the magnitudes of two channels, or is one of
-    them."""
+    """Whether the threshold of a row's clip is interpolated between the magnitudes of two channels,
+    or is one of them."""
     metadata: Literal["float32", "float16"]
     """The type in which a group's scale and offset are stored."""
     offset: Literal["zero", "minimum", "none"]
@@ -37,12 +34,6 @@ class Format:
     minimum`, and `none`, which stores no offset, is `(code - largest code / 2) * scale`."""
     packing: Packing
     """Which codes share a byte."""
-    rounded_with: Literal["stored", "computed"] = "stored"
-    """Whether codes are rounded with the scale and offset as they are stored, or with their float32
-    values before storage."""
-    bisected: bool = False
-    """Whether the threshold is found by bisection, as in SGLang's kernels. See
-    `clip.bisected_threshold`."""
     bits: int = 2
     """Bits of a code."""
     fine_channels: int = 0
@@ -74,19 +65,9 @@ class Format:
         return (dim * self.bits + self.fine_channels) // 8
 
 
-SGLANG = Format("row", interpolated=False, metadata="float32", offset="zero", packing="strided")
-VLLM = Format("row", interpolated=True, metadata="float16", offset="minimum", packing="consecutive")
-MLX = Format(
-    "group",
-    interpolated=False,
-    metadata="float16",
-    offset="zero",
-    packing="consecutive",
-    rounded_with="computed",
-)
-
+SGLANG = Format(interpolated=False, metadata="float32", offset="zero", packing="strided")
+VLLM = Format(interpolated=True, metadata="float16", offset="minimum", packing="consecutive")
 FINE = Format(
-    "row",
     interpolated=False,
     metadata="float16",
     offset="none",
@@ -98,14 +79,12 @@ place of a float32 scale and a float32 offset. Our own cache has it, and the plu
 BUDGETED = "fine"
 """The name of the format whose rows may have other bits in every layer."""
 
-FORMATS = {"sglang": SGLANG, "vllm": VLLM, "mlx": MLX}
+FORMATS = {"sglang": SGLANG, "vllm": VLLM}
 """The formats of engines."""
 
 SIMULATED = FORMATS | {
-    "sglang-bisected": replace(SGLANG, bisected=True),
     "fine": FINE,
     "sglang-3": replace(SGLANG, bits=3),
     "sglang-4": replace(SGLANG, bits=4),
 }
-"""The formats that a model can be evaluated with. SGLang sorts a row during prefill, but bisects
-when it stores tokens that leave the exact window."""
+"""The formats that a model can be evaluated with."""

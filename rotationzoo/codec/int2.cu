@@ -10,9 +10,8 @@
 // feedback.cu continues this file, and uses its conversions and its arithmetic.
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
-// CLIP (0: off), ROTATE, and the format: BITS, GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), COMPUTED (rounded with the
-// metadata as computed, not as stored), MINIMUM, SYMMETRIC (no offset), FINE (so many last channels have third bits: a multiple
-// of 16, 0 unless SYMMETRIC and BITS is 2), STRIDED.
+// CLIP (0: off), ROTATE, and the format: BITS, INTERPOLATED, HALF (metadata in float16), MINIMUM, SYMMETRIC (no offset), FINE (so many
+// last channels have third bits: a multiple of 16, 0 unless SYMMETRIC and BITS is 2), STRIDED.
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
@@ -64,7 +63,7 @@ __device__ float read(Metadata x) { return from_half(x); }
 __device__ Metadata write(float x) { return to_half(x); }
 // What reading the stored number gives; where the engines overflow or underflow to NaN, the nearest that float16 has.
 __device__ float stored_scale(float x) {
-  return from_half(to_half(fminf(COMPUTED ? x : fmaxf(x, 5.9604644775390625e-8f), 65504.0f)));
+  return from_half(to_half(fminf(fmaxf(x, 5.9604644775390625e-8f), 65504.0f)));
 }
 __device__ float stored_offset(float x) { return from_half(to_half(fminf(fmaxf(x, -65504.0f), 65504.0f))); }
 #else
@@ -184,21 +183,16 @@ __device__ unsigned code_bits(float y, int bottom, int top) {
 
 constexpr float MIDDLE = 0.5f * (LEVELS - 1);  // of the codes
 
-// How a group of these extremes is rounded: the scale and offset that codes are computed with, and those that are stored.
+// How a group of these extremes is rounded: with the scale and offset as they are stored.
 struct Range {
-  float scale, offset, kept_scale, kept_offset;
+  float scale, offset;
 
   __device__ Range(float lowest, float highest) {
     if (SYMMETRIC) highest = max_nan(-lowest, highest), lowest = -highest;
     const float width = fmaxf(__fsub_rn(highest, lowest), 1e-8f);
-    scale = SYMMETRIC ? __fmul_rn(width, 1.0f / LEVELS) : Divisor<false>(LEVELS - 1.0f).divide(width);
-    if (HALF && !MINIMUM && !SYMMETRIC) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
-    kept_scale = stored_scale(scale);
-    if (!COMPUTED) scale = kept_scale;
+    scale = stored_scale(SYMMETRIC ? __fmul_rn(width, 1.0f / LEVELS) : Divisor<false>(LEVELS - 1.0f).divide(width));
     // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
-    offset = SYMMETRIC ? MIDDLE : MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
-    kept_offset = stored_offset(offset);
-    if (!COMPUTED) offset = kept_offset;
+    offset = stored_offset(SYMMETRIC ? MIDDLE : MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale)));
   }
 };
 
@@ -350,11 +344,11 @@ struct Keys {
     return key;
   }
 
-  // The entry of this rank among the ascending magnitudes of so many channels; interpolated, `weight` of the way to the next.
-  __device__ float threshold(float top, int channels, int rank, float weight) const {
-    unsigned found = largest(key(top), channels - rank);
+  // The entry of this rank among the ascending magnitudes; interpolated, `weight` of the way to the next.
+  __device__ float threshold(float top, int rank, float weight) const {
+    unsigned found = largest(key(top), D - rank);
 #if INTERPOLATED
-    bool repeated = !at_least(found + 1, channels - rank - 1) || rank == channels - 1;
+    bool repeated = !at_least(found + 1, D - rank - 1) || rank == D - 1;
     unsigned next = key(INFINITE);
     for (int i = 0; i < 4 * RUN; i++)
       if (get(i) > found) next = min(next, get(i));
@@ -381,22 +375,15 @@ __device__ bool quantize_row(
   }
 #if CLIP
   Keys keys;
-#if !GROUP_CLIP
 #pragma unroll
   for (int k = 0; k < 4; k++) keys.set(k, x[k], lane.active);
-  limit = keys.threshold(top, D, rank, weight);
-#endif
+  limit = keys.threshold(top, rank, weight);
 #endif
   alignas(8) unsigned words[PIECES * RUN / 4];
   for (unsigned& word : words) word = WITHOUT_CODES;
   unsigned thirds[4] = {};  // the lowest bits of each run
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
-#if CLIP && GROUP_CLIP
-#pragma unroll
-    for (int k = 0; k < 4; k++) keys.set(k, x[k], lane.active && lane.group(k) == g);
-    limit = keys.threshold(max_nan(-low[g], high[g]), GROUP, rank, weight);
-#endif
     float lowest = CLIP ? clip(low[g], limit) : low[g], highest = CLIP ? clip(high[g], limit) : high[g];
     const Range range(lowest, highest);
 #pragma unroll
@@ -417,7 +404,7 @@ __device__ bool quantize_row(
             words[position(k, i) / 32] += bits << position(k, i) % 32;
           }
     }
-    if (exists && lane.index == 0) store(metadata + NUMBERS * g, range.kept_scale, range.kept_offset);
+    if (exists && lane.index == 0) store(metadata + NUMBERS * g, range.scale, range.offset);
   }
 #pragma unroll
   for (int first = 0; first < FINE; first += 16) {

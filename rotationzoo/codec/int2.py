@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.codec.clip import group_threshold
+from rotationzoo.codec.clip import clip_threshold
 from rotationzoo.codec.formats import FORMATS as FORMATS
 from rotationzoo.codec.formats import SGLANG as SGLANG
 from rotationzoo.codec.formats import SIMULATED as SIMULATED
@@ -29,7 +29,6 @@ zero."""
 METADATA_TYPES = {"float32": torch.float32, "float16": torch.float16}
 """`Format.metadata` -> torch's type."""
 _HALF_MAX, _HALF_TINY = 65504.0, 2.0**-24  # the largest and the smallest positive float16
-_HALF_INTEGERS = 32768.0  # the largest zero that float16 formats allow, see `metadata`
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ def quantize(
     check_shape(dim, group, format)
     rows = rows.float()
     check_values(rows)
-    groups = torch.unflatten(rows, -1, (-1, group))
-    threshold = group_threshold(groups, clip, format)
-    return encode(torch.clamp(groups, -threshold, threshold), format)
+    threshold = clip_threshold(rows, clip, format.interpolated).unsqueeze(-1)
+    clamped = torch.clamp(rows, -threshold, threshold)
+    return encode(torch.unflatten(clamped, -1, (-1, group)), format)
 
 
 def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
@@ -214,7 +213,8 @@ def check_values(rows: torch.Tensor) -> None:
 def metadata(
     low: torch.Tensor, high: torch.Tensor, format: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float32 scale and offset with which groups of these minima and maxima are rounded.
+    """The scale and offset of groups of these minima and maxima as they are stored, in float32:
+    codes are rounded with these.
 
     Divisors are tensors. On a GPU, torch turns division by a Python number into multiplication by
     its rounded reciprocal.
@@ -226,24 +226,15 @@ def metadata(
         low, steps = -high, steps + 1
     scale = (high - low).clamp(min=SMALLEST_RANGE) / steps
     if format.metadata == "float16":
-        if format.offset == "zero":
-            # A zero beyond the integers that float16 holds would lose the codes.
-            scale = torch.maximum(scale, low.abs() / low.new_full((), _HALF_INTEGERS))
-        if format.rounded_with == "stored":
-            # A scale that underflows to zero would be a divisor; engines then store rows of NaN.
-            scale = scale.clamp(min=_HALF_TINY)
-    scale = _for_rounding(scale, format)
+        # A scale that underflows to zero would be a divisor; engines then store rows of NaN.
+        scale = scale.clamp(min=_HALF_TINY)
+    scale = store_metadata(scale, format).float()
     if format.offset == "none":
         return scale, scale[..., :0]
     # 0 - x and x + 0 rather than -x and x: depending on the order of the comparisons, a minimum of
     # zero is +0 or -0, and this makes both +0.
     offset = 0 - low / scale if format.offset == "zero" else low + 0
-    return scale, _for_rounding(offset, format)
-
-
-def _for_rounding(number: torch.Tensor, format: Format) -> torch.Tensor:
-    """The float32 scale or offset with which the format rounds codes."""
-    return store_metadata(number, format).float() if format.rounded_with == "stored" else number
+    return scale, store_metadata(offset, format).float()
 
 
 def store_metadata(number: torch.Tensor, format: Format) -> torch.Tensor:
