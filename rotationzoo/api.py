@@ -238,7 +238,7 @@ def evaluate(
     * `windows`: pairs `(sink, recent)`: how many first and last tokens stay exact, by default the
       recipe's pair;
     * `bits`: another budget of bits an element than the artifacts', which must have one;
-    * `format`: the engine's 2-bit format, such as `sglang` or `mlx`;
+    * `format`: the engine's 2-bit format, such as `sglang` or `vllm`;
     * `rounding`: the codes of the arm that the decision is about: `nearest` or `feedback`;
     * `pooled`: measure each artifact with one rotation per layer, as `export --pooled` writes it;
     * `layers`, `sides`: quantize only these; `sides="key"` leaves the values exact;

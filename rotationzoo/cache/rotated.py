@@ -41,7 +41,7 @@ class RotatedCache(DynamicCache):
     * `model`: the transformers model that will read the cache;
     * `engine`: store an artifact as this engine does, such as `mlx`, where other options do not say
       otherwise. The default, `transformers`, loses nothing of it;
-    * `format`: `sglang` (the default), `fine` (that of a budget of bits), `vllm` or `mlx`;
+    * `format`: `sglang` (the default), `fine` (that of a budget of bits) or `vllm`;
     * `bits`: another budget of bits an element than the artifact's, which must have one;
     * `sink`, `recent`: how many first and last tokens stay exact, by default as the recipe says;
     * `group_size`: channels that share a scale; by default the recipe's, or the whole head;

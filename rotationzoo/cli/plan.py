@@ -28,7 +28,7 @@ def plan_command(
     ] = None,
     requests: Annotated[int, option("Requests at the same time.", min=1)] = 1,
     format: Annotated[
-        Literal["fine", "vllm", "sglang", "mlx"],
+        Literal["fine", "vllm", "sglang"],
         option("How our cache stores rows: by a budget of bits (fine), or as an engine does."),
     ] = "fine",
     bits: Annotated[float | None, option("Bits of it (the recipe's 3).", min=2, max=4)] = None,
