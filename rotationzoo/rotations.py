@@ -46,14 +46,6 @@ class Rotation:
     """Bits of a row beyond 2 a channel, in a format without an offset: int64 `[]`. Up to one a
     channel they are `Format.fine_channels`; beyond, channels get as many. None: the format's."""
 
-    turned_mean: torch.Tensor | None = None
-    """What keys share before RoPE, at each position: float32 `[KV heads, 3, D]`, the amplitudes of
-    cosine and sine, and a constant. It is subtracted with the mean, and added when a key is read: a
-    softmax does not ignore it. None where the recipe leaves it out."""
-    frequencies: torch.Tensor | None = None
-    """Radians a position by which RoPE turns each channel of keys: float64 `[D]`. None without a
-    `turned_mean`."""
-
     @property
     def forward(self) -> torch.Tensor:
         """`[H, D, D]`: what rows without their mean are multiplied by where their codes are chosen
@@ -69,15 +61,6 @@ class Rotation:
             return self.matrix.mT
         return self.matrix.mT @ invert(self.whitening).to(self.matrix)
 
-    def turned_rows(self, start: int, stop: int) -> torch.Tensor | None:
-        """The turned mean `[KV heads, T, D]` at the positions from `start` on; None without one."""
-        if self.turned_mean is None:
-            return None
-        assert self.frequencies is not None
-        phases = torch.stack(angles(self.frequencies, start, stop)).to(self.turned_mean)
-        cosine, sine, constant = self.turned_mean[:, :, None].unbind(1)
-        return cosine * phases[0] + sine * phases[1] + constant
-
     @property
     def dim(self) -> int:
         """The head dimension D."""
@@ -87,14 +70,6 @@ class Rotation:
     def per_head(self) -> bool:
         """Whether each KV head has its own matrix."""
         return len(self.matrix) > 1
-
-
-def angles(frequencies: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines `[T, D]`, float64, of frequencies `[D]` in radians a position, at the
-    positions from `start` on."""
-    positions = torch.arange(start, stop, dtype=torch.float64, device=frequencies.device)
-    phase = positions[:, None] * frequencies
-    return phase.cos(), phase.sin()
 
 
 @dataclass(frozen=True)

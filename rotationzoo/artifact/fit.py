@@ -15,7 +15,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.error_feedback import factorize, whitening
-from rotationzoo.linalg.moments import TURNED, Average, Moment, Statistics
+from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.sides import cost_kinds
@@ -134,7 +134,7 @@ def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.
     about the mean where the recipe centers them. None where it does not whiten."""
     if not recipe.whiten:
         return None
-    average = statistics[layer][TURNED if recipe.turns_mean(side) else side]
+    average = statistics[layer][side]
     moment, mean = average.second_moment.double().cpu(), average.mean
     if recipe.centers(side):
         assert mean is not None

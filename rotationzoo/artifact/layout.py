@@ -15,10 +15,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.sides import rows_of
 
-OPTIONAL = (
-    "eigenvalues", "mean", "turned_mean", "frequencies", "feedback", "whitening", "sensitivity",
-    "fine_channels",
-)  # fmt: skip
+OPTIONAL = ("eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels")
 """Fields of a rotation that may be missing; tensors have their names."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
@@ -93,9 +90,6 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
             }
             if recipe.centers(side):
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
-            if recipe.turns_mean(side):
-                fields["turned_mean"] = torch.float32, (layer.kv_heads, 3, dim)
-                fields["frequencies"] = torch.float64, (dim,)
             if recipe.feedback:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
             if recipe.feedback and recipe.whiten:

@@ -57,9 +57,7 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     fitted = fit(moments, recipe, artifact.geometry)
 
     def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
-        own = artifact.rotations[layer][side]
-        turned, frequencies = own.turned_mean, own.frequencies
-        return replace(rotation, mean=own.mean, turned_mean=turned, frequencies=frequencies)
+        return replace(rotation, mean=artifact.rotations[layer][side].mean)
 
     return fitted.replace(complete)
 

@@ -6,7 +6,7 @@ import torch
 
 from rotationzoo.artifact.layout import Layout, Shapes, matrix_count, split_name, tensor_name
 from rotationzoo.geometry import Geometry, Layer, cached_layers
-from rotationzoo.linalg.moments import TURNED, Average, Averages
+from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.recipe import Recipe
 
 _OF_KEY_ENERGY = {"second_moment": "key_energy_moment", "count": "key_energy"}
@@ -15,8 +15,6 @@ _OF_KEY_ENERGY = {"second_moment": "key_energy_moment", "count": "key_energy"}
 def statistic_dims(layer: Layer, recipe: Recipe) -> dict[str, int]:
     """Kind -> the dimension of each moment that a calibration keeps of a layer."""
     dims = layer.dims
-    if recipe.turns_mean("key") and "key" in dims:
-        dims[TURNED] = layer.key_dim
     if recipe.value_statistic == "key_energy" and "value" in dims:
         dims["key_energy"] = layer.value_dim
     return dims

@@ -131,8 +131,7 @@ class Stream:
             # A block at a time, because the codec takes float32 copies of what it quantizes.
             for begin in range(forgotten - start, end - start, step):
                 rows = leaving[:, :, begin : begin + step]
-                packed = self.codec.pack(rows, self.layer, side, format, start + begin)
-                blocks.append(packed)
+                blocks.append(self.codec.pack(rows, self.layer, side, format))
             if end - start > 1 or blocks.length % step == 0:
                 # Not after each token of decoding, because it waits for the GPU.
                 self.codec.check_packed(self.layer, side, format, leaving.device)
@@ -170,16 +169,14 @@ class Stream:
         write(0, codec.keep_exact(self.head[side], self.layer, side))
         for first, stored in blocks.read(start - sink, READ_TOGETHER[read_as(side)[0]]):
             # No name is kept for what is restored: it would outlive the next ones.
-            at = sink + first
-            write(at, codec.restore(blocks.layout.dequantize(stored), self.layer, side, at))
+            write(sink + first, codec.restore(blocks.layout.dequantize(stored), self.layer, side))
         write(self.tail_start, exact)
         return read
 
     def has_kernel(self, query: torch.Tensor) -> bool:
         """Whether a kernel reads the pages and windows, with queries `[B, H_q, T, D]` of this
-        device and type. None reads other rows than keys and values, nor keys with a turned
-        mean."""
-        if self.sides != SIDES or self.codec.rotations[self.layer].key.turned_mean is not None:
+        device and type. None reads other rows than keys and values."""
+        if self.sides != SIDES:
             return False
         exact = self.tail["key"].dtype, self.tail["value"].dtype
         if exact != (query.dtype, query.dtype) or not kernels_run_on(query.device):
@@ -214,7 +211,7 @@ class Stream:
         if not blocks.table:
             blocks.allocate(0, self.batch, self.tail[side].device)
         pages = list(blocks.table.values())
-        packed = self.codec.packed_side(self.layer, side, blocks.layout, pages, self.layout.sink)
+        packed = self.codec.packed_side(self.layer, side, blocks.layout, pages)
         return replace(packed, table=blocks.addresses())
 
     def crop(self, count: int) -> None:

@@ -34,7 +34,6 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
-from rotationzoo.model.turning import Means, add_turned_means, find_turnings, turn_means
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget
@@ -267,11 +266,7 @@ def run_model(
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
-        means: Means = {}
-        if recipe.turns_mean("key"):
-            turnings = find_turnings(model, geometry)
-            statistics, means = turn_means(statistics, geometry, turnings, recipe)
-        rotations = add_turned_means(fit(statistics, recipe, geometry), means)
+        rotations = fit(statistics, recipe, geometry)
         if recipe.budget:
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
             rotations = measure_sensitivities(

@@ -23,7 +23,6 @@ from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit, Undo
-from rotationzoo.model.turning import find_turnings
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.text.rows import MediaRow
@@ -59,8 +58,6 @@ def collect(
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
-    if recipe.turns_mean("key"):
-        observer.turnings = find_turnings(model, geometry)
     with sums.saved_if_interrupted():
         for number in range(passes):
             if number == 1:

@@ -1,25 +1,21 @@
 """Observers that add what each layer caches, its queries and its attention outputs to the running
 sums, or what errors of its rows cost."""
 
-from collections.abc import Mapping
-
 import torch
 
 from rotationzoo.artifact.statistics_layout import statistic_dims
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums
-from rotationzoo.linalg.moments import TURNED, Moment, Statistics
+from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.capture import Call
 from rotationzoo.model.latent import ReadErrors, cached_of, read_errors
-from rotationzoo.model.turning import Turning
 from rotationzoo.recipe import Recipe
 from rotationzoo.sides import HEADS, LATENTS
 
 
 def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
-    """The initial sums: four moments per cached layer, one more with key energy and with turned
-    means."""
+    """The initial sums: four moments per cached layer, one more with key energy."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
         dims = statistic_dims(layer, recipe).items()
@@ -64,10 +60,8 @@ class MomentObserver:
     """Sums second moments of queries, outputs, keys and values, for the layer that owns their
     cache. Keys and values count from position `skip` on."""
 
-    kinds: tuple[str, ...] = ("query", *HEADS.sides, "output", *LATENTS.sides, TURNED)
+    kinds: tuple[str, ...] = ("query", *HEADS.sides, "output", *LATENTS.sides)
     """What it adds to, of what a layer has."""
-    turnings: Mapping[int, Turning] = {}
-    """How layers turn their keys, for recipes with turned means."""
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
         self.layers = {layer.index: layer for layer in geometry}
@@ -90,10 +84,6 @@ class MomentObserver:
         if layer.owner == layer.index:
             add_rows(self.statistics, layer, "key", key[:, :, self.skip :])
             add_rows(self.statistics, layer, "value", value[:, :, self.skip :])
-            if TURNED in self.statistics[index]:
-                if index in self.turnings:
-                    key = self.turnings[index].turn_back(key)
-                add_rows(self.statistics, layer, TURNED, key[:, :, self.skip :])
 
     def watch(self, call: Call) -> torch.Tensor:
         """An `Intercept` that adds up what the attention of a layer reads, and changes nothing."""

@@ -196,10 +196,10 @@ def _reading_stored(
         if first == last:
             return exact
         if rounds:
-            read = codec.fake_quantize(stored, owner, side, COARSE, lost + first)
+            read = codec.fake_quantize(stored, owner, side, COARSE)
         else:
-            rotated = codec.rotate(stored, owner, side, lost + first)
-            read = codec.restore(rotated, owner, side, lost + first).to(rows.dtype)
+            rotated = codec.rotate(stored, owner, side)
+            read = codec.restore(rotated, owner, side).to(rows.dtype)
         return torch.cat([exact[:, :, :first], read, exact[:, :, last:]], dim=2)
 
     def read(call: Call) -> torch.Tensor:

@@ -57,8 +57,6 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
     if centered := [side for side in sides if artifact.recipe.centers(side)]:
         names = " and ".join(f"{side}s" for side in centered)
         say(f"Centered: {names} lose the mean of their KV head before they are stored")
-    if artifact.recipe.turns_mean("key"):
-        say("Turned mean: keys lose their mean before RoPE, too, turned to each position")
     if artifact.rotations.has_feedback:
         ranges = []
         for side, place in sides.items():

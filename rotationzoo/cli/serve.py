@@ -110,8 +110,6 @@ def serve_command(
         check_weights([artifact], source, anyway)
     if has_others and settings.codec.rotations.has_budget:
         out.note("Beside layers of other kinds, those in 2 bits get the same bits of the budget")
-    if artifact.recipe.turns_mean("key"):
-        out.note("The turned mean of keys is left out: only RotatedCache reads it so far")
     for note in notes:
         out.note(note)
     words += handed_on

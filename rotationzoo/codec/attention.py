@@ -20,8 +20,7 @@ class PackedSide:
     matrix: torch.Tensor
     """float32 `[H, D, D]`: what dequantized rows are multiplied by to be in the model's frame."""
     mean: torch.Tensor | None = None
-    """float32 `[H, D]`, or `[H, T, D]` for each token: what these rows still lack, added to them.
-    None: nothing."""
+    """float32 `[H, D]`: what these rows still lack, added to them. None: nothing."""
     table: torch.Tensor | None = None
     """The result of `addresses`, where it is known. It may have further columns."""
     base: int = 0
@@ -41,9 +40,7 @@ class PackedSide:
         """Every row of the pages in the model's frame `[B, H, T, D]`, in the matrix's type."""
         rows = [self.layout.dequantize(self.layout.view(block)) for block in self.blocks]
         restored = torch.cat(rows, dim=2).to(self.matrix.dtype) @ self.matrix
-        if self.mean is None:
-            return restored
-        return restored + (self.mean if self.mean.dim() == 3 else self.mean[:, None])
+        return restored if self.mean is None else restored + self.mean[:, None]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,6 @@ from rotationzoo.errors import UsageError
 from rotationzoo.sides import EVERY_SIDE, HEADS, LATENTS, rows_of
 from rotationzoo.words import nearest
 
-TURNED_MEAN = "turned"
-"""What `Rotation.turned_mean` is called among means."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -32,7 +29,7 @@ class Entry:
     heads: bool = True
     """Whether it takes one matrix per KV head, and not one per layer alone."""
     means: tuple[str, ...] = ()
-    """The sides whose means it subtracts, and `TURNED_MEAN`."""
+    """The sides whose means it subtracts."""
     takes: tuple[str, ...] = HEADS.sides
     """The sides that it rotates."""
     clip: Literal["none", "one", "side", "head"] = "side"
@@ -54,8 +51,8 @@ class Entry:
 
     @property
     def uncentered(self) -> tuple[str, ...]:
-        """The sides that keep their mean, and `TURNED_MEAN`."""
-        return tuple(each for each in (*self.takes, TURNED_MEAN) if each not in self.means)
+        """The sides that keep their mean."""
+        return tuple(side for side in self.takes if side not in self.means)
 
     @property
     def recipe(self) -> str:
@@ -84,7 +81,7 @@ ENGINES = {
     "transformers": Entry(
         command="generate",
         format="sglang",
-        means=(*EVERY_SIDE, TURNED_MEAN),
+        means=EVERY_SIDE,
         takes=EVERY_SIDE,
         clip="head",
         feedback=True,

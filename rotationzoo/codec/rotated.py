@@ -70,34 +70,28 @@ class RotatedCodec:
         return (rows.float() - mean).to(rows.dtype)
 
     def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the positions from `first` on as the 2-bit cache returns them, in
-        their original frame and dtype.
+        """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
 
         Centered keys come back without their mean. Centered values come back with it, because a
         server adds it to the attention output.
         """
-        rotated = self.rotate(rows, layer, side, first)
-        quantized = self.quantize(rotated, layer, side, format)
+        quantized = self.quantize(self.rotate(rows, layer, side), layer, side, format)
         stored = int2.dequantize(quantized, self.stored_format(layer, side, format))
-        return self.restore(stored, layer, side, first).to(rows.dtype)
+        return self.restore(stored, layer, side).to(rows.dtype)
 
-    def rotate(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the model as they are quantized: without their means at the
-        positions from `first` on, and rotated, in the rotation's type."""
-        turned = self.turned_rows(layer, side, first, rows.shape[2], rows.device)
-        rows = rows if turned is None else rows.to(turned.dtype) - turned
+    def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
+        in the rotation's type."""
         mean = self._mean(rows, layer, side)
         matrix = self.forward(layer, side).to(rows.device)
         rows = rows.to(matrix.dtype)
         return (rows if mean is None else rows - mean) @ matrix
 
-    def row_range(
-        self, rows: torch.Tensor, layer: int, side: str, first: int = 0
-    ) -> torch.Tensor | None:
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The `row_range` of rows `[B, H, T, D]` of the model, rotated and not yet clipped."""
-        return row_range(self.rotate(rows, layer, side, first))
+        return row_range(self.rotate(rows, layer, side))
 
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
@@ -121,12 +115,12 @@ class RotatedCodec:
         return feedback.quantize(rows, factor, self.group_size, stored)
 
     def pack(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:
-        """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]` of the model, at the
-        positions from `first` on, with their scales and offsets. On a GPU with a kernel, nothing
-        waits for the result, and rows that cannot be quantized are reported by `check_packed`."""
-        rotated = self.rotate(rows, layer, side, first)
+        """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]` of the model, with their
+        scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
+        cannot be quantized are reported by `check_packed`."""
+        rotated = self.rotate(rows, layer, side)
         if encoder := self.encoder(layer, side, format, rows.device):
             return encoder(rotated)
         quantized = self.quantize(rotated, layer, side, format)
@@ -180,29 +174,17 @@ class RotatedCodec:
         return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
 
     def packed_side(
-        self,
-        layer: int,
-        side: str,
-        layout: PageLayout,
-        blocks: Sequence[torch.Tensor],
-        first: int = 0,
+        self, layer: int, side: str, layout: PageLayout, blocks: Sequence[torch.Tensor]
     ) -> PackedSide:
-        """Pages of packed rows of the positions from `first` on as attention reads them."""
-        rotation = self.rotations[layer][side]
-        mean, tokens = rotation.mean, len(blocks) * layout.tokens
-        turned = self.turned_rows(layer, side, first, tokens, blocks[0].device)
-        if turned is not None:
-            mean = turned if mean is None else turned + mean[:, None]
+        """Pages of packed rows as attention reads them."""
+        mean = self.rotations[layer][side].mean
         return PackedSide(blocks, layout, self.inverse(layer, side), mean)
 
-    def restore(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> torch.Tensor:
-        """Rotated rows `[B, H, T, D]` of the positions from `first` on, in the model's frame and
-        the rotation's type: keys without their mean, other sides with it."""
+    def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
+        their mean, other sides with it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
-        turned = self.turned_rows(layer, side, first, rows.shape[2], rows.device)
-        if turned is not None:
-            restored += turned
         mean = self._mean(rows, layer, side)
         return restored if mean is None or side == "key" else restored.add_(mean)
 
@@ -241,18 +223,8 @@ class RotatedCodec:
                     f"for {len(rotation.clip)} of {rotation.dim}",
                     hint=_HINT,
                 )
-        moved = {side: move(rotations[side], key.device) for side in rotations.sides}
+        moved = {side: _move(rotations[side], key.device) for side in rotations.sides}
         return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
-
-    def turned_rows(
-        self, layer: int, side: str, first: int, tokens: int, device: torch.device
-    ) -> torch.Tensor | None:
-        """The turned mean `[H, T, D]` of the T tokens from position `first` on; None where this
-        side has none."""
-        rotation = self.rotations[layer][side]
-        if rotation.turned_mean is None:
-            return None
-        return move(rotation, device).turned_rows(first, first + tokens)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
@@ -270,10 +242,10 @@ def row_range(rows: torch.Tensor) -> torch.Tensor:
     return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
 
 
-def move(rotation: Rotation, device: torch.device) -> Rotation:
+def _move(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
-    names = "matrix", "mean", "turned_mean", "frequencies", "feedback", "whitening"
+    names = "matrix", "mean", "feedback", "whitening"
     tensors = [(name, getattr(rotation, name)) for name in names]
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}

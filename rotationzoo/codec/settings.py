@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 import torch
 
 from rotationzoo.budget import Budget, EvenBudget
-from rotationzoo.codec.engines import DEFAULT, TURNED_MEAN, choose_format, find_engine
+from rotationzoo.codec.engines import DEFAULT, choose_format, find_engine
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.pages import PageLayout
@@ -127,11 +127,7 @@ def reduce_rotations(
         rotations = spend_bits(rotations, budget, group_size)
 
     def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
-        mean = None if side in uncentered else rotation.mean
-        rotation = replace(rotation, mean=mean)
-        if mean is None or TURNED_MEAN in uncentered:
-            rotation = replace(rotation, turned_mean=None, frequencies=None)
-        return rotation
+        return replace(rotation, mean=None) if side in uncentered else rotation
 
     return rotations.replace(reduce)
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.engines import TURNED_MEAN, check_sides, choose_format, find_engine
+from rotationzoo.codec.engines import check_sides, choose_format, find_engine
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
 from rotationzoo.errors import UsageError
 from rotationzoo.sides import HEADS
@@ -53,7 +53,6 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
         f"{dropped} that keep their mean": dropped,
         f"clip ratios {ratios} instead of the artifact's own": clips_otherwise,
         f"windows {chosen} instead of {own}": chosen != own,
-        "keys' turned mean": recipe.turns_mean("key") and TURNED_MEAN not in engine.means,
         "nearest codes instead of error feedback": rotations.has_feedback and not engine.feedback,
         "the same bits for all layers instead of a budget": (
             rotations.has_budget and not engine.budget

@@ -10,10 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 
 Statistics = dict[int, dict[str, "Moment"]]
-"""Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`, `TURNED`, and for
+"""Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`, and for
 two-pass recipes `key_energy`, whose weight is no row count and differs from head to head."""
-TURNED = "turned_key"
-"""Keys before RoPE while they are counted, and then keys about their mean and their turned mean."""
 
 
 @dataclass

@@ -180,9 +180,6 @@ class Recipe(Section):
     """Subtract each KV head's mean key before the key is rotated and stored. A softmax ignores what
     all keys share. A model whose attention does not keeps its means, and the artifact's recipe says
     so."""
-    turn_key_mean: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
-    """With `center_keys`, also subtract the mean of keys before RoPE, turned to each position. The
-    reader adds it back. A layer whose keys vary less about their mean alone keeps that."""
     center_values: bool = False
     """Subtract each KV head's mean value, too. The reader adds it back to the output, times the
     attention that the tokens received."""
@@ -239,8 +236,6 @@ class Recipe(Section):
             raise ValueError("a budget of bits needs a recipe with error feedback")
         if has_budget and self.data.media:
             raise ValueError("a budget of bits is measured on text alone, not on images or audio")
-        if self.turn_key_mean and self.data.media:
-            raise ValueError("turn_key_mean is for text: media have positions of their own")
         if self.data.positions != "all" and not self.data.media:
             raise ValueError(f"positions {self.data.positions} needs a column of images or audio")
         return self
@@ -279,10 +274,6 @@ class Recipe(Section):
         """Whether a side is stored with its mean subtracted. Of one that is read as keys and as
         values, the mean is added back, so centering either centers it."""
         return not set(self.centered).isdisjoint(read_as(side))
-
-    def turns_mean(self, side: str) -> bool:
-        """Whether a side is stored without its mean before RoPE at each position."""
-        return side == "key" and self.center_keys and self.turn_key_mean
 
     def clip(self, side: str) -> float:
         """The clip ratio of a side: of one that is read as keys and as values, the larger."""

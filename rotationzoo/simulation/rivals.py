@@ -213,7 +213,7 @@ class RivalCodec:
         return rows
 
     def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
         """Keys or values `[B, H, T, D]`, of tokens after the sink, as the engine reads them."""
         storage = self.storage(side, rows.shape[-1], format.bits)
@@ -223,9 +223,7 @@ class RivalCodec:
         stored = storage.read(rows[:, :, :complete].float()).to(rows.dtype)
         return torch.cat([stored, rows[:, :, complete:]], dim=2)
 
-    def row_range(
-        self, rows: torch.Tensor, layer: int, side: str, first: int = 0
-    ) -> torch.Tensor | None:
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The `row_range` of rows that are rounded as they are, one by one; None for others, whose
         coordinates engines do not say."""
         rounds_rows = self.storage(side, rows.shape[-1], 2).rounds_rows

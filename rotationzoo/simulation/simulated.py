@@ -47,15 +47,12 @@ class SimulatedCodec(Sized, Protocol):
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them."""
 
     def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: Format, first: int = 0
+        self, rows: torch.Tensor, layer: int, side: str, format: Format
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the tokens from position `first` on, after the sink, as a reader
-        gets them back, in their type. Rows of an incomplete group of tokens come back as they
-        are."""
+        """Rows `[B, H, T, D]` of tokens after the sink as a reader gets them back, in their type.
+        Rows of an incomplete group of tokens come back as they are."""
 
-    def row_range(
-        self, rows: torch.Tensor, layer: int, side: str, first: int = 0
-    ) -> torch.Tensor | None:
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """`(max - min) / rms` `[B, H, T]` of the rows as they are rounded; None where they are not
         rounded one by one."""
 
@@ -201,18 +198,17 @@ class _SimulatedAttention:
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
         quantized = [
-            codec.fake_quantize(part, owner, side, cache.format, first)
-            for first, part in self._past_parts(rows)
+            codec.fake_quantize(part, owner, side, cache.format) for part in self._past_parts(rows)
         ]
         return exact, torch.cat([exact[:, :, : cache.sink], *quantized], dim=2)
 
-    def _past_parts(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The rows `[B, H, T, D]` past the sink, some at a time, each with the position of the
-        first. Whole groups of tokens are quantized on their own."""
+    def _past_parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The rows `[B, H, T, D]` past the sink, some at a time. Whole groups of tokens are
+        quantized on their own."""
         sink, group = self.simulation.cache.sink, self.simulation.codec.token_group
         step = TOKENS // group * group
         for first in range(sink, rows.shape[2], step):
-            yield first, rows[:, :, first : first + step]
+            yield rows[:, :, first : first + step]
 
     def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
         """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
@@ -221,7 +217,7 @@ class _SimulatedAttention:
         codec, owner = self.simulation.codec, self.owners[layer]
         for side in filter(self._stores, sides):
             parts = self._past_parts(sides[side])
-            ranges = [codec.row_range(part, owner, side, first) for first, part in parts]
+            ranges = [codec.row_range(part, owner, side) for part in parts]
             # Some codecs have none to tell.
             if ranges := [part for part in ranges if part is not None]:
                 self.observers.row_range(layer, side, torch.cat(ranges, dim=2))

@@ -43,14 +43,12 @@ import torch
 from measuring import DEVICE, make_parser
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
 from rotationzoo.codec.budget import COARSE, PER_BIT, SMALLEST
-from rotationzoo.codec.engines import ENGINES
 from rotationzoo.codec.feedback import RANGES
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.rotated import RotatedCodec, move
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import EXACT_BITS
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
@@ -63,7 +61,7 @@ from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decode
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.rotations import SIDES, Rotation, Rotations
+from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
@@ -140,22 +138,17 @@ class Frame:
     forward: torch.Tensor
     inverse: torch.Tensor
     factor: torch.Tensor
-    rotation: Rotation
+    mean: torch.Tensor
+    """`[H, 1, D]`: 0 where rows are not centered."""
 
-    def mean(self, start: int, stop: int) -> torch.Tensor:
-        """What rows have in common `[H, T or 1, D]` at the positions from `start` on."""
-        static, turned = self.rotation.mean, self.rotation.turned_rows(start, stop)
-        rows = self.factor[:, :1] * 0 if static is None else static[:, None]
-        return rows if turned is None else rows + turned
-
-    def read(self, rows: torch.Tensor, bits: Sequence[int], first: int) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the tokens from position `first` on, with so many bits in each KV
-        head, as they are read, with their mean. Heads of 16 bits come back as they are."""
-        result, means = rows.clone(), self.mean(first, first + rows.shape[2])
+    def read(self, rows: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
+        """Rows `[B, H, T, D]`, with so many bits in each KV head, as they are read, with their
+        mean. Heads of 16 bits come back as they are."""
+        result = rows.clone()
         for number in sorted(set(bits) - {EXACT_BITS}):
             heads = [head for head, its in enumerate(bits) if its == number]
             part = slice(None) if len(heads) == len(bits) else heads
-            mean = means[part]
+            mean = self.mean[part]
             rotated = (rows[:, part].float() - mean) @ self.forward[part]
             flat = rotated.transpose(0, 1).flatten(1, 2)
             stored = feed_back(flat, self.factor[part], replace(COARSE, bits=number))
@@ -170,9 +163,9 @@ def frames_of(rotations: Rotations, device: torch.device) -> dict[Place, Frame]:
     for layer, side, rotation in rotations.each():
         factor = rotation.feedback
         assert factor is not None, "a codec with error feedback has checked this"
-        parts = codec.forward(layer, side), codec.inverse(layer, side), factor
-        matrices = (each.to(device).float() for each in parts)
-        frames[layer, side] = Frame(*matrices, move(rotation, device))
+        mean = torch.zeros_like(factor[:, 0]) if rotation.mean is None else rotation.mean
+        parts = codec.forward(layer, side), codec.inverse(layer, side), factor, mean[:, None]
+        frames[layer, side] = Frame(*(each.to(device).float() for each in parts))
     return frames
 
 
@@ -189,12 +182,12 @@ class PlannedCodec:
         return rows
 
     def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, first: int = 0
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
         bits = self.bits.get((layer, side))
-        return rows if bits is None else self.frames[layer, side].read(rows, bits, first)
+        return rows if bits is None else self.frames[layer, side].read(rows, bits)
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> None:
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> None:
         return None
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
@@ -596,20 +589,19 @@ class Parts:
 
     def as_they_are(self) -> None:
         self.run.head("o. Artifacts as they are")
-        for artifact, engine in itertools.product(self.artifacts, ("transformers", "vllm")):
-            if engine == "vllm" and not artifact.recipe.turns_mean("key"):
-                continue  # which reads the very same
-            rotations = reduced_rotations(artifact, False, ENGINES[engine].uncentered)
-            codec = RotatedCodec(rotations, artifact.recipe.group_size, rounding="feedback")
-            self.run.measure(f"{artifact.folder.resolve().name} for {engine}", codec)
+        for artifact in self.artifacts:
+            group_size = artifact.recipe.group_size
+            codec = RotatedCodec(artifact.rotations, group_size, rounding="feedback")
+            self.run.measure(f"{artifact.folder.resolve().name} as it is", codec)
 
     def contexts(self) -> None:
         """KL of attention, in nats a query and head, of the last `LAST` queries."""
         study, lengths = self.study, self.study.options.lengths
         codecs = []
         for artifact in self.artifacts:
-            rotations = reduced_rotations(artifact, False, ENGINES["vllm"].uncentered)
-            rotations = rotations.replace(lambda _, side, each: replace(each, fine_channels=None))
+            rotations = artifact.rotations.replace(
+                lambda _, side, each: replace(each, fine_channels=None)
+            )
             codecs.append(RotatedCodec(rotations, None, rounding="feedback"))
         found: dict[tuple[int, int], list[float]] = {}
 
@@ -673,13 +665,7 @@ def refit(artifact: Artifact, composition: str) -> Rotations:
     assert artifact.statistics is not None
     unspent = dict.fromkeys(("bits", "key_bits", "value_bits"))
     recipe = artifact.recipe.model_copy(update={"composition": composition, **unspent})
-    fitted = fit(sums(artifact.statistics), recipe, artifact.geometry)
-
-    def copy_mean(layer: int, side: str, rotation: Rotation) -> Rotation:
-        own = artifact.rotations[layer][side]
-        return replace(rotation, turned_mean=own.turned_mean, frequencies=own.frequencies)
-
-    return fitted.replace(copy_mean)
+    return fit(sums(artifact.statistics), recipe, artifact.geometry)
 
 
 def _name_place(layer: int, side: str) -> str:

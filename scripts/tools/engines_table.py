@@ -10,7 +10,7 @@ was done.
 from pathlib import Path
 from typing import NamedTuple
 
-from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, TURNED_MEAN, Entry
+from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, Entry
 from rotationzoo.codec.formats import BUDGETED
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -134,7 +134,6 @@ def _rotations(entry: Entry) -> str:
 
 def _means(entry: Entry) -> str:
     names = [f"{side}s" for side in entry.takes if side in entry.means]
-    names += ["turned keys"] * (TURNED_MEAN in entry.means)
     return ", ".join(names) or "none"
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.caches import with_factors, with_means, with_turned_means
+from support.caches import with_factors, with_means
 from support.float64 import to_float64
 from support.naive_cache import NaiveLayer
 
@@ -31,7 +31,6 @@ ARMS = {
     "one group": RotatedCodec(RANDOM),
     "groups": RotatedCodec(RANDOM, group_size=4),
     "feedback": RotatedCodec(with_factors(RANDOM), rounding="feedback"),
-    "turned means": RotatedCodec(to_float64(with_turned_means(RANDOM))),
 }
 
 

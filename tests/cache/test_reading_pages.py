@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures, caches
-from support.caches import distance, random_arm, with_factors, with_means, with_turned_means
+from support.caches import distance, random_arm, with_factors, with_means
 from support.float64 import CLOSE, all_in_float64
 from support.memory import allocated
 from transformers import DynamicCache
@@ -102,8 +102,7 @@ def test_every_codec_is_read_as_rows_are(codec, reads):
     windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
     arm = RotatedCodec(rotations, group_size=4 if codec == "groups" else None)
     if codec == "feedback":
-        rotations = with_turned_means(with_factors(with_means(rotations)))
-        arm = RotatedCodec(rotations, rounding="feedback")
+        arm = RotatedCodec(with_factors(with_means(rotations)), rounding="feedback")
     rows, pages = (decode(model, empty(model, each, arm, windows)) for each in ("rows", "pages"))
     assert reads["pages"] > 40
     assert distance(pages, rows) <= CLOSE

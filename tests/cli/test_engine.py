@@ -94,7 +94,7 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     assert (job.format, job.prefill_layout) == ("fine", "window")
     elsewhere = "format fine"
     assert job.notes[0].endswith(f"{elsewhere}. Lost: nothing")
-    assert (job.pooled, job.uncentered, job.rounding) == (False, ("turned",), None)
+    assert (job.pooled, job.uncentered, job.rounding) == (False, (), None)
 
 
 def test_options_come_before_what_the_engine_picks(tiny_of_heads):

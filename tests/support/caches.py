@@ -33,20 +33,6 @@ def with_means(rotations: Rotations) -> Rotations:
     return rotations.replace(center)
 
 
-def with_turned_means(rotations: Rotations) -> Rotations:
-    """The same rotations with turned means of keys."""
-    generator = torch.Generator().manual_seed(4)
-
-    def add(_, side, rotation):
-        if side != "key":
-            return rotation
-        frequencies = 0.5 ** torch.arange(rotation.dim, dtype=torch.float64)
-        turned = torch.randn(len(rotation.clip), 3, rotation.dim, generator=generator)
-        return replace(rotation, turned_mean=turned, frequencies=frequencies)
-
-    return rotations.replace(add)
-
-
 def with_factors(rotations: Rotations) -> Rotations:
     """The same rotations with factors of error feedback."""
 

@@ -47,7 +47,7 @@ class NaiveLayer(DynamicLayer):
         sink = self.windows.sink
         exact = self.arm.keep_exact(rows, self.index, side)
         past = rows[:, :, sink:]
-        stored = self.arm.fake_quantize(past, self.index, side, self.windows.format, sink)
+        stored = self.arm.fake_quantize(past, self.index, side, self.windows.format)
         position = torch.arange(rows.shape[2])
         is_exact = (position < sink) | (position >= self.exact_from)
         quantized = torch.cat([exact[:, :, :sink], stored], dim=2)
