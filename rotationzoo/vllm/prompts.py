@@ -170,9 +170,10 @@ class LayerReader:
         into, totals = free.pop(), []
         for group in prompts.exact:
             self._gather(step, group, rows, both)
-            own = Packed((query[group.tokens],), group.bounds, group.longest)
+            queries, output_of = (_part(each, group.tokens) for each in (query, into))
+            own = Packed((queries,), group.bounds, group.longest)
             read = Packed(both, group.read.bounds, group.read.longest)
-            totals.append(self.attention.attend(own, read, scores, True, into[group.tokens]).totals)
+            totals.append(self.attention.attend(own, read, scores, True, output_of).totals)
         exact = Read(into, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
 
         # Attention sinks take part once.
@@ -216,7 +217,7 @@ class LayerReader:
         """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
         each: copies, and then those of `rows` `[T, H, D]`; keys without their mean."""
         table, contexts = exact.page_table, exact.contexts
-        new = {side: rows[side][exact.tokens] for side in SIDES}
+        new = {side: _part(rows[side], exact.tokens) for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
             mean = None if mean is None else mean.float()
@@ -298,6 +299,11 @@ def scratch_sizes(queries: Sequence[int], heads: int, room: int, dtype: torch.dt
 def new_scratch(device: torch.device, *sizes: Size) -> list[torch.Tensor]:
     """New memory, where nobody lends any."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
+
+
+def _part(rows: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """Some rows; most steps have one group of prompts, which has them all."""
+    return rows if tokens == slice(0, len(rows)) else rows[tokens]
 
 
 def _multiply(rows: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
