@@ -37,9 +37,7 @@ from rotationzoo.simulation.engine_formats import (
     read_uniform,
 )
 
-_KIVI = int2.Format(
-    "row", interpolated=False, metadata="float16", offset="minimum", packing="consecutive"
-)
+_KIVI = int2.Format(interpolated=False, metadata="float16", offset="minimum", packing="consecutive")
 """Codes are `(x - minimum) / scale`, rounded, with scale and minimum in float16 and no clip."""
 _SMALLEST_ROTATION = 64  # llama.cpp rotates head dimensions that are multiples of this
 
