@@ -227,7 +227,7 @@ def modules(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "space")
     before = set(sys.modules)
     yield importlib.import_module
-    for name in {"planning", "settings", "sign_in", "zoo_entries"} & sys.modules.keys() - before:
+    for name in {"planning", "settings", "sign_in", "zoo_entries", "zoo_table"} & sys.modules.keys() - before:
         del sys.modules[name]
 
 

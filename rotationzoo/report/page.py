@@ -25,6 +25,7 @@ from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
 from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
 
+_HERE = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
 
@@ -68,7 +69,7 @@ class Report:
         rows = [[name, f"{files[name].size:,}", files[name].sha256] for name in names]
         return render_page(
             "report.html.jinja",
-            ("page.js",),
+            (_HERE / "page.js",),
             report=replace(self, verdict=replace(self.verdict, commands=commands)),
             manifest=manifest,
             recipe=self.artifact.recipe,
@@ -180,20 +181,20 @@ def validation_badge(summary: ValidationSummary | None) -> Badge:
 
 def render_page(
     template: str,
-    scripts: tuple[str, ...] = (),
+    scripts: tuple[Path, ...] = (),
     folders: tuple[Path, ...] = (),
     **values: Any,
 ) -> str:
     """The HTML of a template in `report/templates`, or in one of the `folders`, which extends
     `base.html.jinja`. Every value is escaped, unless it is `Markup`. The page's own policy allows a
-    browser to run the `scripts`, files of this package, and to load nothing at all, so a name that
+    browser to run the `scripts`, files that are trusted, and to load nothing at all, so a name that
     slipped through unescaped could still do nothing."""
-    sources = [_read(name) for name in scripts]
+    sources = [_read(script) for script in scripts]
     digests = [hashlib.sha256(source.encode()).digest() for source in sources]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     page = template_environment(*folders, is_html=True).get_template(template)
     return page.render(
-        style=Markup(_read("page.css")),
+        style=Markup(_read(_HERE / "page.css")),
         scripts=[Markup(source) for source in sources],
         script_policy=Markup(" ".join(hashes) or "'none'"),
         **values,
@@ -201,5 +202,5 @@ def render_page(
 
 
 @cache
-def _read(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
