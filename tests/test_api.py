@@ -169,7 +169,7 @@ def test_the_description_of_evaluate_names_the_baselines():
 def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = calibrate("demo", output="other", recipe="hadamard")
-    short = dict(tokens=128, length=128, windows=[(4, 16)], queries=0, tasks=[])
+    short = dict(tokens=128, length=128, windows=[(4, 16)], tasks=[])
     report = evaluate("demo", [str(made), other], save=False, **short)
     assert list(report["arms"]) == ["made", "other", "made+feedback", *BASELINES]
     assert "evaluation.json" not in Artifact.open("other").manifest.files

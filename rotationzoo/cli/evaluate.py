@@ -53,9 +53,6 @@ class Measures(options.Loading):
     prefill_layout: options.PrefillLayout = None
     real_cache: Annotated[bool, option("Answer through a cache that really stores 2 bits.")] = False
     drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None
-    queries: Annotated[int | None, option("Queries per text for the attention KL (32).", min=0)] = (
-        None
-    )
     rope_scaling: options.RopeScaling = None
     adapter: Annotated[Path | None, option("Folder of a LoRA adapter, read by peft.")] = None
     batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None

@@ -62,6 +62,7 @@ class Evaluation(RunSettings):
     real_cache: bool = False
     drift: int = 0
     queries: int = 32
+    """Of a text, whose attention is compared."""
     rope_scaling: str | None = None
     """None means as the artifacts were calibrated."""
     adapter: Path | None = None

@@ -8,7 +8,7 @@ position (see `masks`). The model's own sliding windows, soft cap and attention 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import Sized
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, Call, intercept
 from rotationzoo.model.latent import cached_of
@@ -162,9 +163,10 @@ class _SimulatedAttention:
         mask = self.masks.mask_for(attend, query)
         queries = self.simulation.queries
         if queries is not None and self.observers is not None:
-            kl = _attention_kl(attend, query, key, keys, mask, queries)
-            kl = kl.unflatten(1, (self.kv_heads[layer], -1)).mean(2)
-            self.observers.kl(layer, kl, queries)
+            with suppress(UnsupportedModel):  # without eager attention, there are no weights
+                kl = _attention_kl(attend, query, key, keys, mask, queries)
+                kl = kl.unflatten(1, (self.kv_heads[layer], -1)).mean(2)
+                self.observers.kl(layer, kl, queries)
         outputs = []
         # Each block of queries reads only the positions that it sees.
         for block in mask.blocks():

@@ -255,7 +255,7 @@ def test_verify_finds_more_bits_than_the_budget_has(made, budget):
 
 def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made):
     report = api.evaluate(
-        str(folder), made, bits=3.5, tasks=[], tokens=1024, length=512, windows=[(4, 16)], queries=0
+        str(folder), made, bits=3.5, tasks=[], tokens=1024, length=512, windows=[(4, 16)]
     )
     bits = {name: arm["bits_per_element"] for name, arm in report["arms"].items()}
     assert report["format"] == "fine"

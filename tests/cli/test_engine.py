@@ -28,7 +28,7 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import plugin
 
 SHORT = dict(tokens=64, length=32, tasks=())
-WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "512"]
+WORDS = ["--tasks", "none", "--tokens", "1024", "--length", "512"]
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_the_report(artifacts):
 
 
 def test_rivals_are_measured_where_somebody_asks_for_them(inside):
-    few = ["--tokens", 512, "--length", 512, "--tasks", "none", "--queries", 0]
+    few = ["--tokens", 512, "--length", 512, "--tasks", "none"]
     shown = inside("evaluate", "demo", *few, "--rivals", "fp8, int4_per_token_head", "--details")
     assert "fp8, int4_per_token_head: caches of other engines, simulated" in shown.stdout
     names = "fp8,q4_0,kvarn-k4v2,nvfp4"
@@ -173,7 +173,7 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
 @pytest.mark.thorough
 def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts, tmp_path):
     folder = shutil.copytree(artifacts[0], tmp_path / "made")
-    words = ["evaluate", "demo", folder, "--save", "--windows", "4/64", "--queries", 0]
+    words = ["evaluate", "demo", folder, "--save", "--windows", "4/64"]
     words += ["--tokens", 512, "--length", 512, "--tasks", "none"]
     for options, between in (
         (["--prefill-chunk", 256], "between which only the sink stays exact"),

@@ -213,7 +213,7 @@ def test_the_next_command(capsys):
 
 def test_the_command_line(inside, induction, tiny):
     words = ["--tokens", 256, "--length", 256, "--windows", "16/64"]
-    words += ["--queries", 0, "--device", "cpu"]
+    words += ["--device", "cpu"]
     shown = inside(
         "evaluate", induction, *words, "--tasks", "needles", "--lengths", LENGTH, "--questions", 2
     )
