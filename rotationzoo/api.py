@@ -195,8 +195,6 @@ def evaluate(
     anyway: bool = False,
     prefill_chunk: int | None = None,
     prefill_layout: Layout | None = None,
-    real_cache: bool = False,
-    drift: int = 0,
     data: str | None = None,
     tokens: int = 16384,
     length: int | None = None,
@@ -244,8 +242,6 @@ def evaluate(
     * `anyway`: measure artifacts that were made for other weights, too;
     * `prefill_chunk`: tokens of a prompt that are read at a time, and not one by one;
     * `prefill_layout`: which earlier tokens such a chunk reads exact, as in `RotatedCache`;
-    * `real_cache`: read tasks through a cache that stores 2 bits, and not a simulation of it;
-    * `drift`: how many tokens the exact model generates, which a cache that stores 2 bits reads;
     * `data` to `packing`: the held-out text, as in `calibrate`. Rows have a `length` of 2,048, of
       more where the windows leave nothing of these, and of no more than the model has positions;
     * `adapter`: the folder of a LoRA adapter of peft's, with which the model computes;

@@ -1,5 +1,5 @@
-"""The table of a zoo in the Space: every entry with its figures, searched and sorted by keyboard, and safe to
-open whatever the index says."""
+"""The table of a zoo in the Space: every entry with its figures, searched and sorted by keyboard,
+and safe to open whatever the index says."""
 
 import importlib
 import re

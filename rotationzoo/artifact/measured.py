@@ -15,7 +15,6 @@ from pydantic import Field, model_validator
 from rotationzoo.artifact.scores import (
     AnswerVerdict,
     Decision,
-    Drift,
     Errors,
     ExactTaskRecall,
     Figures,
@@ -321,12 +320,10 @@ class Measured(Conditions):
     """Which of keys and values were in 2 bits."""
     layers: list[Count]
     """The layers that read a 2-bit cache."""
-    real_cache: bool
     notes: list[str]
     rope_scaling: str | None
     exact: Exact
     windows: Annotated[list[Window], Field(min_length=1)]
-    drift: Drift | None = None
     probes: list[Probe] = Field(default_factory=list)
     """What a server with the artifact's rotations answers; empty where none can read them."""
 
@@ -373,7 +370,7 @@ class Measured(Conditions):
             "number of tokens": self.tokens,
             "format": self.format,
             "windows": (self.window.sink, self.window.recent),
-            "quantized part": (self.sides, self.layers, self.real_cache),
+            "quantized part": (self.sides, self.layers),
             "prefill": (self.prefill_chunk, self.prefill_layout),
             "RoPE scaling": self.rope_scaling,
             "questions": (asked, counted),

@@ -192,32 +192,6 @@ class AnswerVerdict(Figures):
     comparisons: list[AnswerComparison]
 
 
-class StepMeasures(Range):
-    """A quarter of the generated tokens, counted from 0. The standard errors are over prompts."""
-
-    agreement: float
-    """The share of steps at which the most probable token is the exact model's."""
-    kl: float
-    """KL divergence from the exact model's distribution of the next token, in nats."""
-    standard_error: Errors
-
-
-class ArmDrift(Figures):
-    """How an arm reads what the exact model generates."""
-
-    by_step: Annotated[list[StepMeasures], Field(min_length=1)]
-    same_tokens: list[Count]
-    """For each prompt, after how many tokens the arm's own greedy text becomes another."""
-
-
-class Drift(Figures):
-    """How arms drift while the exact model generates `tokens` tokens after each prompt."""
-
-    tokens: Count
-    prompt_tokens: list[Count]
-    arms: Mapping[str, ArmDrift]
-
-
 # ---- decisions
 
 FLOOR = 0.9

@@ -51,8 +51,6 @@ class Measures(options.Loading):
         int | None, option("Prefill in chunks, which read a quantized history.", min=1)
     ] = None
     prefill_layout: options.PrefillLayout = None
-    real_cache: Annotated[bool, option("Answer through a cache that really stores 2 bits.")] = False
-    drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None
     rope_scaling: options.RopeScaling = None
     adapter: Annotated[Path | None, option("Folder of a LoRA adapter, read by peft.")] = None
     batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None
@@ -164,15 +162,12 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
     out.notes(notes)
 
     def human() -> None:
-        from rotationzoo.report.tables import describe_drift
-
         if details or not report.window.verdict.decisions:
             _say_details(report)
         for window in report.windows:
             if len(report.windows) > 1:
                 say(f"With {_title(window)}:")
             say(*window.verdict.words)
-        say(*describe_drift(report))
 
     out.result(report.report(), "\n".join(report.window.arms), human)
 

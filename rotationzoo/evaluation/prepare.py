@@ -59,8 +59,6 @@ class Evaluation(RunSettings):
     sides: tuple[str, ...] = ("key", "value")
     prefill_chunk: int | None = None
     prefill_layout: Literal["server", "window"] | None = None
-    real_cache: bool = False
-    drift: int = 0
     queries: int = 32
     """Of a text, whose attention is compared."""
     rope_scaling: str | None = None
@@ -94,11 +92,6 @@ class Evaluation(RunSettings):
     def floor(self) -> float:
         """The share of the exact model's answers that artifacts must keep."""
         return self.keep / 100
-
-    @property
-    def fills_cache(self) -> bool:
-        """Whether anything is read through a real cache."""
-        return bool(self.real_cache or self.drift)
 
 
 @dataclass(frozen=True)
@@ -153,8 +146,7 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
     check_positions(config, job.data.length, "texts", "add: --length {}")
     job.tasks.check_positions(config)
     check_length(job.data, start)
-    shorter = "give a smaller --drift" if job.drift else "add: --length {}"
-    check_positions(config, start + 1 + job.drift, "texts", shorter)
+    check_positions(config, start + 1, "texts", "add: --length {}")
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
@@ -192,11 +184,6 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    if job.fills_cache and (job.layers is not None or len(job.sides) < 2):
-        raise UsageError(
-            "a real cache stores keys and values of all layers",
-            hint=f"leave out {'--real-cache' if job.real_cache else '--drift'}",
-        )
     job.tasks.check()
     job.check_memory_limits()
     if job.adapter is not None:
@@ -224,8 +211,8 @@ def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) 
 def _leave_windows(
     job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
 ) -> Evaluation:
-    """The job of an engine that keeps layers with a sliding window exact. A real cache stores every
-    layer, and layers that were named are those to store."""
+    """The job of an engine that keeps layers with a sliding window exact. Layers that were named
+    are those to store."""
     full = full_attention_layers(config)
     if not job.leaves_windows or not shares_blocks(config):
         return job
@@ -234,7 +221,7 @@ def _leave_windows(
         job = replace(job, budget=budget_beside_others(job.budget, own, has_others=True))
         rungs = [budget_beside_others(rung, own, has_others=True) for rung in job.rungs]
         job = replace(job, rungs=tuple(filter(None, rungs)))
-    if full is None or job.layers or job.fills_cache:
+    if full is None or job.layers:
         return job
     if not full:
         raise UsageError(
@@ -267,10 +254,5 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
         spent = reduced_rotations(artifacts[0], False, (), job.budget)
         if spent.has_budget:  # the baselines take as many bytes as the first artifact
             format = format_of_equal_bits(spent, format)
-    if job.fills_cache and format.bits > int2.SIMULATED[job.format].bits:
-        raise UsageError(
-            "a real cache has no rows of equal bits that take as many bytes as this budget",
-            hint="leave it to a simulation, or add: --bits 3",
-        )
     chunk, layout = job.prefill_chunk, job.prefill_layout or "server"
     return [CacheLayout(format, sink, recent, chunk, layout) for sink, recent in windows]

@@ -17,7 +17,7 @@ from rotationzoo.artifact.measured import (
     Verdict,
     Window,
 )
-from rotationzoo.artifact.scores import Drift, PairedAnswers, Score
+from rotationzoo.artifact.scores import PairedAnswers, Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
 from rotationzoo.rotations import SIDES
@@ -106,22 +106,9 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     if tables:
         tables.append(distance_table(exact, window.arms))
     tables += [cost_table(window.arms), length_table(window.arms)]
-    if measured.drift and window.verdict is measured.window.verdict:  # that of the first windows
-        tables += drift_tables(measured.drift)
     names = {arm.name: label for label, arm in window.arms.items()}
     compared = comparison_table(window.verdict, names)
     return [*tables, compared] if compared.rows else tables
-
-
-def drift_tables(drift: Drift) -> Iterator[Table]:
-    """The drift of every arm by generated tokens."""
-    for key, title, format in (("agreement", "same next token", ".1%"), ("kl", "KL", ".4f")):
-        columns, rows = [], []
-        for name, arm in drift.arms.items():
-            columns = [f"{part.from_ + 1}-{part.to}" for part in arm.by_step]
-            parts = [(getattr(part, key), part.standard_error.get(key)) for part in arm.by_step]
-            rows.append([name, *(number(mean, format, error) for mean, error in parts)])
-        yield Table(f"drift: {title}", ["arm", *columns], rows)
 
 
 def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
@@ -218,26 +205,13 @@ def describe_recall(measured: Measured) -> list[str]:
     recall = measured.exact.all_tasks
     if recall is None:
         return []
-    cache = "a cache that stores 2 bits" if measured.real_cache else "a simulated 2-bit cache"
     return [
         f"recall: {counted(recall.questions, 'question')} about statements hidden in "
-        f"{numbers(measured.tasks.lengths)} tokens, which every arm reads quantized from {cache}; "
-        "answered: share that is exactly right ± standard error over prompts, ≥: no fewer than "
-        "the exact model; log probability: of the right answer, in nats, also next to the shares; "
-        "distance: tokens from statement to answer"
+        f"{numbers(measured.tasks.lengths)} tokens, which every arm reads from a simulated 2-bit "
+        "cache; answered: share that is exactly right ± standard error over prompts, ≥: no fewer "
+        "than the exact model; log probability: of the right answer, in nats, also next to the "
+        "shares; distance: tokens from statement to answer"
     ]
-
-
-def describe_drift(measured: Measured) -> Iterator[str]:
-    """A sentence on the drift of each arm that was decided on; nothing if it was not measured."""
-    arms = measured.drift.arms if measured.drift else {}
-    for arm in (each.arm for each in measured.window.verdict.decisions if each.arm in arms):
-        words = []
-        for part in (arms[arm].by_step[0], arms[arm].by_step[-1]):
-            share = percent(part.agreement, 1, part.standard_error.get("agreement"))
-            cost = number(part.kl, ".4f", part.standard_error.get("kl"))
-            words.append(f"at {share} of tokens {part.from_ + 1:,} to {part.to:,} (KL {cost})")
-        yield f"{arm} generates the exact model's token {' and '.join(words)}."
 
 
 def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:

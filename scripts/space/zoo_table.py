@@ -1,5 +1,5 @@
-"""The table of a zoo: every published rotation of an index, to search and to sort, with links to its
-files and the command that fetches it."""
+"""The table of a zoo: every published rotation of an index, to search and to sort, with links to
+its files and the command that fetches it."""
 
 import shlex
 from dataclasses import dataclass

@@ -264,12 +264,6 @@ def test_evaluation_measures_the_budget_and_baselines_in_its_bytes(folder, made)
     assert bits["out+feedback"] <= bits["hadamard"] <= 3.51
 
 
-def test_a_real_cache_of_more_than_three_bits_is_refused_before_anything_runs(folder, made):
-    with pytest.raises(UsageError, match="no rows of equal bits that take as many bytes") as error:
-        api.evaluate(str(folder), made, bits=4, tasks=[], windows=[(4, 16)], real_cache=True)
-    assert error.value.hint.endswith("add: --bits 3")
-
-
 @pytest.mark.parametrize("dim", [16, 56, 72, 80, 112, 192, 576])
 def test_the_least_budget_that_a_hint_names_is_one(dim):
     layers = [Layer(index, index, 8, 3, dim, dim) for index in range(7)]

@@ -22,7 +22,7 @@ from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
-from rotationzoo.evaluation.real_cache import record_probes
+from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import find
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import plugin

@@ -67,7 +67,6 @@ def evaluation(arms: int = 3) -> Measured:
         first_position=320,
         text=Text(source="x", fingerprint="0", rows=12, length=131072),
         tasks=Tasks(names=list(tasks), lengths=[131072], questions=128, first=64, recent=256),
-        real_cache=False,
         format="sglang",
         prefill_chunk=None,
         prefill_layout=None,

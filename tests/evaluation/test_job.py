@@ -260,8 +260,7 @@ def test_the_command_line(inside, artifacts):
     assert wrong.stderr.startswith("Error: --keys-only and --values-only")
 
 
-@pytest.mark.parametrize("real_cache", [False, True], ids=["simulated", "real"])
-def test_weights_on_disk_give_the_same_report(tiny, real_cache, monkeypatch):
+def test_weights_on_disk_give_the_same_report(tiny, monkeypatch):
     """Also of a model whose shapes only its weights can tell: its first ones lie on disk, too."""
     monkeypatch.setattr(job_module, "geometry_on_meta", lambda model: None)
     monkeypatch.setattr(ExactAnswers, "can_do", True)  # or no arm is asked
@@ -272,7 +271,6 @@ def test_weights_on_disk_give_the_same_report(tiny, real_cache, monkeypatch):
         windows=[(16, 64)],
         tasks=TaskSettings(("needles",), questions=1),
         prefill_chunk=64,
-        real_cache=real_cache,
         queries=4,
         dtype="float32",
     )
