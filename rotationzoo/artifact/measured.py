@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from rotationzoo.artifact.scores import (
-    AnswerVerdict,
     Decision,
     Errors,
     ExactTaskRecall,
     Figures,
-    PairedAnswers,
     Range,
     Recall,
     RecallDetails,
@@ -173,51 +171,12 @@ def plain_arm(arms: Mapping[str, Arm], artifact: str) -> Arm | None:
 # ---- verdicts
 
 
-class Comparison(Figures):
-    """The perplexity of an artifact's arm compared with another arm's. Negative differences favor
-    the artifact. P values are corrected for all comparisons."""
-
-    arm: str
-    other: str
-    log_perplexity_difference: float
-    standard_error: float | None
-    p_value: float | None
-    clear: bool
-
-
-class FeedbackComparison(Figures):
-    """An arm with error feedback compared with the same rotations and the nearest codes. P values
-    are of single tests."""
-
-    arm: str
-    """The arm with error feedback."""
-    other: str
-    answers: PairedAnswers | None
-    """None if no recall task was asked."""
-    log_perplexity_difference: float
-    """Negative if error feedback is better."""
-    standard_error: float | None
-
-
-class VerdictSummary(Figures):
-    """How many texts were compared, the decision on each artifact, and the sentences that state
-    it."""
+class Verdict(Figures):
+    """How many texts were read, the decision on each artifact, and the sentences that state it."""
 
     texts: Count
     words: list[str]
     decisions: list[Decision] = Field(default_factory=list)
-
-
-class Verdict(VerdictSummary):
-    """All comparisons of a window: of perplexities and of answers, all of them with the nearest
-    codes, and of error feedback with these."""
-
-    level: float
-    comparisons: list[Comparison]
-    answers: AnswerVerdict | None
-    """None if no recall task was asked."""
-    feedback: list[FeedbackComparison]
-    """One for each artifact that has the factors."""
 
 
 # ---- the whole
@@ -264,7 +223,7 @@ class WindowSummary(Figures):
     sink: Count
     recent: Count
     arms: Mapping[str, ArmSummary]
-    verdict: VerdictSummary
+    verdict: Verdict
 
     @model_validator(mode="after")
     def _named_alike(self) -> Self:
@@ -278,7 +237,6 @@ class Window(WindowSummary):
     """Everything that was measured of all arms with one pair of exact windows."""
 
     arms: Mapping[str, MeasuredArm]
-    verdict: Verdict
 
 
 class Summary(WindowSummary, Conditions):

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rotationzoo import __version__
-from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Window
+from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Verdict, Window
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.layout import CacheLayout
@@ -34,7 +34,6 @@ from rotationzoo.evaluation.tasks.answering import (
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
-from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.figures import duration
 from rotationzoo.model import loading
 from rotationzoo.model.adapter import add_adapter
@@ -282,7 +281,10 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
         decisions = decide_all(results.answers, trial, cache, results.judged, results.floor)
-        windows.append(_judge(cache.sink, cache.recent, arms, exact, decisions))
+        words = [line for decision in decisions for line in decision.words]
+        verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
+        window = Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict)
+        windows.append(window)
     notes = conditions.pop("notes") + results.answers.notes
     return Measured(
         **conditions,
@@ -323,30 +325,16 @@ def decide_all(
     return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
 
 
-def _judge(
-    sink: int,
-    recent: int,
-    arms: Mapping[str, MeasuredArm],
-    exact: Exact,
-    decisions: Sequence[Decision],
-) -> Window:
-    """A window with the verdict on its artifacts' plain arms. The `decisions` on arms that it has
-    are kept."""
-    judged = [name for name, arm in arms.items() if arm.is_plain]
-    made = [decision for decision in decisions if decision.arm in arms]
-    verdict = judge_window(arms, judged, exact, made)
-    return Window(sink=sink, recent=recent, arms=arms, verdict=verdict)
-
-
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:
     """Add `evaluation.json` to an artifact, with only its own arms, the baselines, and what a
     server answers."""
     windows = []
     for window in report.windows:
         kept = _arms_to_keep(window.arms, artifact.identity)
-        # Judge again: with fewer arms there are fewer comparisons to correct for.
-        decisions = window.verdict.decisions
-        windows.append(_judge(window.sink, window.recent, kept, report.exact, decisions))
+        decisions = [each for each in window.verdict.decisions if each.arm in kept]
+        words = [line for decision in decisions for line in decision.words]
+        verdict = window.verdict.model_copy(update={"decisions": decisions, "words": words})
+        windows.append(window.model_copy(update={"arms": kept, "verdict": verdict}))
     evaluation = report.model_copy(update={"windows": windows, "probes": probes})
     content = strict_json.text(evaluation.model_dump())
     summary = evaluation.summary().model_dump()

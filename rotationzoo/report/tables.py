@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from rotationzoo.artifact.measured import (
     ArmSummary,
     Column,
-    Comparison,
     Conditions,
     Exact,
     ExactSummary,
-    FeedbackComparison,
     Measured,
     MeasuredArm,
-    Verdict,
     Window,
 )
-from rotationzoo.artifact.scores import PairedAnswers, Score
+from rotationzoo.artifact.scores import Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
 from rotationzoo.rotations import SIDES
@@ -105,35 +102,7 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     tables = recall_tables(exact, window.arms)
     if tables:
         tables.append(distance_table(exact, window.arms))
-    tables += [cost_table(window.arms), length_table(window.arms)]
-    names = {arm.name: label for label, arm in window.arms.items()}
-    compared = comparison_table(window.verdict, names)
-    return [*tables, compared] if compared.rows else tables
-
-
-def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
-    """The paired differences of arms: answers and perplexity, with p values that are corrected for
-    all comparisons; of error feedback with p values of single tests. `names` is what readers know
-    arms by."""
-    answers = verdict.answers.comparisons if verdict.answers else []
-    paired: dict[tuple[str, str], PairedAnswers | None]
-    paired = {(each.arm, each.other): each for each in answers}
-    paired |= {(each.arm, each.other): each.answers for each in verdict.feedback}
-    rows = []
-    compared: list[Comparison | FeedbackComparison] = [*verdict.comparisons, *verdict.feedback]
-    for each in compared:
-        pair = each.arm, each.other
-        cells = [UNKNOWN] * 4
-        if answered := paired.get(pair):
-            error = nats(answered.log_probability_difference, answered.standard_error, sign=True)
-            values = answered.answers_p_value, answered.log_probability_p_value
-            alone = f"{answered.only_arm} / {answered.only_other}"
-            cells = [alone, number(values[0], ".2g"), error, number(values[1], ".2g")]
-        cost = number(each.log_perplexity_difference, "+.4f", each.standard_error)
-        row = " against ".join(names.get(name, name) for name in pair)
-        rows.append([row, *cells, cost, number(getattr(each, "p_value", None), ".2g")])
-    columns = ["arms", "answered by one alone", "p", "nats", "p", "log perplexity", "p"]
-    return Table("paired comparisons", columns, rows)
+    return [*tables, cost_table(window.arms), length_table(window.arms)]
 
 
 def _score(score: Score | None, most: Score) -> str:

@@ -118,10 +118,6 @@ def make_evaluation(made: Made = ONE) -> dict:
         "texts": 2,
         "words": decision["words"],
         "decisions": [decision],
-        "level": 0.05,
-        "comparisons": [],
-        "answers": None,
-        "feedback": [],
     }
     window = {"sink": 64, "recent": 256, "arms": arms, "verdict": verdict}
     return {
