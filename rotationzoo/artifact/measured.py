@@ -72,29 +72,12 @@ class BucketMeasures(Measures, Range):
     """The cost of one arm at the context lengths of one bucket."""
 
 
-class HeadMeasures(Figures):
-    """The measures of one layer over all texts, one number per KV head in order; None where nothing
-    was measured."""
-
-    attention_kl: list[float | None]
-    """In nats, averaged over the query heads that read the KV head, and over sampled queries."""
-    output_error: list[float | None]
-    """Relative RMS error of the attention outputs of the query heads that read the KV head, before
-    the output projection: the layer's own is measured behind it."""
-    key_row_range: list[float | None]
-    """`(max - min) / rms` of a key row, averaged over all rows past the sink, in the coordinates in
-    which it is rounded, or of a latent. None for keys not rounded, or not row by row."""
-    value_row_range: list[float | None]
-    """The range of value rows."""
-
-
 class LayerMeasures(Figures):
     """The measures of one layer over all texts."""
 
     layer: Count
     output_error: float
     attention_kl: float | None
-    heads: HeadMeasures
 
 
 class ArmSummary(Measures, AboutArm):

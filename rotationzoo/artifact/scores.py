@@ -66,27 +66,10 @@ class DistanceScore(Score, Range):
     """The questions whose statements lie in a range of tokens before their answers."""
 
 
-class DepthScore(Score):
-    """The questions whose statements lie in this part of their prompts: 0 is the start, 1 the
-    end."""
-
-    from_: float
-    to: float
-
-
 class LengthScore(Score):
     """How the prompts of one length were answered."""
 
     length: Count
-
-
-class CellScore(LengthScore):
-    """The questions of prompts of one length, in one bucket of distances and one of depths."""
-
-    distance_from: Count
-    distance_to: Count
-    depth_from: float
-    depth_to: float
 
 
 class Recall(Score):
@@ -97,12 +80,9 @@ class Recall(Score):
 
 
 class RecallDetails(Recall):
-    """Recall by distance and by depth, and by length, distance and depth at once: only cells that
-    have questions."""
+    """Recall by distance: only ranges that have questions."""
 
     by_distance: list[DistanceScore]
-    by_depth: list[DepthScore]
-    by_cell: list[CellScore]
 
 
 class TaskRecall(RecallDetails):

@@ -93,12 +93,6 @@ class RotatedCodec:
         rows = rows.to(matrix.dtype)
         return (rows if mean is None else rows - mean) @ matrix
 
-    def row_range(
-        self, rows: torch.Tensor, layer: int, side: str, first: int = 0
-    ) -> torch.Tensor | None:
-        """The `row_range` of rows `[B, H, T, D]` of the model, rotated and not yet clipped."""
-        return row_range(self.rotate(rows, layer, side, first))
-
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:
@@ -259,15 +253,6 @@ class RotatedCodec:
         centered."""
         mean = self.rotations[layer][side].mean
         return None if mean is None else mean.to(rows.device)[:, None]
-
-
-def row_range(rows: torch.Tensor) -> torch.Tensor:
-    """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]`. A rotation leaves the rms as it is,
-    and four codes cover less of a wide range."""
-    least, greatest = rows.aminmax(dim=-1)
-    rms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1) / rows.shape[-1] ** 0.5
-    # A row of zeros has no range, and must not become 0 / 0.
-    return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
 
 
 def move(rotation: Rotation, device: torch.device) -> Rotation:

@@ -194,9 +194,6 @@ class PlannedCodec:
         bits = self.bits.get((layer, side))
         return rows if bits is None else self.frames[layer, side].read(rows, bits, first)
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str, first: int = 0) -> None:
-        return None
-
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """With a scale of 16 bits for each head's row."""
         bits = self.bits.get((layer, side), [EXACT_BITS])

@@ -182,8 +182,6 @@ def _make_recall(number: int) -> dict:
         "log_probability": -0.1 * number,
         "standard_error": {"answered": 0.01 * number},
         "by_distance": [],
-        "by_depth": [],
-        "by_cell": [],
     }
 
 
