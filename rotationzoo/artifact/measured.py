@@ -7,7 +7,6 @@ field that is annotated with a `Column` is a column of every table of arms.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isclose
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -24,8 +23,6 @@ from rotationzoo.artifact.scores import (
     TaskRecall,
 )
 from rotationzoo.storage.strict_json import Count, Sha256
-
-_SAME = 1e-3  # of the exact model's perplexity, which another dtype may change more
 
 
 @dataclass(frozen=True)
@@ -290,29 +287,3 @@ class Measured(Conditions):
         conditions = {name: getattr(self, name) for name in Conditions.model_fields}
         # What a summary's fields do not name of these is left out of its JSON.
         return Summary(**conditions, **dict(self.window), exact=self.exact)
-
-    def differs_from(self, other: "Measured") -> str:
-        """In what two evaluations differ whose figures may not stand in one picture; empty if they
-        may."""
-        others = other._conditions()
-        for words, condition in self._conditions().items():
-            if condition != others[words]:
-                return words
-        same = isclose(self.exact.perplexity, other.exact.perplexity, rel_tol=_SAME)
-        return "" if same else "perplexity of the exact model"
-
-    def _conditions(self) -> dict[str, object]:
-        """Words -> what must be equal."""
-        asked = self.tasks.names, self.tasks.lengths, self.tasks.questions
-        counted = self.exact.all_tasks and self.exact.all_tasks.questions
-        return {
-            "model": (self.model, self.revision, self.weights_fingerprint),
-            "text": (self.text.fingerprint, self.text.rows, self.text.length),
-            "number of tokens": self.tokens,
-            "format": self.format,
-            "windows": (self.window.sink, self.window.recent),
-            "quantized part": (self.sides, self.layers),
-            "prefill": (self.prefill_chunk, self.prefill_layout),
-            "RoPE scaling": self.rope_scaling,
-            "questions": (asked, counted),
-        }

@@ -19,13 +19,12 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report import tables
-from rotationzoo.report.arms import EXACT, Arms, gather_arms
+from rotationzoo.report.arms import EXACT, Arms, label_arms
 from rotationzoo.report.card import template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
 from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
 
-_HERE = Path(__file__).parent
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
 
@@ -69,7 +68,7 @@ class Report:
         rows = [[name, f"{files[name].size:,}", files[name].sha256] for name in names]
         return render_page(
             "report.html.jinja",
-            (_HERE / "page.js",),
+            ("page.js",),
             report=replace(self, verdict=replace(self.verdict, commands=commands)),
             manifest=manifest,
             recipe=self.artifact.recipe,
@@ -81,16 +80,14 @@ class Report:
 
 
 def make_report(
-    artifact: Artifact,
-    others: Sequence[Artifact] = (),
-    signature: Badge | None = None,
-    context: int | None = None,
+    artifact: Artifact, signature: Badge | None = None, context: int | None = None
 ) -> Report:
-    """A report from what is stored in an artifact, with the arms of `others` next to its own where
-    they were measured in the same way, and its `signature`, which is a matter of the zoo.
-    `context`: tokens of the request whose memory is shown; by default the model's positions, if its
-    evaluation knows them. Raises `RotationZooError` for a damaged file."""
-    arms, measured = gather_arms(artifact, others), artifact.measured
+    """A report from what is stored in an artifact, with its `signature`, which is a matter of the
+    zoo. `context`: tokens of the request whose memory is shown; by default the model's positions,
+    if its evaluation knows them. Raises `RotationZooError` for a damaged file."""
+    arms, measured = None, artifact.measured
+    if measured is not None:
+        arms = label_arms(measured, artifact.identity)
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
     validation = validation_badge(artifact.manifest.metrics.validation)
@@ -133,8 +130,6 @@ def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -
     if arms.chosen is not None:
         reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
     reasons += tables.list_exact_parts(measured, layers)
-    if arms.left_out:
-        reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
     return Advice(lead, reasons, _draw_answers(arms, request))
 
 
@@ -148,7 +143,7 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     scale, unit = request.scale
     points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
     title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
-    for label, arm in arms.shown.items():
+    for label, arm in arms.shown:
         share = kept_share(measured.exact.tasks, arm.tasks)
         if share is None:
             continue
@@ -181,20 +176,20 @@ def validation_badge(summary: ValidationSummary | None) -> Badge:
 
 def render_page(
     template: str,
-    scripts: tuple[Path, ...] = (),
+    scripts: tuple[str | Path, ...] = (),
     folders: tuple[Path, ...] = (),
     **values: Any,
 ) -> str:
     """The HTML of a template in `report/templates`, or in one of the `folders`, which extends
     `base.html.jinja`. Every value is escaped, unless it is `Markup`. The page's own policy allows a
-    browser to run the `scripts`, files that are trusted, and to load nothing at all, so a name that
-    slipped through unescaped could still do nothing."""
-    sources = [_read(script) for script in scripts]
+    browser to run the `scripts`, files of this package or elsewhere, and to load nothing at all, so
+    a name that slipped through unescaped could still do nothing."""
+    sources = [_read(name) for name in scripts]
     digests = [hashlib.sha256(source.encode()).digest() for source in sources]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     page = template_environment(*folders, is_html=True).get_template(template)
     return page.render(
-        style=Markup(_read(_HERE / "page.css")),
+        style=Markup(_read("page.css")),
         scripts=[Markup(source) for source in sources],
         script_policy=Markup(" ".join(hashes) or "'none'"),
         **values,
@@ -202,5 +197,5 @@ def render_page(
 
 
 @cache
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def _read(name: str | Path) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
