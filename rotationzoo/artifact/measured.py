@@ -1,12 +1,10 @@
 """The one typed model of an evaluation: `evaluate` makes it, and the terminal, the card, the pages,
 the index and `regenerate` read it.
 
-`evaluation.json` holds a `Measured`, and the manifest a `Summary` of its first pair of windows. A
-field that is annotated with a `Column` is a column of every table of arms.
+`evaluation.json` holds a `Measured`, and the manifest a `Summary` of its first pair of windows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -23,15 +21,6 @@ from rotationzoo.artifact.scores import (
     TaskRecall,
 )
 from rotationzoo.storage.strict_json import Count, Sha256
-
-
-@dataclass(frozen=True)
-class Column:
-    """The title of a figure in tables of arms, and its number format."""
-
-    title: str
-    format: str
-
 
 # ---- arms
 
@@ -56,11 +45,11 @@ class Measures(Figures):
     """The cost of one arm. The standard errors are over texts."""
 
     perplexity: float
-    perplexity_increase: Annotated[float, Column("perplexity", "+.2%")]
+    perplexity_increase: float
     """The relative increase over the exact model on the same tokens."""
-    attention_kl: Annotated[float | None, Column("attention KL", ".4f")]
+    attention_kl: float | None
     """In nats, averaged over layers, heads and sampled queries; None if none were sampled."""
-    output_error: Annotated[float, Column("block error", ".4f")]
+    output_error: float
     """Relative RMS error of the attention block's output, averaged over layers."""
     standard_error: Errors
 
@@ -81,8 +70,8 @@ class ArmSummary(Measures, AboutArm):
     """The figures of one arm that the manifest keeps. Bits are per cached element, with exact
     tokens: at 131,072 tokens, and at the length of the evaluated texts."""
 
-    bits_per_element: Annotated[float, Column("bits", ".2f")]
-    bits_at_length: Annotated[float, Column("bits here", ".2f")]
+    bits_per_element: float
+    bits_at_length: float
     tasks: Mapping[str, Score]
     all_tasks: Recall | None
     """All tasks together; None if the exact model can do none of them."""

@@ -44,6 +44,7 @@ from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import position_count, scaling_of
+from rotationzoo.rotations import SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.writer import add_files
 
@@ -118,7 +119,7 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
     # The chosen layers, which own a cache, and all that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
     layers = sorted(layer.index for layer in read)
-    return Trial(geometry, arms, ready.caches, layers, job.sides, job.queries, ready.start)
+    return Trial(geometry, arms, ready.caches, layers, SIDES, job.queries, ready.start)
 
 
 def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers | None) -> Results:
@@ -235,7 +236,7 @@ def _describe(ready: Prepared, results: Results, notes: list[str]) -> Measured:
         revision=source.revision,
         weights_fingerprint=weights_fingerprint(source),
         format=job.format,
-        sides=list(job.sides),
+        sides=list(SIDES),
         prefill_chunk=job.prefill_chunk,
         prefill_layout=ready.caches[0].prefill_layout if job.prefill_chunk else None,
         notes=notes,

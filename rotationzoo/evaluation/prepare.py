@@ -18,10 +18,10 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.settings import budget_beside_others, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
-from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text
+from rotationzoo.evaluation.compatibility import check_length, fit_rows, judged_text
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
-from rotationzoo.geometry import Geometry, cached_rows, full_attention_layers, shares_blocks
+from rotationzoo.geometry import Geometry, full_attention_layers, shares_blocks
 from rotationzoo.model import loading
 from rotationzoo.model.adapter import check_adapter
 from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
@@ -32,7 +32,6 @@ from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions
-from rotationzoo.sides import HEADS
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable
@@ -56,7 +55,7 @@ class Evaluation(RunSettings):
     make."""
     anyway: bool = False
     layers: set[int] | None = None
-    sides: tuple[str, ...] = ("key", "value")
+    """Those to store in 2 bits; None means all."""
     prefill_chunk: int | None = None
     prefill_layout: Literal["server", "window"] | None = None
     queries: int = 32
@@ -196,23 +195,15 @@ def _check_settings(job: Evaluation) -> None:
 
 
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for artifacts, layers or rivals that do not fit the model."""
-    if job.layers is not None:
-        check_layers(job.model, job.layers, geometry)
+    """Raise `RotationZooError` for artifacts or rivals that do not fit the model."""
     check_artifacts(job.model, artifacts, geometry)
     check_rivals(job.baselines, geometry)
-    if len(job.sides) < 2 and (cached := cached_rows(geometry)) is not HEADS:
-        raise UsageError(
-            f"{job.model} caches {cached.words}, which are keys and values at once",
-            hint=f"leave out --{job.sides[0]}s-only",
-        )
 
 
 def _leave_windows(
     job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
 ) -> Evaluation:
-    """The job of an engine that keeps layers with a sliding window exact. Layers that were named
-    are those to store."""
+    """The job of an engine that keeps layers with a sliding window exact."""
     full = full_attention_layers(config)
     if not job.leaves_windows or not shares_blocks(config):
         return job
@@ -221,7 +212,7 @@ def _leave_windows(
         job = replace(job, budget=budget_beside_others(job.budget, own, has_others=True))
         rungs = [budget_beside_others(rung, own, has_others=True) for rung in job.rungs]
         job = replace(job, rungs=tuple(filter(None, rungs)))
-    if full is None or job.layers:
+    if full is None:
         return job
     if not full:
         raise UsageError(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import (
     ArmSummary,
-    Column,
     Conditions,
     Exact,
     ExactSummary,
@@ -21,6 +20,14 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.words import counted
 
 EXACT = "exact"
+_COSTS = {
+    "perplexity_increase": ("perplexity", "+.2%"),
+    "attention_kl": ("attention KL", ".4f"),
+    "output_error": ("block error", ".4f"),
+    "bits_per_element": ("bits", ".2f"),
+    "bits_at_length": ("bits here", ".2f"),
+}
+"""Figure of an arm -> the title of its column, and its number format."""
 _OWN_BASELINES = "identity", "hadamard", "random", "kivi"
 
 
@@ -40,14 +47,11 @@ class Table:
 
 def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
     """The cost of every arm, by the name that the reader sees."""
-    fields = ArmSummary.model_fields.items()
-    marks = [(name, mark) for name, field in fields for mark in field.metadata]
-    columns = {name: mark for name, mark in marks if isinstance(mark, Column)}
     rows = [[label] for label in arms]
     for row, arm in zip(rows, arms.values(), strict=True):
-        for name, column in columns.items():
-            row.append(number(getattr(arm, name), column.format, arm.standard_error.get(name)))
-    return Table("cost", ["arm", *(column.title for column in columns.values())], rows)
+        for name, (_, format) in _COSTS.items():
+            row.append(number(getattr(arm, name), format, arm.standard_error.get(name)))
+    return Table("cost", ["arm", *(title for title, _ in _COSTS.values())], rows)
 
 
 def recall_tables(exact: ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:

@@ -67,7 +67,6 @@ def test_rotations_of_the_other_kind_are_refused(inside, names, command, model, 
     [
         (["calibrate", "--recipe", "oscar-v1"], "latents have no statistics query and key_", 1),
         (["calibrate", "--key-bits", "3", "--value-bits", "3"], "leave none for latents", 1),
-        (["evaluate", "--keys-only"], "caches latents, which are keys and values at once", 2),
         (["evaluate", "--rivals", "q4_0"], "q4_0 stores keys and values, and this model", 2),
     ],
 )
