@@ -1,7 +1,7 @@
 """`rotationzoo report`: write a page about an artifact."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, option
@@ -10,7 +10,7 @@ from rotationzoo.errors import RotationZooError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.report.page import Badge, Report
+    from rotationzoo.report.page import Report
 
 
 def report_command(
@@ -88,23 +88,7 @@ def _draw_report(out: Output, artifact: "Artifact", context: int | None = None) 
     from rotationzoo.report.page import make_report
 
     _ = artifact.rotations  # a page must not recommend rotations that no engine can read
-    report = make_report(artifact, _describe_signature(artifact), context)
+    report = make_report(artifact, context)
     if report.verdict.figure and not is_installed():
         out.notes([NOT_DRAWN])
     return report
-
-
-def _describe_signature(artifact: "Artifact") -> "Badge":
-    from rotationzoo.report.page import Badge
-    from rotationzoo.zoo.signing.check import Demand, check_artifact
-
-    # The folder's name is that of one machine, and readers of a page have another.
-    name = str(artifact.folder)
-    try:
-        finding = check_artifact(artifact, Demand())
-    except RotationZooError as error:
-        words = f"Signature refused: {error}".replace(name, "the artifact")
-        return Badge("Signature", "warning", words)
-    words = finding.note.partition(";")[0].partition(": add --signer")[0]
-    kind: Literal["good", "plain"] = "good" if finding.state == "signed" else "plain"
-    return Badge("Signature", kind, words.replace(name, "The artifact"))

@@ -31,9 +31,8 @@ FOOTER = "Made from stored figures by rotationzoo"
 
 @dataclass(frozen=True)
 class Badge:
-    """A finding in words, and what it is about. It is good, or wrong, or plainly not known."""
+    """A finding in words. It is good, or wrong, or plainly not known."""
 
-    about: str
     kind: Literal["good", "warning", "plain"]
     words: str
 
@@ -53,7 +52,7 @@ class Report:
     """The content of a report on an artifact: the section to decide by, and what readers unfold."""
 
     artifact: Artifact
-    badges: list[Badge]
+    validation: Badge
     verdict: Advice
     arms: Arms | None
     layout: CacheLayout
@@ -79,18 +78,15 @@ class Report:
         )
 
 
-def make_report(
-    artifact: Artifact, signature: Badge | None = None, context: int | None = None
-) -> Report:
-    """A report from what is stored in an artifact, with its `signature`, which is a matter of the
-    zoo. `context`: tokens of the request whose memory is shown; by default the model's positions,
-    if its evaluation knows them. Raises `RotationZooError` for a damaged file."""
+def make_report(artifact: Artifact, context: int | None = None) -> Report:
+    """A report from what is stored in an artifact. `context`: tokens of the request whose memory is
+    shown; by default the model's positions, if its evaluation knows them. Raises `RotationZooError`
+    for a damaged file."""
     arms, measured = None, artifact.measured
     if measured is not None:
         arms = label_arms(measured, artifact.identity)
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
-    validation = validation_badge(artifact.manifest.metrics.validation)
     if arms is None:
         bits = stored_bits(artifact, None, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
@@ -101,7 +97,7 @@ def make_report(
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     return Report(
         artifact=artifact,
-        badges=[signature, validation] if signature else [validation],
+        validation=describe_validation(artifact.manifest.metrics.validation),
         verdict=replace(verdict, commands=commands),
         arms=arms,
         layout=layout_of(artifact, measured),
@@ -158,17 +154,17 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     return Figure(title, points, unit)
 
 
-def validation_badge(summary: ValidationSummary | None) -> Badge:
+def describe_validation(summary: ValidationSummary | None) -> Badge:
     """The validation of the CUDA codec, in words."""
-    about, codec = "Validation", "The CUDA codec"
+    codec = "The CUDA codec"
     if summary is None:
-        return Badge(about, "plain", f"{codec} has not been run on these matrices")
+        return Badge("plain", f"{codec} has not been run on these matrices")
     device = summary.device
     if not summary.on_gpu:
-        return Badge(about, "plain", f"Validated without a GPU, on {device}")
+        return Badge("plain", f"Validated without a GPU, on {device}")
     if summary.codes_equal and summary.dequantized_equal:
-        return Badge(about, "good", f"{codec} agrees bit by bit with its definition, on {device}")
-    return Badge(about, "warning", f"{codec} differs from its definition on {device}")
+        return Badge("good", f"{codec} agrees bit by bit with its definition, on {device}")
+    return Badge("warning", f"{codec} differs from its definition on {device}")
 
 
 # ---- pages
