@@ -237,9 +237,9 @@ def _compare_answers(
     if not new.tasks:
         return None
     paired = compare_answers(new.tasks, published.tasks, report.exact.tasks)
-    keys = "answers_p_value", "log_probability_p_value"
-    corrected = holm([getattr(paired, key) for key in keys])
-    paired = replace(paired, **dict(zip(keys, corrected, strict=True)))
+    first, second = holm([paired.answers_p_value, paired.log_probability_p_value])
+    assert first is not None, "the test always gives one"
+    paired = replace(paired, answers_p_value=first, log_probability_p_value=second)
     names = {"arm": new.name, "other": published.name, "outcome": paired.outcome}
     return asdict(paired) | names
 
