@@ -45,7 +45,7 @@ QUESTION_LENGTH = 2048
 """Tokens of a row of an evaluation's text, and of its prompts."""
 _ON_DISK = str | Path | Artifact
 _TEXT = ("data", "tokens", "length", "seed", "subset", "split", "column", "packing")
-_SEVERAL = {"tasks", "lengths", "rivals", "baselines", "layers", "sides"}
+_SEVERAL = {"tasks", "lengths", "rivals", "baselines"}
 """Options that take one value as well as several."""
 
 
@@ -190,14 +190,9 @@ def evaluate(
     format: str | None = None,
     rounding: Rounding | None = None,
     pooled: bool | None = None,
-    layers: int | Iterable[int] | None = None,
-    sides: str | Sequence[str] = ("key", "value"),
     anyway: bool = False,
     prefill_chunk: int | None = None,
     prefill_layout: Layout | None = None,
-    real_cache: bool = False,
-    drift: int = 0,
-    queries: int = 32,
     data: str | None = None,
     tokens: int = 16384,
     length: int | None = None,
@@ -241,13 +236,9 @@ def evaluate(
     * `format`: the engine's 2-bit format, such as `sglang` or `vllm`;
     * `rounding`: the codes of the arm that the decision is about: `nearest` or `feedback`;
     * `pooled`: measure each artifact with one rotation per layer, as `export --pooled` writes it;
-    * `layers`, `sides`: quantize only these; `sides="key"` leaves the values exact;
     * `anyway`: measure artifacts that were made for other weights, too;
     * `prefill_chunk`: tokens of a prompt that are read at a time, and not one by one;
     * `prefill_layout`: which earlier tokens such a chunk reads exact, as in `RotatedCache`;
-    * `real_cache`: read tasks through a cache that stores 2 bits, and not a simulation of it;
-    * `drift`: how many tokens the exact model generates, which a cache that stores 2 bits reads;
-    * `queries`: queries sampled per text for the attention KL; 0 skips it;
     * `data` to `packing`: the held-out text, as in `calibrate`. Rows have a `length` of 2,048, of
       more where the windows leave nothing of these, and of no more than the model has positions;
     * `adapter`: the folder of a LoRA adapter of peft's, with which the model computes;
@@ -288,8 +279,6 @@ def evaluation_job(
         settings[name] = (given,) if isinstance(given, str | int) else tuple(given)
     if isinstance(next(iter(settings.get("windows", ())), None), int):
         settings["windows"] = [settings["windows"]]
-    if "layers" in settings:
-        settings["layers"] = set(settings["layers"])
     if rivals := settings.pop("rivals", ()):
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     if settings.pop("fewest_bits", False):

@@ -145,13 +145,11 @@ def test_the_defaults_that_people_see_and_none_make_the_same_job():
 
 
 def test_one_value_counts_as_a_list_of_one():
-    one = dict(tasks="copy", lengths=2048, rivals="fp8", windows=(4, 16), layers=0, sides="key")
+    one = dict(tasks="copy", lengths=2048, rivals="fp8", windows=(4, 16))
     job = api.evaluation_job("demo", **one)
-    assert job == api.evaluation_job(
-        "demo", **{name: [value] for name, value in one.items() if name != "sides"}, sides=("key",)
-    )
-    assert (job.tasks.names, job.tasks.lengths, job.layers) == (("copy",), (2048,), {0})
-    assert (job.baselines, job.windows, job.sides) == ((*BASELINES, "fp8"), [(4, 16)], ("key",))
+    assert job == api.evaluation_job("demo", **{name: [value] for name, value in one.items()})
+    assert (job.tasks.names, job.tasks.lengths) == (("copy",), (2048,))
+    assert (job.baselines, job.windows) == ((*BASELINES, "fp8"), [(4, 16)])
 
 
 def test_generate_takes_every_option_of_the_cache():
@@ -169,13 +167,13 @@ def test_the_description_of_evaluate_names_the_baselines():
 def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = calibrate("demo", output="other", recipe="hadamard")
-    short = dict(tokens=128, length=128, windows=[(4, 16)], queries=0, tasks=[])
+    short = dict(tokens=128, length=128, windows=[(4, 16)], tasks=[])
     report = evaluate("demo", [str(made), other], save=False, **short)
     assert list(report["arms"]) == ["made", "other", "made+feedback", *BASELINES]
     assert "evaluation.json" not in Artifact.open("other").manifest.files
     with short_probes():
-        saved = evaluate("demo", other, save=True, sides=("key",), **short)
-    assert saved["sides"] == ["key"]
+        saved = evaluate("demo", other, save=True, **short)
+    assert saved["sides"] == ["key", "value"]
     assert "evaluation.json" in Artifact.open("other").manifest.files
 
 

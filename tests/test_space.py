@@ -227,7 +227,8 @@ def modules(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "space")
     before = set(sys.modules)
     yield importlib.import_module
-    for name in {"planning", "settings", "sign_in", "zoo_entries"} & sys.modules.keys() - before:
+    own = {"planning", "settings", "sign_in", "zoo_entries", "zoo_table"}
+    for name in own & sys.modules.keys() - before:
         del sys.modules[name]
 
 

@@ -1,25 +1,19 @@
 """The one typed model of an evaluation: `evaluate` makes it, and the terminal, the card, the pages,
 the index and `regenerate` read it.
 
-`evaluation.json` holds a `Measured`, and the manifest a `Summary` of its first pair of windows. A
-field that is annotated with a `Column` is a column of every table of arms.
+`evaluation.json` holds a `Measured`, and the manifest a `Summary` of its first pair of windows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isclose
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from rotationzoo.artifact.scores import (
-    AnswerVerdict,
     Decision,
-    Drift,
     Errors,
     ExactTaskRecall,
     Figures,
-    PairedAnswers,
     Range,
     Recall,
     RecallDetails,
@@ -27,17 +21,6 @@ from rotationzoo.artifact.scores import (
     TaskRecall,
 )
 from rotationzoo.storage.strict_json import Count, Sha256
-
-_SAME = 1e-3  # of the exact model's perplexity, which another dtype may change more
-
-
-@dataclass(frozen=True)
-class Column:
-    """The title of a figure in tables of arms, and its number format."""
-
-    title: str
-    format: str
-
 
 # ---- arms
 
@@ -62,11 +45,11 @@ class Measures(Figures):
     """The cost of one arm. The standard errors are over texts."""
 
     perplexity: float
-    perplexity_increase: Annotated[float, Column("perplexity", "+.2%")]
+    perplexity_increase: float
     """The relative increase over the exact model on the same tokens."""
-    attention_kl: Annotated[float | None, Column("attention KL", ".4f")]
+    attention_kl: float | None
     """In nats, averaged over layers, heads and sampled queries; None if none were sampled."""
-    output_error: Annotated[float, Column("block error", ".4f")]
+    output_error: float
     """Relative RMS error of the attention block's output, averaged over layers."""
     standard_error: Errors
 
@@ -75,37 +58,20 @@ class BucketMeasures(Measures, Range):
     """The cost of one arm at the context lengths of one bucket."""
 
 
-class HeadMeasures(Figures):
-    """The measures of one layer over all texts, one number per KV head in order; None where nothing
-    was measured."""
-
-    attention_kl: list[float | None]
-    """In nats, averaged over the query heads that read the KV head, and over sampled queries."""
-    output_error: list[float | None]
-    """Relative RMS error of the attention outputs of the query heads that read the KV head, before
-    the output projection: the layer's own is measured behind it."""
-    key_row_range: list[float | None]
-    """`(max - min) / rms` of a key row, averaged over all rows past the sink, in the coordinates in
-    which it is rounded, or of a latent. None for keys not rounded, or not row by row."""
-    value_row_range: list[float | None]
-    """The range of value rows."""
-
-
 class LayerMeasures(Figures):
     """The measures of one layer over all texts."""
 
     layer: Count
     output_error: float
     attention_kl: float | None
-    heads: HeadMeasures
 
 
 class ArmSummary(Measures, AboutArm):
     """The figures of one arm that the manifest keeps. Bits are per cached element, with exact
     tokens: at 131,072 tokens, and at the length of the evaluated texts."""
 
-    bits_per_element: Annotated[float, Column("bits", ".2f")]
-    bits_at_length: Annotated[float, Column("bits here", ".2f")]
+    bits_per_element: float
+    bits_at_length: float
     tasks: Mapping[str, Score]
     all_tasks: Recall | None
     """All tasks together; None if the exact model can do none of them."""
@@ -174,51 +140,12 @@ def plain_arm(arms: Mapping[str, Arm], artifact: str) -> Arm | None:
 # ---- verdicts
 
 
-class Comparison(Figures):
-    """The perplexity of an artifact's arm compared with another arm's. Negative differences favor
-    the artifact. P values are corrected for all comparisons."""
-
-    arm: str
-    other: str
-    log_perplexity_difference: float
-    standard_error: float | None
-    p_value: float | None
-    clear: bool
-
-
-class FeedbackComparison(Figures):
-    """An arm with error feedback compared with the same rotations and the nearest codes. P values
-    are of single tests."""
-
-    arm: str
-    """The arm with error feedback."""
-    other: str
-    answers: PairedAnswers | None
-    """None if no recall task was asked."""
-    log_perplexity_difference: float
-    """Negative if error feedback is better."""
-    standard_error: float | None
-
-
-class VerdictSummary(Figures):
-    """How many texts were compared, the decision on each artifact, and the sentences that state
-    it."""
+class Verdict(Figures):
+    """How many texts were read, the decision on each artifact, and the sentences that state it."""
 
     texts: Count
     words: list[str]
     decisions: list[Decision] = Field(default_factory=list)
-
-
-class Verdict(VerdictSummary):
-    """All comparisons of a window: of perplexities and of answers, all of them with the nearest
-    codes, and of error feedback with these."""
-
-    level: float
-    comparisons: list[Comparison]
-    answers: AnswerVerdict | None
-    """None if no recall task was asked."""
-    feedback: list[FeedbackComparison]
-    """One for each artifact that has the factors."""
 
 
 # ---- the whole
@@ -265,7 +192,7 @@ class WindowSummary(Figures):
     sink: Count
     recent: Count
     arms: Mapping[str, ArmSummary]
-    verdict: VerdictSummary
+    verdict: Verdict
 
     @model_validator(mode="after")
     def _named_alike(self) -> Self:
@@ -279,7 +206,6 @@ class Window(WindowSummary):
     """Everything that was measured of all arms with one pair of exact windows."""
 
     arms: Mapping[str, MeasuredArm]
-    verdict: Verdict
 
 
 class Summary(WindowSummary, Conditions):
@@ -321,12 +247,10 @@ class Measured(Conditions):
     """Which of keys and values were in 2 bits."""
     layers: list[Count]
     """The layers that read a 2-bit cache."""
-    real_cache: bool
     notes: list[str]
     rope_scaling: str | None
     exact: Exact
     windows: Annotated[list[Window], Field(min_length=1)]
-    drift: Drift | None = None
     probes: list[Probe] = Field(default_factory=list)
     """What a server with the artifact's rotations answers; empty where none can read them."""
 
@@ -352,29 +276,3 @@ class Measured(Conditions):
         conditions = {name: getattr(self, name) for name in Conditions.model_fields}
         # What a summary's fields do not name of these is left out of its JSON.
         return Summary(**conditions, **dict(self.window), exact=self.exact)
-
-    def differs_from(self, other: "Measured") -> str:
-        """In what two evaluations differ whose figures may not stand in one picture; empty if they
-        may."""
-        others = other._conditions()
-        for words, condition in self._conditions().items():
-            if condition != others[words]:
-                return words
-        same = isclose(self.exact.perplexity, other.exact.perplexity, rel_tol=_SAME)
-        return "" if same else "perplexity of the exact model"
-
-    def _conditions(self) -> dict[str, object]:
-        """Words -> what must be equal."""
-        asked = self.tasks.names, self.tasks.lengths, self.tasks.questions
-        counted = self.exact.all_tasks and self.exact.all_tasks.questions
-        return {
-            "model": (self.model, self.revision, self.weights_fingerprint),
-            "text": (self.text.fingerprint, self.text.rows, self.text.length),
-            "number of tokens": self.tokens,
-            "format": self.format,
-            "windows": (self.window.sink, self.window.recent),
-            "quantized part": (self.sides, self.layers, self.real_cache),
-            "prefill": (self.prefill_chunk, self.prefill_layout),
-            "RoPE scaling": self.rope_scaling,
-            "questions": (asked, counted),
-        }

@@ -1,5 +1,5 @@
-"""The figures of answers in an evaluation: scores of recall tasks, drift, and what all figures of
-an evaluation have in common.
+"""The figures of answers in an evaluation: scores of recall tasks, decisions, and what all figures
+of an evaluation have in common.
 
 `artifact.measured` puts them together.
 """
@@ -14,10 +14,6 @@ from rotationzoo.storage.strict_json import Count, Strict
 
 Errors = dict[str, float | None]
 """Figure -> its standard error; None if there is only one text, or one prompt."""
-Outcome = Literal["more", "fewer", "likelier", "less likely", "unclear"]
-"""How an arm's answers compare with another's: it answers clearly more or fewer questions; or it
-answers about as many, and finds the right answers clearly likelier or less likely; or neither is
-clear."""
 Outlook = Literal["better", "worse", "same", "open"]
 """Whether an arm is shown better or worse than another, or as good within a margin, or neither."""
 DataFree = Literal["identity", "hadamard"]
@@ -70,27 +66,10 @@ class DistanceScore(Score, Range):
     """The questions whose statements lie in a range of tokens before their answers."""
 
 
-class DepthScore(Score):
-    """The questions whose statements lie in this part of their prompts: 0 is the start, 1 the
-    end."""
-
-    from_: float
-    to: float
-
-
 class LengthScore(Score):
     """How the prompts of one length were answered."""
 
     length: Count
-
-
-class CellScore(LengthScore):
-    """The questions of prompts of one length, in one bucket of distances and one of depths."""
-
-    distance_from: Count
-    distance_to: Count
-    depth_from: float
-    depth_to: float
 
 
 class Recall(Score):
@@ -101,12 +80,9 @@ class Recall(Score):
 
 
 class RecallDetails(Recall):
-    """Recall by distance and by depth, and by length, distance and depth at once: only cells that
-    have questions."""
+    """Recall by distance: only ranges that have questions."""
 
     by_distance: list[DistanceScore]
-    by_depth: list[DepthScore]
-    by_cell: list[CellScore]
 
 
 class TaskRecall(RecallDetails):
@@ -155,67 +131,6 @@ def _split(correct: str, lengths: Sequence[LengthScore]) -> dict[int, str]:
     """The digits of each length of prompts."""
     digits = iter(correct)
     return {each.length: "".join(islice(digits, each.questions)) for each in lengths}
-
-
-class PairedAnswers(Figures):
-    """An arm's answers compared with another arm's. Positive differences favor the first."""
-
-    answered: int
-    other_answered: int
-    only_arm: int
-    """Questions that the arm answers and the other does not."""
-    only_other: int
-    answers_p_value: float
-    """Of the sign-flip permutation test over prompts."""
-    log_probability_difference: float
-    """In nats an answer."""
-    standard_error: float | None
-    log_probability_p_value: float | None
-    """Of Student's t over prompts; None for a single prompt."""
-
-
-class AnswerComparison(PairedAnswers):
-    """The answers of an artifact's arm compared with another arm's, with p values corrected for all
-    comparisons."""
-
-    arm: str
-    other: str
-    outcome: Outcome
-
-
-class AnswerVerdict(Figures):
-    """All comparisons of answers in a window."""
-
-    questions: int
-    prompts: int
-    level: float
-    comparisons: list[AnswerComparison]
-
-
-class StepMeasures(Range):
-    """A quarter of the generated tokens, counted from 0. The standard errors are over prompts."""
-
-    agreement: float
-    """The share of steps at which the most probable token is the exact model's."""
-    kl: float
-    """KL divergence from the exact model's distribution of the next token, in nats."""
-    standard_error: Errors
-
-
-class ArmDrift(Figures):
-    """How an arm reads what the exact model generates."""
-
-    by_step: Annotated[list[StepMeasures], Field(min_length=1)]
-    same_tokens: list[Count]
-    """For each prompt, after how many tokens the arm's own greedy text becomes another."""
-
-
-class Drift(Figures):
-    """How arms drift while the exact model generates `tokens` tokens after each prompt."""
-
-    tokens: Count
-    prompt_tokens: list[Count]
-    arms: Mapping[str, ArmDrift]
 
 
 # ---- decisions

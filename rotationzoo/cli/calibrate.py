@@ -2,7 +2,6 @@
 
 import shlex
 import signal
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,8 +20,7 @@ from rotationzoo.cli.options import Loading, argument, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import ENGINES
-from rotationzoo.errors import Interrupted, RotationZooError, UnsupportedModel, UsageError
-from rotationzoo.words import counted
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -176,9 +174,6 @@ def _find_bits(
     show_artifact(out, artifact, False, decision)
     folder, engine = str(artifact.folder), settings.engine or usual_engine(artifact.manifest)
     if decision.action == "serve":
-        if bits := artifact.recipe.bits:
-            with suppress(UnsupportedModel):  # of which `plan` does not know what it caches
-                out.note(_say_room(model, settings.revision, bits))
         use = ["export", folder, "--for", engine]
         if command := ENGINES[engine].command:
             use = [command, *words, "--rotations", folder]
@@ -193,26 +188,6 @@ def _find_bits(
         most = ["--bits", f"{job.rungs[-1].bits:g}"] if job.rungs else []
         hint = f"ask more: {shell_line(*further, *most, *more)}"
     raise RotationZooError(f"nothing shows that {keep:g}% of the answers are kept", hint=hint)
-
-
-def _say_room(model: str, revision: str | None, bits: float) -> str:
-    """What context fits this machine's GPU, or the one that `plan` takes by default."""
-    import torch
-
-    from rotationzoo.capacity.cards import parse_card
-    from rotationzoo.capacity.plan import Wish, measure_capacity
-    from rotationzoo.capacity.shape import Storage
-    from rotationzoo.codec.formats import BUDGETED, SIMULATED
-
-    gpu, storage = "24GiB", Storage(SIMULATED[BUDGETED], 64, 256, bits=bits)
-    if torch.cuda.is_available():
-        gpu = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f}GiB"
-    card = parse_card(gpu)
-    capacity = measure_capacity(Wish(model, None, 1, card, storage, revision))
-    few, plain = (capacity.longest(cache, "published", card) for cache in ("int2", "bf16"))
-    if few is None or plain is None:
-        return f"{card.name} has room for requests of any length"
-    return f"{card.name} has room for {counted(few, 'token')} with these bits, {plain:,} in bf16"
 
 
 def _last_change(folder: Path) -> int | None:

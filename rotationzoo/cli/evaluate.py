@@ -1,6 +1,5 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +45,10 @@ class Measures(options.Loading):
     pooled: Annotated[bool | None, option("Also measure one rotation per layer.", "--pooled")] = (
         None
     )
-    layers: Annotated[str | None, option("Only these layers in 2 bits, as 0,4-7.")] = None
     prefill_chunk: Annotated[
         int | None, option("Prefill in chunks, which read a quantized history.", min=1)
     ] = None
     prefill_layout: options.PrefillLayout = None
-    real_cache: Annotated[bool, option("Answer through a cache that really stores 2 bits.")] = False
-    drift: Annotated[int | None, option("Drift over N new tokens.", min=1)] = None
-    queries: Annotated[int | None, option("Queries per text for the attention KL (32).", min=0)] = (
-        None
-    )
     rope_scaling: options.RopeScaling = None
     adapter: Annotated[Path | None, option("Folder of a LoRA adapter, read by peft.")] = None
     batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None
@@ -69,8 +62,6 @@ def evaluate_command(
     artifacts: Annotated[
         list[Path] | None, argument("Folders of rotations.", metavar="ROTATIONS")
     ] = None,
-    keys_only: Annotated[bool, option("Leave the values exact.")] = False,
-    values_only: Annotated[bool, option("Leave the keys exact.")] = False,
     save: Annotated[bool, option("Add evaluation.json to the rotations.")] = False,
     details: Annotated[bool, option("Also print all tables, and how they were measured.")] = False,
 ) -> None:
@@ -90,17 +81,12 @@ def evaluate_command(
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
-    if keys_only and values_only:
-        words = "--keys-only and --values-only leave nothing to store in 2 bits"
-        raise UsageError(words, hint="give one of them")
     settings = vars(measures) | {
         "tasks": options.parse_tasks(measures.tasks),
         "lengths": options.parse_lengths(measures.lengths),
         "questions": parse_questions(measures.questions),
         "windows": options.parse_windows(measures.windows) or None,
         "rivals": measures.rivals and measures.rivals.replace(" ", "").split(","),
-        "layers": parse_layers(measures.layers),
-        "sides": ["key"] * (not values_only) + ["value"] * (not keys_only),
     }
     job = evaluation_job(model, artifacts, save, **settings)
     with show_progress(out) as progress:
@@ -144,20 +130,6 @@ def parse_questions(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
-def parse_layers(text: str | None) -> set[int] | None:
-    """Parse `0,4-7` to `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
-    if text is None:
-        return None
-    layers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
-        if not numbers:
-            raise options.wrong_value(f"--layers has no layer in {part!r}", "--layers 0,4-7")
-        layers.update(numbers)
-    return layers
-
-
 def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
     """Print the decision on each artifact, with `details` after all tables."""
     notes = report.notes
@@ -167,15 +139,12 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
     out.notes(notes)
 
     def human() -> None:
-        from rotationzoo.report.tables import describe_drift
-
         if details or not report.window.verdict.decisions:
             _say_details(report)
         for window in report.windows:
             if len(report.windows) > 1:
                 say(f"With {_title(window)}:")
             say(*window.verdict.words)
-        say(*describe_drift(report))
 
     out.result(report.report(), "\n".join(report.window.arms), human)
 

@@ -1,7 +1,6 @@
-"""`rotationzoo inspect`: show what each layer's statistics look like."""
+"""`rotationzoo inspect`: show what an artifact stores of each layer."""
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder
@@ -11,13 +10,12 @@ from rotationzoo.sides import read_as
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.report.spectra import LayerSpectra, SideSpectrum
+    from rotationzoo.rotations import Rotation
 
 
 def inspect_command(artifact: ArtifactFolder, out: Output) -> None:
-    """Show what each layer's statistics look like."""
+    """Show what an artifact stores of each layer."""
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.report.spectra import summarize
 
     opened = Artifact.open(artifact)
     layers = summarize(opened)
@@ -26,45 +24,62 @@ def inspect_command(artifact: ArtifactFolder, out: Output) -> None:
         "identity": opened.identity,
         "model": opened.manifest.model.id,
         "recipe": opened.recipe.name,
-        "layers": [asdict(layer) for layer in layers],
+        "layers": layers,
     }
     out.result(data, opened.identity, lambda: _show_layers(opened, layers))
     suggest_step(out, opened)
 
 
-def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
+def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
+    """What is stored of each cached layer, in order. Where one side is read as both, key and value
+    are the same. Raises `RotationZooError` for a damaged file."""
+    from rotationzoo.geometry import cached_layers
+
+    layers = []
+    for layer in cached_layers(artifact.geometry):
+        rotations = artifact.rotations[layer.index]
+        sides = {"key": _describe(rotations.key), "value": _describe(rotations.value)}
+        layers.append({"layer": layer.index, "kv_heads": layer.kv_heads, **sides})
+    return layers
+
+
+def _describe(rotation: "Rotation") -> dict[str, Any]:
+    """One side of a layer: its error is the largest over KV heads, and `feedback` the mean share of
+    nearest codes' squared errors that error feedback is expected to leave, None without factors.
+    `bits` are those of a channel that a budget gives, None without one."""
+    from rotationzoo.linalg.error_feedback import remaining_share
+    from rotationzoo.linalg.orthogonality import orthogonality_error
+
+    feedback = bits = None
+    if rotation.feedback is not None:
+        feedback = remaining_share(rotation.feedback).mean().item()
+    if rotation.fine_channels is not None:
+        bits = 2 + rotation.fine_channels.item() / rotation.dim
+    error, clip = orthogonality_error(rotation.matrix), rotation.clip.tolist()
+    figures = {"dim": rotation.dim, "orthogonality_error": error, "clip_ratios": clip}
+    return {**figures, "feedback": feedback, "bits": bits}
+
+
+def _show_layers(artifact: "Artifact", layers: list[dict[str, Any]]) -> None:
     """The sides beside each other, no wider than a terminal."""
     columns = ["layer", "heads"]
-    # `LayerSpectra` has what is read as both as keys and as values.
+    # What is read as both is there as keys and as values.
     sides = {side: read_as(side)[0] for side in artifact.rotations.cached.sides}
     for side in sides:
-        columns += [f"{side[0].upper()} dim", "rank", "top1", "top8"]
+        columns += [f"{side[0].upper()} dim", "bits", "left", "error"]
     rows = []
     for layer in layers:
-        error = max(layer.key.orthogonality_error, layer.value.orthogonality_error)
-        cells = [str(layer.layer), str(layer.kv_heads)]
+        cells = [str(layer["layer"]), str(layer["kv_heads"])]
         for place in sides.values():
-            spectrum: SideSpectrum = getattr(layer, place)
-            top = [number(share, ".1%") for share in (spectrum.top_1_share, spectrum.top_8_share)]
-            cells += [str(spectrum.dim), number(spectrum.effective_rank, ".1f"), *top]
-        rows.append([*cells, f"{error:.0e}"])
-    title = f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}"
-    table(title, [*columns, "error"], rows)
+            stored = layer[place]
+            cells += [str(stored["dim"]), number(stored["bits"], "g")]
+            cells += [number(stored["feedback"], ".0%"), f"{stored['orthogonality_error']:.0e}"]
+        rows.append(cells)
+    table(f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}", columns, rows)
     say(
-        "rank: effective rank of the statistic; top1, top8: share of its strongest directions; "
-        "error: largest |R R^T - I|"
+        "bits: of a channel, by a budget; error: largest |R R^T - I|",
+        "left: share of the errors of nearest codes that error feedback is expected to leave",
     )
     if centered := [side for side in sides if artifact.recipe.centers(side)]:
         names = " and ".join(f"{side}s" for side in centered)
         say(f"Centered: {names} lose the mean of their KV head before they are stored")
-    if artifact.rotations.has_feedback:
-        ranges = []
-        for side, place in sides.items():
-            shares = [getattr(layer, place).feedback for layer in layers]
-            ranges.append(f"{side}s {min(shares):.0%} to {max(shares):.0%}")
-        expected = "of the errors of nearest codes are expected to be left"
-        say(f"Error feedback: {' and '.join(ranges)} {expected}")
-    if artifact.rotations.has_budget:
-        for side, place in sides.items():
-            bits = " ".join(f"{getattr(layer, place).bits:g}" for layer in layers)
-            say(f"Bits a channel of {side}s, layer by layer: {bits}")

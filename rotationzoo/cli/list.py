@@ -1,6 +1,5 @@
 """`rotationzoo list`: show the rotations that have been published."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
@@ -21,15 +20,12 @@ def list_command(
     model: Annotated[str | None, argument("Only models with this in their name.")] = None,
     recipe: Annotated[str | None, option("Only this recipe.")] = None,
     from_: Annotated[HubName, option("Whose index.", "--from")] = DEFAULT_HUB,
-    html: Annotated[Path | None, option("Write all of it as one page to this file.")] = None,
     index: IndexPlace = None,
     repo: ZooRepo = None,
 ) -> None:
     """Show the rotations that have been published.
 
     rotationzoo list qwen3
-
-    rotationzoo list --repo my-org/rotationzoo --html zoo.html
     """
     from rotationzoo.zoo.lookup import find_index
 
@@ -40,12 +36,7 @@ def list_command(
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
     place = place_options(index, repo, zoo_index, from_)
-    if html is not None:
-        from rotationzoo.storage.folders import replace_file
-        from rotationzoo.zoo.page import render_zoo_page
-
-        replace_file(html, render_zoo_page(zoo_index, entries, place).encode())
-    show_list(out, entries, html)
+    show_list(out, entries)
     if fetched := [entry.model for entry in entries if entry.pullable]:
         out.suggest("pull", fetched[0], *place)
     else:
@@ -66,16 +57,11 @@ def place_options(
     return place
 
 
-def show_list(out: Output, entries: list["Entry"], page: Path | None = None) -> None:
-    """Print the entries of an index, or the page that they were written to."""
-    contents = [entry.model_dump() for entry in entries]
-    if page is not None:
-        listed = counted(len(entries), "published rotation")
-        data = {"entries": contents, "page": str(page)}
-        out.result(data, str(page), lambda: say(f"{page}: {listed}; open it in a browser"))
-        return
+def show_list(out: Output, entries: list["Entry"]) -> None:
+    """Print the entries of an index."""
     names = dict.fromkeys(entry.model for entry in entries)
-    out.result({"entries": contents}, "\n".join(names), lambda: _show_entries(entries))
+    data = {"entries": [entry.model_dump() for entry in entries]}
+    out.result(data, "\n".join(names), lambda: _show_entries(entries))
 
 
 def _show_entries(entries: list["Entry"]) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, option
-from rotationzoo.cli.output import Output, say, show_lines, table
+from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
 from rotationzoo.sides import HEADS
@@ -13,10 +13,9 @@ from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.calibration.plan import Job
-    from rotationzoo.capacity.plan import Answer, Capacity
+    from rotationzoo.capacity.plan import Capacity
 
 _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
-_NOTES = 2  # that are shown without details
 
 
 def plan_command(
@@ -38,7 +37,6 @@ def plan_command(
     rope_scaling: RopeScaling = None,
     json: Json = False,
     quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
-    details: Annotated[bool, option("Show other cards, sizes and commands, too.")] = False,
 ) -> None:
     """Show what context and how many requests of a model fit a GPU.
 
@@ -79,12 +77,7 @@ def plan_command(
     def human() -> None:
         say(answer.words)
         _show_contexts(capacity, data, answer.weights or "4bit")
-        notes = data["remarks"] if details else data["remarks"][:_NOTES]
-        say(*(f"Note: {note}" for note in notes))
-        if details:
-            _show_sizes(capacity, data)
-            _show_cards(capacity, data)
-            _show_steps(answer, data)
+        say(*(f"Note: {note}" for note in data["remarks"]))
 
     out.result(data, answer.words, human)
     if any(entry["format"] in _PULLED for entry in data["zoo"]):
@@ -113,51 +106,8 @@ def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> 
     say(f"Counted, too: {', '.join(parts)}")
 
 
-def _show_sizes(capacity: "Capacity", data: dict[str, Any]) -> None:
-    weights, rows = data["weights_bytes"], []
-    published, four_bit = size_words(weights["published"]), size_words(weights["4bit"])
-    layers = f"{counted(data['layers'], 'layer')} with a cache"
-    say("", f"{data['model']}: {layers}, {data['parameters'] / 1e6:,.1f} million parameters")
-    say(f"Weights: {published} as published, {four_bit} in 4 bits")
-    for cache, size in data["kv_bytes_per_request"].items():
-        sizes = [size_words(size), size_words(size * data["requests"])]
-        by_token = f"{data['kv_bytes_per_token'][cache]:,.0f}"
-        rows.append([capacity.cache_words(cache), by_token, *sizes])
-    columns = ["cache", "bytes a token", "one request", counted(data["requests"], "request")]
-    table(f"Cache of a request of {data['context']:,} tokens", columns, rows, apart=True)
-    say("The last: format {format}, {sink} first and {recent} last tokens exact".format(**data))
-
-
-def _show_cards(capacity: "Capacity", data: dict[str, Any]) -> None:
-    """What this and other cards hold, with a row for each kind of weights."""
-    rows, sizes, few = [], data["weights_bytes"], capacity.cache_words("int2")
-    for card in {card["name"]: card for card in (data["gpu"], *data["cards"])}.values():
-        for name, fitting in card["weights"].items():
-            if fitting["fit"] and (name == "published" or sizes["4bit"] < sizes["published"]):
-                most = fitting["max_context"], fitting["max_requests"]
-                cells = [_cell(each[cache]) for each in most for cache in ("bf16", "int2")]
-                rows.append([card["name"], name, *cells])
-    columns = ["card", "weights", "longest bf16", few, "fit bf16", few]
-    table("Cards that hold the weights", columns, rows, apart=True)
-    say(f"longest: tokens of one request; fit: requests of {data['context']:,} tokens", "")
-
-
 def _cell(count: int | None) -> str:
     return "any" if count is None else f"{count:,}"
-
-
-def _show_steps(answer: "Answer", data: dict[str, Any]) -> None:
-    """What makes the weights and the cache of the answer, and then our own."""
-    for entry in data["zoo"]:
-        say(f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}")
-    if answer.weights == "4bit":
-        say("Weights in 4 bits: an AWQ or GPTQ copy, or one that llm-compressor makes (W4A16)")
-    if answer.cache == "fp8":
-        say("A cache in fp8 is an option of the engine, such as:")
-        show_lines(f"  {shlex.join(['vllm', 'serve', data['model'], '--kv-cache-dtype', 'fp8'])}")
-    if answer.cache is not None:
-        say("Our own cache:")
-        show_lines(*(f"  {command}" for command in data["commands"]))
 
 
 def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:

@@ -1,8 +1,7 @@
 """`rotationzoo report`: write a page about an artifact."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, option
@@ -11,15 +10,12 @@ from rotationzoo.errors import RotationZooError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.report.page import Badge, Report
+    from rotationzoo.report.page import Report
 
 
 def report_command(
     artifact: ArtifactFolder,
     out: Output,
-    compare: Annotated[
-        list[Path] | None, option("Other rotations to compare with. May be repeated.")
-    ] = None,
     output: Annotated[Path, option("Where to write the page.", "--output", "-o")] = Path(
         "report.html"
     ),
@@ -34,7 +30,7 @@ def report_command(
 
     It is one file, made from what evaluate --save and validate have stored.
 
-    rotationzoo report rotations/demo-oscar --compare rotations/demo-oscar-v1
+    rotationzoo report rotations/demo-oscar
     """
     from rotationzoo.artifact.store import EVALUATION, Artifact
     from rotationzoo.report.page import FOOTER
@@ -45,8 +41,7 @@ def report_command(
             f"{output} exists and is no page of report", hint="choose another place with --output"
         )
     opened = Artifact.open(artifact)
-    others = [Artifact.open(folder) for folder in compare or []]
-    report = _draw_report(out, opened, others, context)
+    report = _draw_report(out, opened, context)
     folders.replace_file(output, report.html(str(artifact)).encode())
     if save:
         add_report(out, opened, report)
@@ -65,57 +60,35 @@ def report_command(
 
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
     """What the decision calls for, or the export to the engine that it was measured for."""
-    from rotationzoo.report.arms import gather_arms
+    from rotationzoo.report.arms import label_arms
     from rotationzoo.report.commands import asked_options, decided_words, usual_engine
 
-    arms, words = gather_arms(artifact), None
-    engine = arms and arms.evaluation.engine
+    measured, words = artifact.measured, None
+    engine = measured and measured.engine
     served = ["--for", engine] if engine else []
-    if arms and arms.decision:
-        model, asked = [artifact.manifest.model.id], asked_options(arms.evaluation)
-        words = decided_words(arms.decision, model, place, served, asked)
-        if words is None and arms.decision.action in ("ask", "nothing"):  # no answer decides
-            shorter = arms.decision.action == "nothing"
+    if measured and (decision := label_arms(measured, artifact.identity).decision):
+        model, asked = [artifact.manifest.model.id], asked_options(measured)
+        words = decided_words(decision, model, place, served, asked)
+        if words is None and decision.action in ("ask", "nothing"):  # no answer decides
+            shorter = decision.action == "nothing"
             words = ["evaluate", *model, place, *served, *["--lengths", "512"] * shorter, "--save"]
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 
 def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
-    """Add a report on an artifact to it, by default one without others, as `report --save` does."""
+    """Add a report on an artifact to it, as `report --save` does."""
     from rotationzoo.report.page import files_of_report
     from rotationzoo.writer import add_files
 
     return add_files(artifact, files_of_report(report or _draw_report(out, artifact)), {})
 
 
-def _draw_report(
-    out: Output,
-    artifact: "Artifact",
-    others: Sequence["Artifact"] = (),
-    context: int | None = None,
-) -> "Report":
+def _draw_report(out: Output, artifact: "Artifact", context: int | None = None) -> "Report":
     from rotationzoo.report.charts import NOT_DRAWN, is_installed
     from rotationzoo.report.page import make_report
 
-    for each in (artifact, *others):
-        _ = each.rotations  # a page must not recommend rotations that no engine can read
-    report = make_report(artifact, others, _describe_signature(artifact), context)
+    _ = artifact.rotations  # a page must not recommend rotations that no engine can read
+    report = make_report(artifact, context)
     if report.verdict.figure and not is_installed():
         out.notes([NOT_DRAWN])
     return report
-
-
-def _describe_signature(artifact: "Artifact") -> "Badge":
-    from rotationzoo.report.page import Badge
-    from rotationzoo.zoo.signing.check import Demand, check_artifact
-
-    # The folder's name is that of one machine, and readers of a page have another.
-    name = str(artifact.folder)
-    try:
-        finding = check_artifact(artifact, Demand())
-    except RotationZooError as error:
-        words = f"Signature refused: {error}".replace(name, "the artifact")
-        return Badge("Signature", "warning", words)
-    words = finding.note.partition(";")[0].partition(": add --signer")[0]
-    kind: Literal["good", "plain"] = "good" if finding.state == "signed" else "plain"
-    return Badge("Signature", kind, words.replace(name, "The artifact"))

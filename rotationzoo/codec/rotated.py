@@ -89,10 +89,6 @@ class RotatedCodec:
         rows = rows.to(matrix.dtype)
         return (rows if mean is None else rows - mean) @ matrix
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """The `row_range` of rows `[B, H, T, D]` of the model, rotated and not yet clipped."""
-        return row_range(self.rotate(rows, layer, side))
-
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:
@@ -233,16 +229,7 @@ class RotatedCodec:
         return None if mean is None else mean.to(rows.device)[:, None]
 
 
-def row_range(rows: torch.Tensor) -> torch.Tensor:
-    """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]`. A rotation leaves the rms as it is,
-    and four codes cover less of a wide range."""
-    least, greatest = rows.aminmax(dim=-1)
-    rms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1) / rows.shape[-1] ** 0.5
-    # A row of zeros has no range, and must not become 0 / 0.
-    return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
-
-
-def _move(rotation: Rotation, device: torch.device) -> Rotation:
+def move(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
     names = "matrix", "mean", "feedback", "whitening"

@@ -18,7 +18,7 @@ from rotationzoo.engines.base import Engine, Launch, Payload
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.figures import change, percent
+from rotationzoo.figures import change
 from rotationzoo.model.absorbed import RECORD, model_words, read_record
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.disks import disk_errors
@@ -198,11 +198,6 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
             if ours and other and ours.questions == other.questions:
                 costs += f", {ours.answered} of {ours.questions} questions answered instead of "
                 costs += f"{other.answered}"
-            drifts = evaluation.drift.arms if evaluation.drift else {}
-            if window is evaluation.window and {pooled.name, per_head.name} <= drifts.keys():
-                ends = [drifts[arm.name].by_step[-1] for arm in (pooled, per_head)]
-                shares = [percent(end.agreement, 1) for end in ends]
-                costs += f", {shares[0]} of late tokens the exact model's instead of {shares[1]}"
             return (
                 f"one rotation per layer cost this artifact: {costs} (evaluation.json, format "
                 f"{evaluation.format}, windows {window.sink}/{window.recent})"

@@ -1,4 +1,4 @@
-"""Checks that the chosen layers, artifacts and texts fit the evaluated model, and notes for the
+"""Checks that artifacts and texts fit the evaluated model, and notes for the
 report on what fits with reservations."""
 
 from collections.abc import Collection, Sequence
@@ -17,26 +17,6 @@ from rotationzoo.recipe.rope import position_count
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus
 from rotationzoo.words import counted
-
-
-def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
-    """Raise `UsageError` for a layer that has no attention or reads another layer's cache."""
-    owners = {layer.index: layer.owner for layer in geometry}
-    if unknown := layers - owners.keys():
-        first, last = min(owners), max(owners)
-        has_gaps = len(owners) <= last - first
-        known = str(sorted(owners)) if has_gaps else f"{first} to {last}"
-        raise UsageError(
-            f"{model} has no attention in layer {min(unknown)}: it has layers {known}",
-            hint="give some of these, as --layers 0,4-7",
-        )
-    # A shared cache is stored once, with its owner's rotations, so only the owner can be chosen.
-    for layer in sorted(layers):
-        if (owner := owners[layer]) != layer:
-            raise UsageError(
-                f"layer {layer} of {model} stores nothing: it reads the cache of layer {owner}",
-                hint=f"name that layer: --layers {owner}",
-            )
 
 
 def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:

@@ -11,9 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rotationzoo import __version__
-from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Window
-from rotationzoo.artifact.pooling import has_statistics
-from rotationzoo.artifact.scores import Decision, Drift, plain_name
+from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Verdict, Window
+from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, codec_bits
@@ -23,7 +22,7 @@ from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader
 from rotationzoo.evaluation.decision import SIMPLEST, Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
-from rotationzoo.evaluation.real_cache import measure_drift, record_probes
+from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.rungs import choose_rung, describe_rungs, open_rungs, write_rung
 from rotationzoo.evaluation.tasks.answering import (
     Asking,
@@ -35,7 +34,6 @@ from rotationzoo.evaluation.tasks.answering import (
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
-from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.figures import duration
 from rotationzoo.model import loading
 from rotationzoo.model.adapter import add_adapter
@@ -46,6 +44,7 @@ from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import position_count, scaling_of
+from rotationzoo.rotations import SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.writer import add_files
 
@@ -88,10 +87,10 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         answers = None
         if job.rungs:
             ready, trial, answers = _climb(ready, trial, asking)
-        results, drift = _measure(ready, trial, asking, answers)
+        results = _measure(ready, trial, asking, answers)
         notes = _notes(ready, model, results)
         probes = _record_probes(ready, model, notes, progress)
-    report = _describe(ready, results, drift, notes)
+    report = _describe(ready, results, notes)
     _tell_more(pace, results, report)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
@@ -115,20 +114,15 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
     if geometry is None:
         geometry = geometry_of(model)
         check_model(job, artifacts, geometry)
-    pooled = job.pooled or (job.drift > 0 and all(map(has_statistics, artifacts)))
     budgets = job.rungs or [job.budget]
-    arms = build_arms(artifacts, geometry, job.baselines, pooled, job.uncentered, budgets)
+    arms = build_arms(artifacts, geometry, job.baselines, job.pooled, job.uncentered, budgets)
     # The chosen layers, which own a cache, and all that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
-    layers, queries = sorted(layer.index for layer in read), job.queries
-    return Trial(
-        geometry, arms, ready.caches, layers, job.sides, queries, ready.start, job.real_cache
-    )
+    layers = sorted(layer.index for layer in read)
+    return Trial(geometry, arms, ready.caches, layers, SIDES, job.queries, ready.start)
 
 
-def _measure(
-    ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers | None
-) -> tuple[Results, Drift | None]:
+def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers | None) -> Results:
     """Read the texts, and ask the questions unless there are `answers`."""
     job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
     model, progress, pace = asking.model, asking.progress, asking.pace
@@ -143,13 +137,11 @@ def _measure(
         return deciding if is_open else ()
 
     with loading.forward_errors(job.model, job.batch, job.data.length):
-        batches, drift = ready.text.batches(job.batch), None
+        batches = ready.text.batches(job.batch)
         measured = run_models(model, batches, trial, progress, pace, tell_length)
-        if job.drift:
-            drift = measure_drift(model, batches, trial, job.drift, progress)
     if answers is None:
         answers = answer_tasks(asking, ready.plan, trial, open_arms)
-    return Results(trial, judged, measured, answers, job.floor), drift
+    return Results(trial, judged, measured, answers, job.floor)
 
 
 def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Trial, TaskAnswers]:
@@ -230,7 +222,7 @@ def _record_probes(
     return probes
 
 
-def _describe(ready: Prepared, results: Results, drift: Drift | None, notes: list[str]) -> Measured:
+def _describe(ready: Prepared, results: Results, notes: list[str]) -> Measured:
     job, source, text = ready.job, ready.source, ready.text
     return assemble_report(
         results,
@@ -244,11 +236,9 @@ def _describe(ready: Prepared, results: Results, drift: Drift | None, notes: lis
         revision=source.revision,
         weights_fingerprint=weights_fingerprint(source),
         format=job.format,
-        sides=list(job.sides),
+        sides=list(SIDES),
         prefill_chunk=job.prefill_chunk,
         prefill_layout=ready.caches[0].prefill_layout if job.prefill_chunk else None,
-        real_cache=job.real_cache,
-        drift=drift,
         notes=notes,
         rope_scaling=scaling_of(ready.config),
         engine=job.engine,
@@ -262,7 +252,7 @@ def _tell_length(
     """Tell how long the questions take, and the `left` tokens of the texts."""
     words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
     words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
-    if series and not job.real_cache:  # which has a pace of its own
+    if series:
         words.append(describe_rounds(pace, series, job.tasks.looks, deciding))
         words.append("Ctrl-C after a round keeps what was asked")
     if pace.estimate(left) > _LONG:
@@ -292,7 +282,10 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
         decisions = decide_all(results.answers, trial, cache, results.judged, results.floor)
-        windows.append(_judge(cache.sink, cache.recent, arms, exact, decisions))
+        words = [line for decision in decisions for line in decision.words]
+        verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
+        window = Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict)
+        windows.append(window)
     notes = conditions.pop("notes") + results.answers.notes
     return Measured(
         **conditions,
@@ -333,34 +326,17 @@ def decide_all(
     return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
 
 
-def _judge(
-    sink: int,
-    recent: int,
-    arms: Mapping[str, MeasuredArm],
-    exact: Exact,
-    decisions: Sequence[Decision],
-) -> Window:
-    """A window with the verdict on its artifacts' plain arms. The `decisions` on arms that it has
-    are kept."""
-    judged = [name for name, arm in arms.items() if arm.is_plain]
-    made = [decision for decision in decisions if decision.arm in arms]
-    verdict = judge_window(arms, judged, exact, made)
-    return Window(sink=sink, recent=recent, arms=arms, verdict=verdict)
-
-
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:
     """Add `evaluation.json` to an artifact, with only its own arms, the baselines, and what a
     server answers."""
     windows = []
     for window in report.windows:
         kept = _arms_to_keep(window.arms, artifact.identity)
-        # Judge again: with fewer arms there are fewer comparisons to correct for.
-        decisions = window.verdict.decisions
-        windows.append(_judge(window.sink, window.recent, kept, report.exact, decisions))
-    if (drift := report.drift) is not None:
-        of_kept = {name: arm for name, arm in drift.arms.items() if name in windows[0].arms}
-        drift = drift.model_copy(update={"arms": of_kept})
-    evaluation = report.model_copy(update={"windows": windows, "drift": drift, "probes": probes})
+        decisions = [each for each in window.verdict.decisions if each.arm in kept]
+        words = [line for decision in decisions for line in decision.words]
+        verdict = window.verdict.model_copy(update={"decisions": decisions, "words": words})
+        windows.append(window.model_copy(update={"arms": kept, "verdict": verdict}))
+    evaluation = report.model_copy(update={"windows": windows, "probes": probes})
     content = strict_json.text(evaluation.model_dump())
     summary = evaluation.summary().model_dump()
     add_files(artifact, {EVALUATION: content}, {"evaluation": summary})

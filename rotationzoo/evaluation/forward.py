@@ -73,7 +73,6 @@ class Trial:
     queries: int
     start: int
     """The first measured position."""
-    real_cache: bool = False
 
 
 @dataclass(frozen=True)

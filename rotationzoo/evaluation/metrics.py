@@ -1,5 +1,5 @@
 """The figures that `evaluate` reports of texts: perplexity, attention KL and output error, with
-their standard errors; and of single KV heads also the ranges of the rows that are rounded."""
+their standard errors."""
 
 import math
 from collections import defaultdict
@@ -12,15 +12,10 @@ import torch
 from rotationzoo.artifact import measured
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.out_of_memory import Undo
-from rotationzoo.sides import read_as
 from rotationzoo.simulation.simulated import Observers
 
 COMPARED_TOKENS = 8192
 """Tokens of outputs that are compared at a time: float32 copies of long rows take gigabytes."""
-
-_KL, _ERROR = "head divergence", "head error"
-_RANGES = {"key": "key range", "value": "value range"}
-"""Those of a side that is read as both are the key's."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +51,8 @@ class Buckets:
 class Metrics:
     """Sums of what one arm, or the exact model, did on every text.
 
-    Sums have shape `[texts, buckets]`, once per layer for what is measured by layer; those of
-    single KV heads have `[texts, H, 2]`, of which a figure is the ratio. Standard errors are those
-    of paired differences over texts, weighted by their numbers of tokens.
+    Sums have shape `[texts, buckets]`, once per layer for what is measured by layer. Standard
+    errors are those of paired differences over texts, weighted by their numbers of tokens.
     """
 
     def __init__(self, buckets: Buckets, layers: list[int]):
@@ -79,7 +73,7 @@ class Metrics:
     @property
     def observers(self) -> Observers:
         """The methods that add what a simulation reports."""
-        return Observers(self.add_output, self.add_heads, self.add_kl, self.add_row_range)
+        return Observers(self.add_output, self.add_kl)
 
     def add_losses(self, losses: torch.Tensor) -> None:
         """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""
@@ -96,23 +90,10 @@ class Metrics:
         self._parts[f"error {layer}"].append(torch.cat(errors, dim=1).cpu() @ member)
         self._parts[f"norm {layer}"].append(torch.cat(norms, dim=1).cpu() @ member)
 
-    def add_heads(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
-        """Add one layer's attention outputs `[B, T, H, N]` by KV head: the arm's and the exact
-        ones."""
-        start = self.buckets.start
-        squares = _squares(output[:, start:], exact[:, start:])
-        sums = [torch.stack([error.sum(1), norm.sum(1)], dim=-1) for error, norm in squares]
-        self._parts[f"{_ERROR} {layer}"].append(torch.stack(sums).sum(0).cpu())
-
-    def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
-        """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
-        self._add_mean(_RANGES[read_as(side)[0]], layer, ranges)
-
     def add_kl(self, layer: int, divergence: torch.Tensor, positions: torch.Tensor) -> None:
-        """Add the attention KL `[B, H, Q]` by KV head of the queries at `positions` `[Q]`."""
-        self._add_mean(_KL, layer, divergence)
+        """Add the attention KL `[B, Q]` of the queries at `positions` `[Q]`."""
         member = self.buckets.one_hot(positions)
-        self._parts[f"divergence {layer}"].append(divergence.double().mean(1).cpu() @ member)
+        self._parts[f"divergence {layer}"].append(divergence.double().cpu() @ member)
         # All layers sample the same queries, so counting them in the first layer is enough.
         if layer == self.layers[0]:
             self._parts["sampled"].append(member.sum(0).expand(len(divergence), -1))
@@ -189,33 +170,7 @@ class Metrics:
             layer=layer,
             output_error=(error / norm) ** 0.5,
             attention_kl=kl,
-            heads=self.measure_heads(layer),
         )
-
-    def measure_heads(self, layer: int) -> measured.HeadMeasures:
-        """The report on the KV heads of one layer."""
-        ratios = {name: self._ratios(name, layer) for name in (_KL, _ERROR, *_RANGES.values())}
-        missing: list[float | None] = [None] * max(map(len, ratios.values()))
-        return measured.HeadMeasures(
-            attention_kl=_numbers(ratios[_KL]) or missing,
-            output_error=_numbers(ratios[_ERROR].sqrt()) or missing,
-            key_row_range=_numbers(ratios[_RANGES["key"]]) or missing,
-            value_row_range=_numbers(ratios[_RANGES["value"]]) or missing,
-        )
-
-    def _add_mean(self, name: str, layer: int, values: torch.Tensor) -> None:
-        """Add values `[B, H, N]` of which the mean is reported."""
-        sums = values.double().sum(2)
-        counts = torch.full_like(sums, values.shape[2])
-        self._parts[f"{name} {layer}"].append(torch.stack([sums, counts], dim=-1).cpu())
-
-    def _ratios(self, name: str, layer: int) -> torch.Tensor:
-        """The ratios `[H]` of both sums over all texts; none where nothing was added."""
-        parts = self._parts[f"{name} {layer}"]
-        if not parts:
-            return torch.zeros(0, dtype=torch.float64)
-        above, below = torch.cat(parts).sum(0).unbind(-1)
-        return above / below
 
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""
@@ -245,14 +200,6 @@ def _squares(
         exact_part = exact_part.float()
         difference = part.float() - exact_part
         yield difference.square_().sum(-1).double(), exact_part.square().sum(-1).double()
-
-
-def _numbers(ratios: torch.Tensor) -> list[float | None]:
-    """Ratios as numbers of JSON, which has none for 0 / 0, as of a head whose outputs are all 0."""
-    numbers: list[float | None] = ratios.tolist()
-    for head in ratios.isnan().nonzero().flatten().tolist():
-        numbers[head] = None
-    return numbers
 
 
 def _perplexity(loss: torch.Tensor, count: torch.Tensor) -> float:

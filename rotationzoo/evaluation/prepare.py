@@ -18,10 +18,10 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.settings import budget_beside_others, check_budget
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
-from rotationzoo.evaluation.compatibility import check_layers, check_length, fit_rows, judged_text
+from rotationzoo.evaluation.compatibility import check_length, fit_rows, judged_text
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
-from rotationzoo.geometry import Geometry, cached_rows, full_attention_layers, shares_blocks
+from rotationzoo.geometry import Geometry, full_attention_layers, shares_blocks
 from rotationzoo.model import loading
 from rotationzoo.model.adapter import check_adapter
 from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
@@ -32,7 +32,6 @@ from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions
-from rotationzoo.sides import HEADS
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable
@@ -56,12 +55,11 @@ class Evaluation(RunSettings):
     make."""
     anyway: bool = False
     layers: set[int] | None = None
-    sides: tuple[str, ...] = ("key", "value")
+    """Those to store in 2 bits; None means all."""
     prefill_chunk: int | None = None
     prefill_layout: Literal["server", "window"] | None = None
-    real_cache: bool = False
-    drift: int = 0
     queries: int = 32
+    """Of a text, whose attention is compared."""
     rope_scaling: str | None = None
     """None means as the artifacts were calibrated."""
     adapter: Path | None = None
@@ -93,11 +91,6 @@ class Evaluation(RunSettings):
     def floor(self) -> float:
         """The share of the exact model's answers that artifacts must keep."""
         return self.keep / 100
-
-    @property
-    def fills_cache(self) -> bool:
-        """Whether anything is read through a real cache."""
-        return bool(self.real_cache or self.drift)
 
 
 @dataclass(frozen=True)
@@ -152,8 +145,7 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
     check_positions(config, job.data.length, "texts", "add: --length {}")
     job.tasks.check_positions(config)
     check_length(job.data, start)
-    shorter = "give a smaller --drift" if job.drift else "add: --length {}"
-    check_positions(config, start + 1 + job.drift, "texts", shorter)
+    check_positions(config, start + 1, "texts", "add: --length {}")
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
@@ -191,11 +183,6 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    if job.fills_cache and (job.layers is not None or len(job.sides) < 2):
-        raise UsageError(
-            "a real cache stores keys and values of all layers",
-            hint=f"leave out {'--real-cache' if job.real_cache else '--drift'}",
-        )
     job.tasks.check()
     job.check_memory_limits()
     if job.adapter is not None:
@@ -208,23 +195,15 @@ def _check_settings(job: Evaluation) -> None:
 
 
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for artifacts, layers or rivals that do not fit the model."""
-    if job.layers is not None:
-        check_layers(job.model, job.layers, geometry)
+    """Raise `RotationZooError` for artifacts or rivals that do not fit the model."""
     check_artifacts(job.model, artifacts, geometry)
     check_rivals(job.baselines, geometry)
-    if len(job.sides) < 2 and (cached := cached_rows(geometry)) is not HEADS:
-        raise UsageError(
-            f"{job.model} caches {cached.words}, which are keys and values at once",
-            hint=f"leave out --{job.sides[0]}s-only",
-        )
 
 
 def _leave_windows(
     job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
 ) -> Evaluation:
-    """The job of an engine that keeps layers with a sliding window exact. A real cache stores every
-    layer, and layers that were named are those to store."""
+    """The job of an engine that keeps layers with a sliding window exact."""
     full = full_attention_layers(config)
     if not job.leaves_windows or not shares_blocks(config):
         return job
@@ -233,7 +212,7 @@ def _leave_windows(
         job = replace(job, budget=budget_beside_others(job.budget, own, has_others=True))
         rungs = [budget_beside_others(rung, own, has_others=True) for rung in job.rungs]
         job = replace(job, rungs=tuple(filter(None, rungs)))
-    if full is None or job.layers or job.fills_cache:
+    if full is None:
         return job
     if not full:
         raise UsageError(
@@ -266,10 +245,5 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
         spent = reduced_rotations(artifacts[0], False, (), job.budget)
         if spent.has_budget:  # the baselines take as many bytes as the first artifact
             format = format_of_equal_bits(spent, format)
-    if job.fills_cache and format.bits > int2.SIMULATED[job.format].bits:
-        raise UsageError(
-            "a real cache has no rows of equal bits that take as many bytes as this budget",
-            hint="leave it to a simulation, or add: --bits 3",
-        )
     chunk, layout = job.prefill_chunk, job.prefill_layout or "server"
     return [CacheLayout(format, sink, recent, chunk, layout) for sink, recent in windows]

@@ -1,103 +1,69 @@
-"""The verdict of an evaluation: which arms clearly differ from an artifact, by paired differences
-over the same questions and the same texts, and what error feedback adds."""
+"""Paired tests of answers: whether one arm clearly answers more than another, by the same
+questions."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, combinations, product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from scipy.special import stdtr
 
-from rotationzoo.artifact import measured, scores
+from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.linalg.paired import paired_difference
 
-# The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
-Answered = Mapping[str, scores.TaskRecall]
+"""The family-wise error rate: the chance that any of several tests finds what is not there."""
+Answered = Mapping[str, TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order, and those that
 decide nothing may be asked only the first questions of each task and length."""
-Asked = Mapping[str, scores.ExactTaskRecall]
+Asked = Mapping[str, ExactTaskRecall]
 """The exact model's answers by task, with how many questions each prompt asks."""
+Outcome = Literal["more", "fewer", "likelier", "less likely", "unclear"]
+"""How an arm's answers compare with another's: it answers clearly more or fewer questions; or it
+answers about as many, and finds the right answers clearly likelier or less likely; or neither is
+clear."""
 
 
-def judge_window(
-    arms: Mapping[str, measured.MeasuredArm],
-    judged: Sequence[str],
-    exact: measured.Exact,
-    decisions: Sequence[scores.Decision] = (),
-) -> measured.Verdict:
-    """Compare each of the `judged` arms with every other arm: answers, and perplexity. Arms with
-    error feedback are only compared with the same rotations and the nearest codes. The words are
-    those of the `decisions`."""
-    nearest = {name: arm for name, arm in arms.items() if arm.rounding == "nearest"}
-    losses = {name: arm.text_losses for name, arm in nearest.items()}
-    answered = {name: arm.tasks for name, arm in nearest.items()}
-    return measured.Verdict(
-        texts=len(exact.text_tokens),
-        words=[line for decision in decisions for line in decision.words],
-        decisions=list(decisions),
-        level=LEVEL,
-        comparisons=list(judge_perplexity(losses, judged, exact.text_tokens)),
-        answers=judge_answers(answered, judged, exact.tasks),
-        feedback=list(compare_feedback(arms, exact)),
-    )
+@dataclass(frozen=True)
+class PairedAnswers:
+    """An arm's answers compared with another arm's. Positive differences favor the first."""
+
+    questions: int
+    answered: int
+    other_answered: int
+    only_arm: int
+    """Questions that the arm answers and the other does not."""
+    only_other: int
+    answers_p_value: float
+    """Of the sign-flip permutation test over prompts."""
+    log_probability_difference: float
+    """In nats an answer."""
+    standard_error: float | None
+    log_probability_p_value: float | None
+    """Of Student's t over prompts; None for a single prompt."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The number of answers decides if it is clear, and else their log probability."""
+        if self.answers_p_value < LEVEL:
+            return "more" if self.only_arm > self.only_other else "fewer"
+        value = self.log_probability_p_value
+        if value is not None and value < LEVEL:
+            return "likelier" if self.log_probability_difference > 0 else "less likely"
+        return "unclear"
 
 
-def judge_perplexity(
-    losses: Mapping[str, list[float]], judged: Sequence[str], tokens: list[int]
-) -> Iterator[measured.Comparison]:
-    """Compare the log perplexity of each of the `judged` arms with that of every other arm, by the
-    mean `losses` of the same texts and their numbers of `tokens`. The difference is clear if the p
-    value of Student's t test over texts, after Holm's correction for the number of comparisons
-    (Holm 1979), is below `LEVEL`. A single text yields no verdict."""
-    pairs = _pair_up(losses, judged)
-    differences = [paired_difference(losses[arm], losses[other], tokens) for arm, other in pairs]
-    values = holm([_p_value(*difference, len(tokens)) for difference in differences])
-    for (arm, other), (difference, error), value in zip(pairs, differences, values, strict=True):
-        yield measured.Comparison(
-            arm=arm,
-            other=other,
-            log_perplexity_difference=difference,
-            standard_error=error,
-            p_value=value,
-            clear=value is not None and value < LEVEL,
-        )
-
-
-def judge_answers(
-    arms: Mapping[str, Answered], judged: Sequence[str], exact: Asked
-) -> scores.AnswerVerdict | None:
-    """Compare the answers of each of the `judged` arms with every other arm's. Both tests of all
-    comparisons together are corrected for their number (Holm 1979). None without questions."""
-    prompts = [size for task in next(iter(arms.values())) for size in exact[task].prompts]
-    if not prompts:
-        return None
-    pairs = _pair_up(arms, judged)
-    paired = [compare_answers(arms[arm], arms[other], exact) for arm, other in pairs]
-    keys = "answers_p_value", "log_probability_p_value"
-    values = iter(holm([getattr(each, key) for each in paired for key in keys]))
-    comparisons = []
-    for (arm, other), single in zip(pairs, paired, strict=True):
-        each = single.model_copy(update={key: next(values) for key in keys})
-        comparisons.append(
-            scores.AnswerComparison(arm=arm, other=other, outcome=_outcome_of(each), **dict(each))
-        )
-    return scores.AnswerVerdict(
-        questions=sum(prompts),
-        prompts=len(prompts),
-        level=LEVEL,
-        comparisons=comparisons,
-    )
-
-
-def compare_answers(first: Answered, second: Answered, exact: Asked) -> scores.PairedAnswers:
-    """Two arms' answers to the questions that both were asked, with the p values of single tests.
-    Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
-    by `sign_flip`, and log probabilities by Student's t, weighted by questions."""
-    correct, means, sizes = _read_shared(first, second, exact)
-    other_correct, other_means, _ = _read_shared(second, first, exact)
+def compare_answers(first: Answered, second: Answered, exact: Asked) -> PairedAnswers:
+    """Two arms' answers to the same questions, with the p values of single tests. Both tests
+    compare prompt by prompt, because the questions of one prompt share its text: answers by
+    `sign_flip`, and log probabilities by Student's t, weighted by questions."""
+    sizes = [size for task in first for size in exact[task].prompts]
+    correct, other_correct = read_correct(first), read_correct(second)
     gains = (correct.int() - other_correct.int()).split(sizes)
+    means, other_means = (_mean_logs(arm, sizes) for arm in (first, second))
     difference, error = paired_difference(means, other_means, sizes)
-    return scores.PairedAnswers(
+    return PairedAnswers(
+        questions=sum(sizes),
         answered=int(correct.sum()),
         other_answered=int(other_correct.sum()),
         only_arm=int((correct & ~other_correct).sum()),
@@ -109,58 +75,11 @@ def compare_answers(first: Answered, second: Answered, exact: Asked) -> scores.P
     )
 
 
-def _read_shared(
-    arm: Answered, other: Answered, exact: Asked
-) -> tuple[torch.Tensor, list[float], list[int]]:
-    """Of the questions that both arms were asked: which the first answers right, boolean
-    `[questions]`; and for each prompt the mean log probability of its answers, and how many there
-    are. Whole prompts are asked, and where only some of a task are, all of its prompts are alike.
-    """
-    digits, logs, sizes = list[str](), list[float](), list[int]()
-    for task, recall in arm.items():
-        start, places = 0, list[int]()
-        for mine, theirs in zip(recall.by_length, other[task].by_length, strict=True):
-            places += range(start, start + min(mine.questions, theirs.questions))
-            start += mine.questions
-        digits += [recall.correct[place] for place in places]
-        logs += [recall.log_probabilities[place] for place in places]
-        prompts = exact[task].prompts
-        sizes += prompts[: list(accumulate(prompts)).index(len(places)) + 1]
+def _mean_logs(arm: Answered, sizes: list[int]) -> list[float]:
+    """The mean log probability of the answers of each prompt, of so many questions."""
+    logs = [value for recall in arm.values() for value in recall.log_probabilities]
     parts = torch.tensor(logs, dtype=torch.float64).split(sizes)
-    correct = torch.tensor([digit == "1" for digit in digits])
-    return correct, [part.mean().item() for part in parts], sizes
-
-
-def compare_feedback(
-    arms: Mapping[str, measured.MeasuredArm], exact: measured.Exact
-) -> Iterator[measured.FeedbackComparison]:
-    """Compare every arm that has error feedback with the nearest codes of its artifact."""
-    plain = [arm for arm in arms.values() if arm.is_plain]
-    for other in plain:
-        own = (arm for arm in arms.values() if arm.artifact == other.artifact)
-        arm = next((arm for arm in own if arm.rounding == "feedback"), None)
-        if arm is None:
-            continue
-        losses, answers = (arm.text_losses, other.text_losses), None
-        difference, error = paired_difference(*losses, exact.text_tokens)
-        if arm.tasks:
-            answers = compare_answers(arm.tasks, other.tasks, exact.tasks)
-        yield measured.FeedbackComparison(
-            arm=arm.name,
-            other=other.name,
-            answers=answers,
-            log_perplexity_difference=difference,
-            standard_error=error,
-        )
-
-
-# ---- statistics
-
-
-def _pair_up(arms: Iterable[str], judged: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of arms that a verdict compares: each of the `judged` with every other arm."""
-    others = [name for name in arms if name not in judged]
-    return [*combinations(judged, 2), *product(judged, others)]
+    return [part.mean().item() for part in parts]
 
 
 def _p_value(difference: float, error: float | None, texts: int) -> float | None:
@@ -201,16 +120,6 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
         # A corrected value is never less than that of a smaller p value.
         corrected[index] = largest = max(largest, min(1.0, left * value))
     return corrected
-
-
-def _outcome_of(paired: scores.PairedAnswers) -> scores.Outcome:
-    """The finding: by the number of answers if that is clear, and else by their log probability."""
-    if paired.answers_p_value < LEVEL:
-        return "more" if paired.only_arm > paired.only_other else "fewer"
-    value = paired.log_probability_p_value
-    if value is not None and value < LEVEL:
-        return "likelier" if paired.log_probability_difference > 0 else "less likely"
-    return "unclear"
 
 
 def read_correct(answered: Answered) -> torch.Tensor:

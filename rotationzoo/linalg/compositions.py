@@ -21,16 +21,10 @@ def strongest_first(directions: torch.Tensor) -> torch.Tensor:
     """Eigenvalues `[..., D]` or eigenvectors as columns `[..., D, D]`, largest eigenvalue first.
 
     The input is ascending, as in `eigenbasis`, artifacts and the published files; imports are
-    brought into that order. Whoever wants the strongest directions asks here or `strongest`. Code
-    that pairs eigenvalues with their eigenvectors needs no more than that both have one order.
+    brought into that order. Whoever wants the strongest directions asks here. Code that pairs
+    eigenvalues with their eigenvectors needs no more than that both have one order.
     """
     return directions.flip(-1)
-
-
-def strongest(directions: torch.Tensor, count: int) -> torch.Tensor:
-    """The eigenvalues, or eigenvectors as columns, of the `count` largest eigenvalues, still
-    ascending."""
-    return directions[..., -count:]
 
 
 def permutation(dim: int) -> torch.Tensor:

@@ -78,10 +78,8 @@ class Attention:
         try:
             eager = eager_attention(self.module)
         except AttributeError as error:
-            raise UnsupportedModel(
-                f"{type(self.module).__name__} has no eager attention to read weights from",
-                hint="add: --queries 0",
-            ) from error
+            name = type(self.module).__name__
+            raise UnsupportedModel(f"{name} has no eager attention to read weights from") from error
         dtype = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(dtype), key.to(dtype)
         any_value = key[..., :1]  # the weights do not depend on it

@@ -1,8 +1,7 @@
 """How well a model answers the questions of prompts: exact matches, and log probabilities."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -31,10 +30,8 @@ def read_answers(
     model: PreTrainedModel,
     prompts: Sequence[Prompt],
     batch: int = 1,
-    reader: Callable[..., Any] | None = None,
 ) -> Answers:
-    """The model's answers to the questions of prompts of one length, or those of a `reader` that is
-    called instead.
+    """The model's answers to the questions of prompts of one length.
 
     One forward pass is enough: every token of the right answer is the most probable one after those
     before it if and only if greedy decoding writes exactly this answer. A later question follows
@@ -43,7 +40,7 @@ def read_answers(
     correct, log_probability = [], []
     for start in range(0, len(prompts), batch):
         rows = prompts[start : start + batch]
-        for prompt, first, logits in _predictions(model, rows, reader):
+        for prompt, first, logits in _predictions(model, rows):
             for question in prompt.questions:
                 target = prompt.ids[question.answer].to(logits.device)
                 # Position t predicts the token at t + 1.
@@ -62,18 +59,12 @@ def join_answers(parts: Sequence[Answers]) -> Answers:
 
 
 def _predictions(
-    model: PreTrainedModel, rows: Sequence[Prompt], reader: Callable[..., Any] | None
+    model: PreTrainedModel, rows: Sequence[Prompt]
 ) -> Iterator[tuple[Prompt, int, torch.Tensor]]:
     """Each prompt with the position before its first answer, and the logits `[P, vocabulary]` from
     there on."""
     ids = torch.stack([prompt.ids for prompt in rows]).to(input_device(model))
     starts = [prompt.questions[0].answer.start - 1 for prompt in rows]
-    if reader is not None:
-        kept = ids.shape[1] - min(starts)
-        output = reader(input_ids=ids, use_cache=False, logits_to_keep=kept)
-        for prompt, logits in zip(rows, output.logits, strict=True):
-            yield prompt, min(starts), logits
-        return
     states = run_decoder(model, ids)
     # Row by row, because a batch of short prompts would have more logits than a model has weights.
     for number, (prompt, start) in enumerate(zip(rows, starts, strict=True)):

@@ -62,10 +62,6 @@ class Prompt:
     ids: torch.Tensor
     questions: tuple[Question, ...]
 
-    def depth(self, question: Question) -> float:
-        """Where in the prompt the statement is: 0 at the start, 1 at the end."""
-        return question.source / len(self.ids)
-
 
 def write_prompts(
     settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, filler: Sequence[int]

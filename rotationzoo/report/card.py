@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rotationzoo.artifact.layout import tensor_name
 from rotationzoo.artifact.manifest import Manifest
-from rotationzoo.artifact.measured import ArmSummary, ExactSummary, Summary, arms_of
+from rotationzoo.artifact.measured import ArmSummary, ExactSummary, arms_of
 from rotationzoo.codec import int2
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
@@ -60,7 +60,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         layers=layers,
         sides=f"{{{sides}}}" if "," in sides else sides,
         title=title,
-        front_matter=_front_matter(manifest, title),
+        front_matter=_front_matter(manifest),
         command=reproduce_command(manifest),
         sizes=sizes,
         libraries=", ".join(libraries),
@@ -110,8 +110,8 @@ def _count_questions(arm: ArmSummary | ExactSummary) -> int:
 # ---- what hubs read
 
 
-def _front_matter(manifest: Manifest, title: str) -> str:
-    """YAML of what hubs show and search: the base model, license, data sets, and results."""
+def _front_matter(manifest: Manifest) -> str:
+    """YAML of what hubs show and search: the base model, license and data sets."""
     front: dict[str, Any] = {"library_name": "rotationzoo"}
     front["tags"], model = ["kv-cache", "2-bit", "rotation"], manifest.model
     # Only a hub repository may be named as the base model: the hubs link to it.
@@ -122,34 +122,4 @@ def _front_matter(manifest: Manifest, title: str) -> str:
     text = manifest.calibration
     if text and manifest.imported is None and _DATA_SET.fullmatch(text.source):
         front["datasets"] = [text.source]
-    evaluation = manifest.metrics.evaluation
-    if evaluation is not None:
-        arms = arms_of(evaluation.arms, manifest.rotations_sha256)
-        front["model-index"] = [{"name": title, "results": _results(evaluation, arms)}]
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
-
-
-def _results(evaluation: Summary, arms: list[ArmSummary]) -> list[dict[str, Any]]:
-    """The results of the artifact's `arms` as hubs take them: one entry for the answers, one for
-    perplexity."""
-    exact, answers, perplexities = evaluation.exact, list[Any](), list[Any]()
-    cached: dict[str, ArmSummary | ExactSummary] = {"exact cache": exact}
-    cached |= {f"2-bit cache, {arm.name}": arm for arm in arms}
-    for name, each in cached.items():
-        perplexities.append(_metric("perplexity", name, each.perplexity))
-        alike = _count_questions(each) == _count_questions(exact)
-        if exact.all_tasks is not None and each.all_tasks is not None and arms and alike:
-            # More answers than the exact model's are chance, and no merit of 2 bits.
-            share = min(each.all_tasks.share, exact.all_tasks.share)
-            answers.append(_metric("accuracy", name, share))
-    text, task = evaluation.text.source, "text-generation"
-    measured = {f"questions about a context of {text}": answers, text: perplexities}
-    return [
-        {"task": {"type": task}, "dataset": {"type": text, "name": name}, "metrics": metrics}
-        for name, metrics in measured.items()
-        if metrics
-    ]
-
-
-def _metric(kind: str, name: str, value: float) -> dict[str, Any]:
-    return {"type": kind, "name": name, "value": round(value, 4)}

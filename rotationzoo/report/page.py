@@ -19,7 +19,7 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report import tables
-from rotationzoo.report.arms import EXACT, Arms, gather_arms
+from rotationzoo.report.arms import EXACT, Arms, label_arms
 from rotationzoo.report.card import template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
@@ -31,9 +31,8 @@ FOOTER = "Made from stored figures by rotationzoo"
 
 @dataclass(frozen=True)
 class Badge:
-    """A finding in words, and what it is about. It is good, or wrong, or plainly not known."""
+    """A finding in words. It is good, or wrong, or plainly not known."""
 
-    about: str
     kind: Literal["good", "warning", "plain"]
     words: str
 
@@ -53,7 +52,7 @@ class Report:
     """The content of a report on an artifact: the section to decide by, and what readers unfold."""
 
     artifact: Artifact
-    badges: list[Badge]
+    validation: Badge
     verdict: Advice
     arms: Arms | None
     layout: CacheLayout
@@ -79,20 +78,15 @@ class Report:
         )
 
 
-def make_report(
-    artifact: Artifact,
-    others: Sequence[Artifact] = (),
-    signature: Badge | None = None,
-    context: int | None = None,
-) -> Report:
-    """A report from what is stored in an artifact, with the arms of `others` next to its own where
-    they were measured in the same way, and its `signature`, which is a matter of the zoo.
-    `context`: tokens of the request whose memory is shown; by default the model's positions, if its
-    evaluation knows them. Raises `RotationZooError` for a damaged file."""
-    arms, measured = gather_arms(artifact, others), artifact.measured
+def make_report(artifact: Artifact, context: int | None = None) -> Report:
+    """A report from what is stored in an artifact. `context`: tokens of the request whose memory is
+    shown; by default the model's positions, if its evaluation knows them. Raises `RotationZooError`
+    for a damaged file."""
+    arms, measured = None, artifact.measured
+    if measured is not None:
+        arms = label_arms(measured, artifact.identity)
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
-    validation = validation_badge(artifact.manifest.metrics.validation)
     if arms is None:
         bits = stored_bits(artifact, None, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
@@ -103,7 +97,7 @@ def make_report(
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     return Report(
         artifact=artifact,
-        badges=[signature, validation] if signature else [validation],
+        validation=describe_validation(artifact.manifest.metrics.validation),
         verdict=replace(verdict, commands=commands),
         arms=arms,
         layout=layout_of(artifact, measured),
@@ -132,8 +126,6 @@ def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -
     if arms.chosen is not None:
         reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
     reasons += tables.list_exact_parts(measured, layers)
-    if arms.left_out:
-        reasons.append(f"Not in the chart: {', '.join(arms.left_out)}.")
     return Advice(lead, reasons, _draw_answers(arms, request))
 
 
@@ -147,7 +139,7 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     scale, unit = request.scale
     points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
     title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
-    for label, arm in arms.shown.items():
+    for label, arm in arms.shown:
         share = kept_share(measured.exact.tasks, arm.tasks)
         if share is None:
             continue
@@ -162,17 +154,17 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     return Figure(title, points, unit)
 
 
-def validation_badge(summary: ValidationSummary | None) -> Badge:
+def describe_validation(summary: ValidationSummary | None) -> Badge:
     """The validation of the CUDA codec, in words."""
-    about, codec = "Validation", "The CUDA codec"
+    codec = "The CUDA codec"
     if summary is None:
-        return Badge(about, "plain", f"{codec} has not been run on these matrices")
+        return Badge("plain", f"{codec} has not been run on these matrices")
     device = summary.device
     if not summary.on_gpu:
-        return Badge(about, "plain", f"Validated without a GPU, on {device}")
+        return Badge("plain", f"Validated without a GPU, on {device}")
     if summary.codes_equal and summary.dequantized_equal:
-        return Badge(about, "good", f"{codec} agrees bit by bit with its definition, on {device}")
-    return Badge(about, "warning", f"{codec} differs from its definition on {device}")
+        return Badge("good", f"{codec} agrees bit by bit with its definition, on {device}")
+    return Badge("warning", f"{codec} differs from its definition on {device}")
 
 
 # ---- pages
@@ -180,14 +172,14 @@ def validation_badge(summary: ValidationSummary | None) -> Badge:
 
 def render_page(
     template: str,
-    scripts: tuple[str, ...] = (),
+    scripts: tuple[str | Path, ...] = (),
     folders: tuple[Path, ...] = (),
     **values: Any,
 ) -> str:
     """The HTML of a template in `report/templates`, or in one of the `folders`, which extends
     `base.html.jinja`. Every value is escaped, unless it is `Markup`. The page's own policy allows a
-    browser to run the `scripts`, files of this package, and to load nothing at all, so a name that
-    slipped through unescaped could still do nothing."""
+    browser to run the `scripts`, files of this package or elsewhere, and to load nothing at all, so
+    a name that slipped through unescaped could still do nothing."""
     sources = [_read(name) for name in scripts]
     digests = [hashlib.sha256(source.encode()).digest() for source in sources]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
@@ -201,5 +193,5 @@ def render_page(
 
 
 @cache
-def _read(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+def _read(name: str | Path) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -6,24 +6,28 @@ from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import (
     ArmSummary,
-    Column,
-    Comparison,
     Conditions,
     Exact,
     ExactSummary,
-    FeedbackComparison,
     Measured,
     MeasuredArm,
-    Verdict,
     Window,
 )
-from rotationzoo.artifact.scores import Drift, PairedAnswers, Score
+from rotationzoo.artifact.scores import Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
 from rotationzoo.rotations import SIDES
 from rotationzoo.words import counted
 
 EXACT = "exact"
+_COSTS = {
+    "perplexity_increase": ("perplexity", "+.2%"),
+    "attention_kl": ("attention KL", ".4f"),
+    "output_error": ("block error", ".4f"),
+    "bits_per_element": ("bits", ".2f"),
+    "bits_at_length": ("bits here", ".2f"),
+}
+"""Figure of an arm -> the title of its column, and its number format."""
 _OWN_BASELINES = "identity", "hadamard", "random", "kivi"
 
 
@@ -43,14 +47,11 @@ class Table:
 
 def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
     """The cost of every arm, by the name that the reader sees."""
-    fields = ArmSummary.model_fields.items()
-    marks = [(name, mark) for name, field in fields for mark in field.metadata]
-    columns = {name: mark for name, mark in marks if isinstance(mark, Column)}
     rows = [[label] for label in arms]
     for row, arm in zip(rows, arms.values(), strict=True):
-        for name, column in columns.items():
-            row.append(number(getattr(arm, name), column.format, arm.standard_error.get(name)))
-    return Table("cost", ["arm", *(column.title for column in columns.values())], rows)
+        for name, (_, format) in _COSTS.items():
+            row.append(number(getattr(arm, name), format, arm.standard_error.get(name)))
+    return Table("cost", ["arm", *(title for title, _ in _COSTS.values())], rows)
 
 
 def recall_tables(exact: ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
@@ -105,48 +106,7 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     tables = recall_tables(exact, window.arms)
     if tables:
         tables.append(distance_table(exact, window.arms))
-    tables += [cost_table(window.arms), length_table(window.arms)]
-    if measured.drift and window.verdict is measured.window.verdict:  # that of the first windows
-        tables += drift_tables(measured.drift)
-    names = {arm.name: label for label, arm in window.arms.items()}
-    compared = comparison_table(window.verdict, names)
-    return [*tables, compared] if compared.rows else tables
-
-
-def drift_tables(drift: Drift) -> Iterator[Table]:
-    """The drift of every arm by generated tokens."""
-    for key, title, format in (("agreement", "same next token", ".1%"), ("kl", "KL", ".4f")):
-        columns, rows = [], []
-        for name, arm in drift.arms.items():
-            columns = [f"{part.from_ + 1}-{part.to}" for part in arm.by_step]
-            parts = [(getattr(part, key), part.standard_error.get(key)) for part in arm.by_step]
-            rows.append([name, *(number(mean, format, error) for mean, error in parts)])
-        yield Table(f"drift: {title}", ["arm", *columns], rows)
-
-
-def comparison_table(verdict: Verdict, names: Mapping[str, str]) -> Table:
-    """The paired differences of arms: answers and perplexity, with p values that are corrected for
-    all comparisons; of error feedback with p values of single tests. `names` is what readers know
-    arms by."""
-    answers = verdict.answers.comparisons if verdict.answers else []
-    paired: dict[tuple[str, str], PairedAnswers | None]
-    paired = {(each.arm, each.other): each for each in answers}
-    paired |= {(each.arm, each.other): each.answers for each in verdict.feedback}
-    rows = []
-    compared: list[Comparison | FeedbackComparison] = [*verdict.comparisons, *verdict.feedback]
-    for each in compared:
-        pair = each.arm, each.other
-        cells = [UNKNOWN] * 4
-        if answered := paired.get(pair):
-            error = nats(answered.log_probability_difference, answered.standard_error, sign=True)
-            values = answered.answers_p_value, answered.log_probability_p_value
-            alone = f"{answered.only_arm} / {answered.only_other}"
-            cells = [alone, number(values[0], ".2g"), error, number(values[1], ".2g")]
-        cost = number(each.log_perplexity_difference, "+.4f", each.standard_error)
-        row = " against ".join(names.get(name, name) for name in pair)
-        rows.append([row, *cells, cost, number(getattr(each, "p_value", None), ".2g")])
-    columns = ["arms", "answered by one alone", "p", "nats", "p", "log perplexity", "p"]
-    return Table("paired comparisons", columns, rows)
+    return [*tables, cost_table(window.arms), length_table(window.arms)]
 
 
 def _score(score: Score | None, most: Score) -> str:
@@ -218,26 +178,13 @@ def describe_recall(measured: Measured) -> list[str]:
     recall = measured.exact.all_tasks
     if recall is None:
         return []
-    cache = "a cache that stores 2 bits" if measured.real_cache else "a simulated 2-bit cache"
     return [
         f"recall: {counted(recall.questions, 'question')} about statements hidden in "
-        f"{numbers(measured.tasks.lengths)} tokens, which every arm reads quantized from {cache}; "
-        "answered: share that is exactly right ± standard error over prompts, ≥: no fewer than "
-        "the exact model; log probability: of the right answer, in nats, also next to the shares; "
-        "distance: tokens from statement to answer"
+        f"{numbers(measured.tasks.lengths)} tokens, which every arm reads from a simulated 2-bit "
+        "cache; answered: share that is exactly right ± standard error over prompts, ≥: no fewer "
+        "than the exact model; log probability: of the right answer, in nats, also next to the "
+        "shares; distance: tokens from statement to answer"
     ]
-
-
-def describe_drift(measured: Measured) -> Iterator[str]:
-    """A sentence on the drift of each arm that was decided on; nothing if it was not measured."""
-    arms = measured.drift.arms if measured.drift else {}
-    for arm in (each.arm for each in measured.window.verdict.decisions if each.arm in arms):
-        words = []
-        for part in (arms[arm].by_step[0], arms[arm].by_step[-1]):
-            share = percent(part.agreement, 1, part.standard_error.get("agreement"))
-            cost = number(part.kl, ".4f", part.standard_error.get("kl"))
-            words.append(f"at {share} of tokens {part.from_ + 1:,} to {part.to:,} (KL {cost})")
-        yield f"{arm} generates the exact model's token {' and '.join(words)}."
 
 
 def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from rotationzoo.codec import int2
-from rotationzoo.codec.rotated import row_range
 from rotationzoo.errors import UsageError
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.hadamard import hadamard
@@ -56,8 +55,6 @@ class Storage:
     """Channels that are quantized together: they divide D."""
     tokens: int = 1
     """Successive tokens that are quantized together: they divide T."""
-    rounds_rows: bool = False
-    """Whether each row is rounded as it is, and not turned first."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ def store_as_kivi(side: str, dim: int, bits: int, tokens: int = 32, channels: in
         return Storage(lambda rows: read(rows.mT, tokens).mT, a_code, tokens=tokens)
     group = math.gcd(channels, dim)
     a_code = int2.bits_per_element(group, format=format)
-    return Storage(partial(read, group=group), a_code, group=group, rounds_rows=True)
+    return Storage(partial(read, group=group), a_code, group=group)
 
 
 @dataclass(frozen=True)
@@ -220,12 +217,6 @@ class RivalCodec:
             return rows
         stored = storage.read(rows[:, :, :complete].float()).to(rows.dtype)
         return torch.cat([stored, rows[:, :, complete:]], dim=2)
-
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """The `row_range` of rows that are rounded as they are, one by one; None for others, whose
-        coordinates engines do not say."""
-        rounds_rows = self.storage(side, rows.shape[-1], 2).rounds_rows
-        return row_range(rows.float()) if rounds_rows else None
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """Bits per element, with its share of the scales."""

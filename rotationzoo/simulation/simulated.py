@@ -8,7 +8,7 @@ position (see `masks`). The model's own sliding windows, soft cap and attention 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import Sized
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, Call, intercept
 from rotationzoo.model.latent import cached_of
@@ -52,10 +53,6 @@ class SimulatedCodec(Sized, Protocol):
         """Rows `[B, H, T, D]` of tokens after the sink as a reader gets them back, in their type.
         Rows of an incomplete group of tokens come back as they are."""
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """`(max - min) / rms` `[B, H, T]` of the rows as they are rounded; None where they are not
-        rounded one by one."""
-
 
 @dataclass(frozen=True)
 class Observers:
@@ -63,15 +60,9 @@ class Observers:
 
     output: Pair = _ignore
     """The attention block's outputs `[B, T, hidden]`, after the output projection."""
-    heads: Pair = _ignore
-    """The attention outputs `[B, T, H, G * D]` before it: of the G query heads that read each of H
-    KV heads."""
     kl: Pair = _ignore
-    """`(layer, divergence, positions)`: KL divergence `[B, H, Q]` of the attention of the queries
-    at these positions `[Q]`, averaged over the query heads that read each of H KV heads."""
-    row_range: Callable[[int, str, torch.Tensor], None] = _ignore
-    """`(layer, side, ranges)`: the ranges `[B, H, T]` of the rows past the sink that the layer
-    reads, as `SimulatedCodec.row_range` has them. Only for sides that have them."""
+    """`(layer, divergence, positions)`: KL divergence `[B, Q]` of the attention of the queries at
+    these positions `[Q]`, averaged over heads."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +114,9 @@ class _SimulatedAttention:
         self.simulation = simulation
         self.observers = observers
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
-        self.kv_heads = {layer.index: layer.kv_heads for layer in simulation.geometry}
         token_group = simulation.codec.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
         self.switched_off = False
-        self._latest: torch.Tensor | None = None
 
     def compare_block(
         self,
@@ -138,45 +127,39 @@ class _SimulatedAttention:
         output: Any,
     ) -> None:
         """A forward hook that runs an attention module again on the same input, with the model's
-        own attention, whose output is compared with the latest simulated one."""
+        own attention, and compares both outputs."""
         self.switched_off = True
         try:
             # Call `forward`, because calling the module itself would run this hook again.
             exact = module.forward(*args, **kwargs)
         finally:
-            self.switched_off, self._latest = False, None
+            self.switched_off = False
         observe(_hidden_states(output), _hidden_states(exact))
 
     def __call__(self, call: Call) -> torch.Tensor:
         """The attention output `[B, T, H_q, D_v]`, as an `Intercept`."""
         layer, query, key, attend = call.layer, call.query, call.key, call.attend
-        if self.switched_off:
-            return self._compare_heads(layer, call.run())
-        if layer not in self.simulation.layers:
+        if self.switched_off or layer not in self.simulation.layers:
             return call.run()
         assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
         keys, values = self._read_cache(call)
         mask = self.masks.mask_for(attend, query)
         queries = self.simulation.queries
         if queries is not None and self.observers is not None:
-            kl = _attention_kl(attend, query, key, keys, mask, queries)
-            kl = kl.unflatten(1, (self.kv_heads[layer], -1)).mean(2)
-            self.observers.kl(layer, kl, queries)
+            with suppress(UnsupportedModel):  # without eager attention, there are no weights
+                kl = _attention_kl(attend, query, key, keys, mask, queries)
+                self.observers.kl(layer, kl.mean(1), queries)
         outputs = []
         # Each block of queries reads only the positions that it sees.
         for block in mask.blocks():
             read = replace(attend, mask=block.mask)
             seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
             outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
-        output = torch.cat(outputs, dim=1)
-        if self.observers is not None:
-            self._latest = output
-        return output
+        return torch.cat(outputs, dim=1)
 
     def _read_cache(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[exact; quantized]` of twice the length."""
         cached, owner, exact, quantized = cached_of(call), self.owners[call.layer], {}, {}
-        self._observe_ranges(call.layer, cached.sides)
         for side, rows in cached.sides.items():
             exact[side], quantized[side] = self._both_copies(rows, owner, side)
         both = zip(cached.read(exact), cached.read(quantized), strict=True)
@@ -196,39 +179,13 @@ class _SimulatedAttention:
             return rows, rows
         codec, cache = self.simulation.codec, self.simulation.cache
         exact = codec.keep_exact(rows, owner, side)
-        # No query reads a quantized sink token, and groups of tokens begin after the sink.
-        quantized = [
-            codec.fake_quantize(part, owner, side, cache.format) for part in self._past_parts(rows)
-        ]
+        # No query reads a quantized sink token, and groups of tokens begin after the sink. Whole
+        # groups are quantized on their own.
+        quantized, step = [], TOKENS // codec.token_group * codec.token_group
+        for first in range(cache.sink, rows.shape[2], step):
+            part = rows[:, :, first : first + step]
+            quantized.append(codec.fake_quantize(part, owner, side, cache.format))
         return exact, torch.cat([exact[:, :, : cache.sink], *quantized], dim=2)
-
-    def _past_parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The rows `[B, H, T, D]` past the sink, some at a time. Whole groups of tokens are
-        quantized on their own."""
-        sink, group = self.simulation.cache.sink, self.simulation.codec.token_group
-        step = TOKENS // group * group
-        for first in range(sink, rows.shape[2], step):
-            yield rows[:, :, first : first + step]
-
-    def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
-        """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
-        if self.observers is None:
-            return
-        codec, owner = self.simulation.codec, self.owners[layer]
-        for side in filter(self._stores, sides):
-            parts = self._past_parts(sides[side])
-            ranges = [codec.row_range(part, owner, side) for part in parts]
-            # Some codecs have none to tell.
-            if ranges := [part for part in ranges if part is not None]:
-                self.observers.row_range(layer, side, torch.cat(ranges, dim=2))
-
-    def _compare_heads(self, layer: int, exact: torch.Tensor) -> torch.Tensor:
-        """Report the simulated and the exact output `[B, T, H_q, D_v]`, by the KV head that
-        successive query heads read, and return the exact one."""
-        if self.observers is not None and self._latest is not None:
-            shape = (*exact.shape[:2], self.kv_heads[layer], -1)
-            self.observers.heads(layer, self._latest.reshape(shape), exact.reshape(shape))
-        return exact
 
 
 def _hidden_states(output: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
-from rotationzoo.evaluation.verdict import judge_answers
+from rotationzoo.evaluation.verdict import compare_answers, holm
 from rotationzoo.figures import change, nats, percent
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
@@ -234,11 +234,14 @@ def _compare_answers(
     report: Measured, new: MeasuredArm, published: MeasuredArm
 ) -> dict[str, Any] | None:
     """How the new rotations answer compared with the published ones; None without questions."""
-    answered = {arm.name: arm.tasks for arm in (new, published)}
-    verdict = judge_answers(answered, list(answered), report.exact.tasks)
-    if verdict is None:
+    if not new.tasks:
         return None
-    return {**verdict.comparisons[0].model_dump(), "questions": verdict.questions}
+    paired = compare_answers(new.tasks, published.tasks, report.exact.tasks)
+    first, second = holm([paired.answers_p_value, paired.log_probability_p_value])
+    assert first is not None, "the test always gives one"
+    paired = replace(paired, answers_p_value=first, log_probability_p_value=second)
+    names = {"arm": new.name, "other": published.name, "outcome": paired.outcome}
+    return asdict(paired) | names
 
 
 def _fault_of_answers(answers: dict[str, Any]) -> str | None:

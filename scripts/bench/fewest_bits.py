@@ -44,7 +44,7 @@ def main() -> None:
         started = time.perf_counter()
         folder = options.output / f"{Path(model).name}-oscar"
         artifact = calibrate(model, output=folder)
-        first = evaluate(model, artifact, save=True, fewest_bits=True, queries=0, **how)
+        first = evaluate(model, artifact, save=True, fewest_bits=True, **how)
         chosen = decision_of(first)
         seconds = time.perf_counter() - started
         served, bits = folder.with_name(plain_name(chosen.arm)), None
@@ -57,7 +57,6 @@ def main() -> None:
             questions=options.questions,
             seed=7,
             tokens=4096,
-            queries=0,
             **how,
         )
         name = f"{plain_name(chosen.arm)}: {chosen.bits:.2f}"

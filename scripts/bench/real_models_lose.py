@@ -187,9 +187,6 @@ class PlannedCodec:
         bits = self.bits.get((layer, side))
         return rows if bits is None else self.frames[layer, side].read(rows, bits)
 
-    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> None:
-        return None
-
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """With a scale of 16 bits for each head's row."""
         bits = self.bits.get((layer, side), [EXACT_BITS])

@@ -18,12 +18,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from zoo_entries import Zoo
+from zoo_table import table_values
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.report.page import render_page
-from rotationzoo.zoo.page import table_values
 
 TEMPLATES = Path(__file__).parent / "templates"
+SORTING = Path(__file__).with_name("zoo.js")
 _LARGEST_FORM = 4096  # bytes
 
 
@@ -39,7 +40,7 @@ class Pages:
         """The form for a plan, and the zoo."""
         entries = self.zoo.entries()
         values = {**table_values(entries.rows()), "origin": entries.loaded.origin}
-        return self._show(request, "home.html.jinja", scripts=("zoo.js",), **values)
+        return self._show(request, "home.html.jinja", scripts=(SORTING,), **values)
 
     def plan(self, request: Request) -> Response:
         """The plan for the model, the GPU and the context that a visitor chose."""
@@ -106,7 +107,7 @@ class Pages:
         self,
         request: Request,
         template: str,
-        scripts: tuple[str, ...] = (),
+        scripts: tuple[Path, ...] = (),
         status: int = 200,
         **values: Any,
     ) -> Response:

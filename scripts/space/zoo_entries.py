@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planning import check_model
+from zoo_table import Row, make_row
 
 from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import EVALUATION
@@ -18,7 +19,6 @@ from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.protocol import open_hub
 from rotationzoo.zoo.index import Entry
 from rotationzoo.zoo.lookup import BUNDLED_INDEX, LoadedIndex, find_index, read_index
-from rotationzoo.zoo.page import Row, make_row
 
 _FRESH = 300  # seconds for which an index is not read again
 

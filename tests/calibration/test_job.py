@@ -14,10 +14,10 @@ from rotationzoo.artifact.statistics_layout import statistics_from
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
+from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.report.spectra import summarize
 from rotationzoo.writer import write_artifact
 
 

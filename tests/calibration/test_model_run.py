@@ -21,11 +21,11 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import plan
 from rotationzoo.checks.verify import verify
+from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.report.spectra import summarize
 
 
 def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
@@ -71,7 +71,7 @@ def test_other_families_from_disk_to_a_sound_artifact(name, tmp_path):
     unequal head dimensions."""
     save_family(name, tmp_path / "model")
     artifact = calibrate(job(tmp_path / "model", tmp_path))
-    layers = [layer.layer for layer in summarize(artifact)]
+    layers = [layer["layer"] for layer in summarize(artifact)]
     assert layers == [*architectures.EXPECTED[name].layers]
     assert verify(artifact, str(tmp_path / "model")).ok
 

@@ -165,21 +165,6 @@ def test_an_impossible_config_is_refused_with_its_numbers(inside, words, family,
         assert value is None or (key in says and str(value) in says) or "size (64)" in says, says
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        ("--keys-only --drift 8", "leave out --drift"),
-        ("--values-only --real-cache", "leave out --real-cache"),
-        ("--layers 0 --real-cache --drift 8", "leave out --real-cache"),
-    ],
-)
-def test_only_options_that_were_given_are_to_be_left_out(inside, options, advice):
-    says = only_error(inside("evaluate", "demo", *options.split()), code=2)
-    given = [word for word in says.split() if word.startswith("--")]
-    assert advice in says
-    assert {word.rstrip(",") for word in given} <= set(options.split())
-
-
 def test_models_that_cannot_be_calibrated(inside):
     models = inside.folder.parent
     long = dict(max_position_embeddings=4096)

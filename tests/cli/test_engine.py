@@ -22,13 +22,13 @@ from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
-from rotationzoo.evaluation.real_cache import record_probes
+from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import find
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import plugin
 
 SHORT = dict(tokens=64, length=32, tasks=())
-WORDS = ["--tasks", "none", "--queries", "0", "--tokens", "1024", "--length", "512"]
+WORDS = ["--tasks", "none", "--tokens", "1024", "--length", "512"]
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
     made = inside("calibrate", tiny, *SMALL, "--recipe", "hadamard", "-o", "my rotations")
     assert last_line(made) == f"Next: rotationzoo evaluate {tiny} 'my rotations' --save"
     options = ["--tokens", 1024, "--length", 512, "--tasks", "none"]
-    options += ["--windows", "0/16", "--queries", 0]
+    options += ["--windows", "0/16"]
     measured = inside("evaluate", tiny, "my rotations", *options, "--save")
     assert last_line(measured) == "Next: rotationzoo report 'my rotations'"
     shown = inside("inspect", "my rotations")

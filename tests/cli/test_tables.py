@@ -8,7 +8,6 @@ from support import reports
 
 from rotationzoo.artifact.measured import (
     BucketMeasures,
-    Comparison,
     Exact,
     Measured,
     Tasks,
@@ -49,16 +48,11 @@ def evaluation(arms: int = 3) -> Measured:
     lengths = [BucketMeasures.model_construct(from_=start, **costs) for start in starts]
     figures = {**answers, **costs, **bits, "standard_error": costs, "by_length": lengths}
     names = [f"{NAME}-feedback-{number}" for number in range(arms)]
-    difference = {"log_perplexity_difference": -0.1234, "standard_error": 0.0123}
-    pair = {"arm": names[0], "other": names[1], "p_value": 0.00012, "clear": True}
-    compared = [Comparison(**pair, **difference)]
     window = Window.model_construct(
         sink=64,
         recent=256,
         arms={name: reports.arm(name, [], **figures) for name in names},
-        verdict=Verdict.model_construct(
-            words=[], comparisons=compared, answers=None, feedback=[], decisions=[]
-        ),
+        verdict=Verdict.model_construct(words=[], decisions=[]),
     )
     return Measured.model_construct(
         model=NAME,
@@ -67,7 +61,6 @@ def evaluation(arms: int = 3) -> Measured:
         first_position=320,
         text=Text(source="x", fingerprint="0", rows=12, length=131072),
         tasks=Tasks(names=list(tasks), lengths=[131072], questions=128, first=64, recent=256),
-        real_cache=False,
         format="sglang",
         prefill_chunk=None,
         prefill_layout=None,
@@ -106,10 +99,10 @@ def show_push():
 
 
 def show_plan():
-    words = "plan demo --gpu RTX3090 --gpus 64 --context 1000000 --requests 1000 --details"
+    words = "plan demo --gpu RTX3090 --gpus 64 --context 1000000 --requests 1000"
     with pytest.raises(SystemExit):
         main(words.split())
-    return ["1,000 requests", "RTX 3090", "H200"]
+    return ["1,000 requests", "RTX 3090"]
 
 
 @pytest.mark.parametrize(

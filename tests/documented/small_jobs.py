@@ -28,7 +28,6 @@ def shrink() -> None:
     calibration.plan = _with_result(calibration.plan, small_plan)
     preparation.judged_text = _with_result(preparation.judged_text, judged_data)
     evaluation.build_arms = _with_argument(evaluation.build_arms, 2, few_baselines)
-    evaluation.measure_drift = _with_argument(evaluation.measure_drift, 3, few_tokens)
     preparation.plan_tasks = _with_argument(preparation.plan_tasks, 0, small_tasks)
     push.check_use = lambda artifact: None  # random weights can do no task
     GenerationMixin.generate = _of_few_tokens(GenerationMixin.generate)
@@ -45,10 +44,6 @@ def judged_data(data: Any) -> Any:
 
 def few_baselines(names: Any) -> Any:
     return [name for name in names if name in BASELINES]
-
-
-def few_tokens(tokens: int) -> int:
-    return min(tokens, NEW_TOKENS)
 
 
 def small_plan(plan: Any) -> Any:

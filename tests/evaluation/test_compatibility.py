@@ -83,8 +83,6 @@ def test_what_does_not_fit_is_refused_before_the_weights(artifacts, tmp_path, ti
         evaluate(Evaluation(str(tiny), artifacts[:1], SMALL))
     with pytest.raises(RotationZooError, match="are too short"):
         evaluate(Evaluation("demo", [], SMALL))
-    with pytest.raises(UsageError, match="no attention in layer 9: it has layers 0 to 3"):
-        evaluate(Evaluation("demo", [], ONE_ROW, layers={9}))
     with pytest.raises(RotationZooError, match="is no artifact"):
         evaluate(Evaluation("demo", [tmp_path], SMALL))
 

@@ -104,7 +104,7 @@ def test_the_rungs_are_those_that_rows_have_room_for(budgeted, artifacts):
 
 
 def ask(model: Path, artifact: Artifact, keep: float):
-    asked = {"tasks": ["quote"], "lengths": [512], "questions": 8, "queries": 0, "tokens": 512}
+    asked = {"tasks": ["quote"], "lengths": [512], "questions": 8, "tokens": 512}
     options = SMALL | asked
     return evaluate(str(model), artifact, save=True, fewest_bits=True, keep=keep, **options)
 

@@ -125,7 +125,7 @@ def test_evaluation_and_generation_read_fp8(tmp_path, inside):
     quantize_to_fp8(folder)
     words = ["--device", "cpu", "--tokens", "512", "--length", "256"]
     assert inside("calibrate", str(folder), "--output", "out", *words).returncode == 0
-    words += ["--windows", "16/32", "--tasks", "none", "--queries", "0"]
+    words += ["--windows", "16/32", "--tasks", "none"]
     assert inside("evaluate", str(folder), "out", *words).returncode == 0
     read = ["--rotations", "out", "--prompt", "a text", "--max-new-tokens", "4", "--device", "cpu"]
     assert inside("generate", str(folder), *read).returncode == 0

@@ -21,7 +21,7 @@ from rotationzoo.artifact.scores import (
     TaskRecall,
 )
 from rotationzoo.artifact.store import EVALUATION, Artifact
-from rotationzoo.evaluation import real_cache
+from rotationzoo.evaluation import probes
 from rotationzoo.evaluation.decision import Rule, decide
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
@@ -118,10 +118,6 @@ def make_evaluation(made: Made = ONE) -> dict:
         "texts": 2,
         "words": decision["words"],
         "decisions": [decision],
-        "level": 0.05,
-        "comparisons": [],
-        "answers": None,
-        "feedback": [],
     }
     window = {"sink": 64, "recent": 256, "arms": arms, "verdict": verdict}
     return {
@@ -132,7 +128,6 @@ def make_evaluation(made: Made = ONE) -> dict:
         "first_position": 320,
         "sides": ["key", "value"],
         "layers": list(made.layers),
-        "real_cache": False,
         "rope_scaling": None,
         "notes": [],
         "exact": {
@@ -187,8 +182,6 @@ def _make_recall(number: int) -> dict:
         "log_probability": -0.1 * number,
         "standard_error": {"answered": 0.01 * number},
         "by_distance": [],
-        "by_depth": [],
-        "by_cell": [],
     }
 
 
@@ -215,7 +208,7 @@ def short_probes() -> Iterator[None]:
     seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for name, number in (("PROMPTS", 1), ("PROMPT", 384), ("ANSWER", 4)):
-            patch.setattr(real_cache, name, number)
+            patch.setattr(probes, name, number)
         yield
 
 

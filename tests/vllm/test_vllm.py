@@ -37,7 +37,7 @@ from rotationzoo.checks.server import Server
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.evaluation.real_cache import record_probes
+from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts

@@ -10,7 +10,6 @@ from support.reports import decided
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.zoo import index, lookup
-from rotationzoo.zoo.page import make_row
 
 
 def test_a_listing_that_omits_a_file(zoo, made):
@@ -82,9 +81,6 @@ def test_shares_of_other_questions_stand_in_no_list(inside):
         ("1", "91% (88% to 93%)"), ("2", "87% (84% to 89%)"), ("3", "other questions")
     ]  # fmt: skip
     content = index.Index.model_validate({"entries": entries})
-    figures = [make_row(lookup.LoadedIndex(content, "it"), entry, []).figures["Answers"]
-               for entry in content.entries]  # fmt: skip
-    assert [figure.value for figure in figures] == [0.91, 0.87, None]
     alone = content.entries[1:]
     assert [index.kept_words(entry, alone) for entry in alone] == [
         "other questions", "97% (94% to 99%)"

@@ -8,9 +8,7 @@ from itertools import chain, pairwise, product
 from transformers import PreTrainedModel
 
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
-from rotationzoo.evaluation.real_cache import ThroughCache
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.figures import duration
@@ -94,12 +92,10 @@ class TaskAnswers:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts of one length, and what they are read through: a simulation, a reader, or the model
-    alone."""
+    """Prompts of one length, and what they are read through: a simulation, or the model alone."""
 
     prompts: list[Prompt]
     simulation: Simulation | None = None
-    reader: ThroughCache | None = None
     timed_as: Reader = None
 
 
@@ -135,7 +131,7 @@ class Asking:
             catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
             with catching, running, self.pace.timing(request.timed_as, _tokens(prompts)):
                 for rows in of_request:
-                    parts.append(read_answers(self.model, rows, len(rows), request.reader))
+                    parts.append(read_answers(self.model, rows, len(rows)))
                     done += 1
                     progress(stage, done, len(passes))
             answers.append(join_answers(parts))
@@ -221,18 +217,12 @@ def ask_also(asking: Asking, trial: Trial, answers: TaskAnswers) -> TaskAnswers:
 def _ask_arms(
     asking: Asking, trial: Trial, series: Sequence[Series], ending: str = ""
 ) -> dict[tuple[CacheLayout, str], list[Answers]]:
-    """The answers of every arm with every cache to each of the series: from a real cache if the
-    trial asks for it, and if ours stores what the arm does."""
+    """The answers of every arm with every cache to each of the series."""
     given = {}
     for cache, arm in product(trial.caches, trial.arms):
-        simulation = reader = None
-        if trial.real_cache and isinstance(arm.codec, RotatedCodec):
-            reader = ThroughCache(asking.model, arm.codec, cache)
-        else:
-            layers = set(trial.layers)
-            simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
-        place = cache, arm.name
-        requests = [Request(each.prompts, simulation, reader, place) for each in series]
+        layers, place = set(trial.layers), (cache, arm.name)
+        simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
+        requests = [Request(each.prompts, simulation, place) for each in series]
         # A stage of its own, because each takes another time.
         given[place] = asking.ask(f"answering with {arm.name}{ending}", requests)
     return given

@@ -1,16 +1,12 @@
 """The score of answers to recall questions: how many are right, and how probable the right ones
 are; of the exact model and of every arm, task by task."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import TypeVar
 
 import torch
 
 from rotationzoo.artifact.scores import (
-    CellScore,
-    DepthScore,
     DistanceScore,
     Errors,
     ExactLengthScore,
@@ -27,10 +23,8 @@ from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.recall.answers import Answers, join_answers
 
-_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DECIMALS = 6  # of the log probabilities that are kept for every question
 
-Range = TypeVar("Range", tuple[int, int], tuple[float, float])
 Reply = tuple[Series, Answers]
 """The prompts of one task and length, and the answers to all of their questions."""
 
@@ -43,24 +37,20 @@ class Scorer:
     log_probability: torch.Tensor
     prompt: torch.Tensor
     """The number of the question's prompt, counted over all prompts."""
-    length: torch.Tensor
-    """Tokens of the prompts of its series."""
     distance: torch.Tensor
-    depth: torch.Tensor
+    """Tokens from its statement to its answer."""
 
     @classmethod
     def of(cls, replies: Sequence[Reply]) -> "Scorer":
         """The answers to all questions of several series."""
-        prompts = [(series.length, prompt) for series, _ in replies for prompt in series.prompts]
-        rows = []
-        for number, (length, prompt) in enumerate(prompts):
-            for question in prompt.questions:
-                rows.append((number, length, question.distance, prompt.depth(question)))
-        *columns, depths = zip(*rows, strict=True)
-        numbers, lengths, distances = map(torch.tensor, columns)
-        depth = torch.tensor(depths, dtype=torch.float64)
+        prompts = [prompt.questions for series, _ in replies for prompt in series.prompts]
+        numbers, distances = list[int](), list[int]()
+        for number, questions in enumerate(prompts):
+            numbers += [number] * len(questions)
+            distances += [question.distance for question in questions]
         given = join_answers([answers for _, answers in replies])
-        return cls(given.correct, given.log_probability, numbers, lengths, distances, depth)
+        places = torch.tensor(numbers), torch.tensor(distances)
+        return cls(given.correct, given.log_probability, *places)
 
     def score(self, among: torch.Tensor | None = None) -> Score:
         """The score of all questions, or of those `among` selects, `[questions]`."""
@@ -72,19 +62,18 @@ class Scorer:
         )
 
     def recall(self) -> RecallDetails:
-        """The score with its standard errors; by distance and by depth, and by both and length."""
+        """The score with its standard errors, and by distance."""
+        # From the power of two at or below the least distance to the one above the greatest.
+        nearest, farthest = (int(end).bit_length() for end in self.distance.aminmax())
         by_distance = []
-        for (low, high), among in self._distances():
-            by_distance.append(DistanceScore(from_=low, to=high, **dict(self.score(among))))
-        by_depth = []
-        for (begin, end), among in self._depths():
-            by_depth.append(DepthScore(from_=begin, to=end, **dict(self.score(among))))
+        for low, high in Buckets.between(1 << (nearest - 1), 1 << farthest).ranges:
+            among = (self.distance >= low) & (self.distance < high)
+            if among.any():
+                by_distance.append(DistanceScore(from_=low, to=high, **dict(self.score(among))))
         return RecallDetails(
             **dict(self.score()),
             standard_error=self._standard_errors(),
             by_distance=by_distance,
-            by_depth=by_depth,
-            by_cell=list(self._score_cells()),
         )
 
     def task_recall(self, by_length: Sequence[LengthScore]) -> TaskRecall:
@@ -97,30 +86,6 @@ class Scorer:
             by_length=by_length,
         )
 
-    def _distances(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
-        # From the power of two at or below the least distance to the one above the greatest.
-        nearest, farthest = (int(end).bit_length() for end in self.distance.aminmax())
-        ranges = Buckets.between(1 << (nearest - 1), 1 << farthest).ranges
-        return _fill(ranges, self.distance)
-
-    def _depths(self) -> list[tuple[tuple[float, float], torch.Tensor]]:
-        return _fill(pairwise(_DEPTHS), self.depth)
-
-    def _score_cells(self) -> Iterator[CellScore]:
-        lengths = [(length, self.length == length) for length in self.length.unique().tolist()]
-        for cell in product(lengths, self._distances(), self._depths()):
-            (length, of_length), (distances, near), (depths, deep) = cell
-            among = of_length & near & deep
-            if among.any():
-                places = {
-                    "length": length,
-                    "distance_from": distances[0],
-                    "distance_to": distances[1],
-                    "depth_from": depths[0],
-                    "depth_to": depths[1],
-                }
-                yield CellScore(**places, **dict(self.score(among)))
-
     def _standard_errors(self) -> Errors:
         """Over prompts, because the questions of one prompt share its text."""
         questions = torch.bincount(self.prompt).double()
@@ -129,12 +94,6 @@ class Scorer:
             sums = torch.bincount(self.prompt, weights=values)
             errors.append(weighted_mean(sums / questions, questions)[1])
         return {"answered": errors[0], "log_probability": errors[1]}
-
-
-def _fill(ranges: Iterable[Range], values: torch.Tensor) -> list[tuple[Range, torch.Tensor]]:
-    """The ranges, without their ends, that hold any of the values, and which these are."""
-    filled = [(ends, (values >= ends[0]) & (values < ends[1])) for ends in ranges]
-    return [(ends, among) for ends, among in filled if among.any()]
 
 
 def score_arm(

@@ -1,8 +1,7 @@
-"""The page of a zoo: every published rotation of an index in one table, to search and to sort, with
-links to its files and the command that fetches it."""
+"""The table of a zoo: every published rotation of an index, to search and to sort, with links to
+its files and the command that fetches it."""
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -10,7 +9,6 @@ from urllib.parse import quote
 
 from rotationzoo.artifact.store import CARD, REPORT
 from rotationzoo.figures import UNKNOWN, change, number
-from rotationzoo.report.page import render_page
 from rotationzoo.zoo.hubs.protocol import HUBS
 from rotationzoo.zoo.index import OTHER_QUESTIONS, Copy, Entry, Listed, kept_words
 from rotationzoo.zoo.lookup import LoadedIndex
@@ -42,13 +40,6 @@ COLUMNS = {"Answers": True, "Cost": False, "Bits": False, "Size": False, "Date":
 """The title of each column of figures, and whether the best are the largest."""
 
 
-def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[str]) -> str:
-    """The HTML page of these entries of an index, sorted by model. `place`: the options of `pull`
-    that name the index, as `["--repo", "owner/zoo"]`."""
-    rows = [make_row(loaded, entry, place) for entry in entries]
-    return render_page("zoo.html.jinja", ("zoo.js",), **table_values(rows), origin=loaded.origin)
-
-
 def table_values(rows: list[Row]) -> dict[str, Any]:
     """What `zoo_table.html.jinja` shows: the rows, sorted until the reader sorts them, the columns
     that are not empty, and whether the quality of some rows was not measured."""
@@ -64,7 +55,8 @@ def table_values(rows: list[Row]) -> dict[str, Any]:
 
 
 def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
-    """The row of one entry in `zoo_table.html.jinja`; `place` as for `render_zoo_page`."""
+    """The row of one entry in `zoo_table.html.jinja`. `place`: the options of `pull` that name the
+    index, as `["--repo", "owner/zoo"]`."""
     copies = [
         (f"{copy.repo} on {HUBS[copy.hub].title}", copy_links(loaded, entry, copy))
         for copy in entry.copies
@@ -110,7 +102,7 @@ def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> dict[str, str]:
 
 def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | None:
     """The command that fetches an entry; None for one that is only listed. `place` as for
-    `render_zoo_page`."""
+    `make_row`."""
     if not entry.pullable:
         return None
     words = ["rotationzoo", "pull", entry.model, "--recipe", entry.recipe]
