@@ -32,7 +32,7 @@ _GROUPS = {
     "Signatures": "signers issuer require_signature trust_config sign adopt_index",
     "For experts (--for picks most)": "feedback bits key_bits value_bits format rounding sink "
     "recent windows clip pooled rivals uncentered layers keys_only values_only prefill_chunk "
-    "prefill_layout real_cache drift queries engine_hadamard absorb absorbed",
+    "prefill_layout real_cache drift queries absorb absorbed",
 }
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 _VALUES = {int: "N", float: "N", str: "TEXT", Path: "PATH"}

@@ -35,10 +35,6 @@ def export_command(
         str | None,
         option("llama.cpp: the model that the base was converted from, to compare them."),
     ] = None,
-    engine_hadamard: Annotated[
-        bool,
-        option("llama.cpp: leave the last Hadamard transform to the engine's own."),
-    ] = False,
     absorb: Annotated[
         str | None, option("Write this model with its values or latents rotated.", metavar="MODEL")
     ] = None,
@@ -63,7 +59,7 @@ def export_command(
     from rotationzoo.artifact.store import Artifact
 
     opened = Artifact.open(artifact)
-    for_llama_cpp = bool(base or engine_hadamard or model)
+    for_llama_cpp = bool(base or model)
     if to is None:
         for_engines = pooled or uncentered or clip or windows or absorbed
         if for_engines or for_llama_cpp:
@@ -97,12 +93,10 @@ def export_command(
         clip=options.parse_clip(clip),
         windows=options.parse_window(windows),
         absorbed=absorbed,
-        options=Options(base, engine_hadamard, model),
+        options=Options(base, model),
     )
     if to != "llama.cpp" and for_llama_cpp:
-        raise UsageError(
-            "--base, --model and --engine-hadamard are for llama.cpp", hint="--for llama.cpp"
-        )
+        raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
         out.note("Note: what these rotations keep was not measured: rotationzoo evaluate does")

@@ -100,8 +100,6 @@ class Options:
 
     base: Path | None = None
     """The GGUF file to copy."""
-    engine_hadamard: bool = False
-    """Leave the last Hadamard transform to the engine, which applies one of its own."""
     model: str | None = None
     """The model that the base was converted from, to compare the two. By default it is the
     artifact's own model, if that is in the hub's cache."""

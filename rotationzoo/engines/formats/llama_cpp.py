@@ -64,16 +64,15 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     for problem, hint in _problems(reader, architecture, payload):
         raise RotationZooError(problem, hint)
     compared = _compare_config(reader, architecture, options, payload)
-    tensors = gguf_file.rotation_tensors(payload, options.engine_hadamard)
+    tensors = gguf_file.rotation_tensors(payload)
     notes = {
         **payload.provenance,
         "key_objective": payload.key.objective,
-        "engine_hadamard": options.engine_hadamard,
         "value_objective": payload.value.objective if payload.value else "in the weights",
     }
     name = f"{base.stem}-rot-kv.gguf"
     gguf_file.write_copy(reader, work / name, tensors, notes)
-    return _launch(final / name, architecture, payload, options, compared)
+    return _launch(final / name, architecture, payload, compared)
 
 
 def _problems(
@@ -159,18 +158,14 @@ def _compare_config(reader: Reader, architecture: str, options: Options, payload
     return f"the base has the config of {source.name}; its weights were not compared"
 
 
-def _launch(
-    file: Path, architecture: str, payload: Payload, options: Options, compared: str
-) -> Launch:
+def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> Launch:
     kind = _CACHE_TYPE[architecture]
-    of_oscar, turned_off = kind == "q2_0", not options.engine_hadamard
+    of_oscar = kind == "q2_0"
     types = f"--cache-type-k {kind} --cache-type-v {kind}"
     command = f"llama-server -m {shlex.quote(str(file))} {types} -fa on"
     # The first variable turns off a Hadamard transform in the quantizer, the second one in the
     # graph.
-    environment = {"LLAMA_KV_NO_HADAMARD": "1"}
-    if turned_off:
-        environment["LLAMA_ATTN_ROT_DISABLE"] = "1"
+    environment = {"LLAMA_KV_NO_HADAMARD": "1", "LLAMA_ATTN_ROT_DISABLE": "1"}
     if of_oscar:
         environment["LLAMA_KV_CLIP_RATIO"] = clip_text(payload.clip[0], off=1)
         environment["LLAMA_KV_HP_SINK"] = str(payload.sink)
@@ -180,10 +175,8 @@ def _launch(
     notes = {
         "needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)": of_oscar,
         "needs llama-cpp-turboquant": not of_oscar,
-        "these rotations need llama.cpp's own attention rotation (its pull request 21038): see "
-        "that it is on": options.engine_hadamard,
         "without these variables llama.cpp applies a Hadamard transform of its own, which cancels "
-        "the calibrated one; --engine-hadamard writes rotations that count on it": turned_off,
+        "the calibrated one": True,
         "its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of "
         "`evaluate`; as it ships, with outer levels a third too small, rotations can serve worse "
         "than none (docs/engines.md has figures), and without exact windows it is of no "
