@@ -79,12 +79,6 @@ class Artifact:
         return parse_manifest(self.content, str(self.folder / MANIFEST))
 
     @property
-    def bound(self) -> bool:
-        """Whether the model that it was made for is known. False for imported files until the user
-        names one."""
-        return self.manifest.model.config_sha256 is not None
-
-    @property
     def identity(self) -> str:
         """The sha256 of `rotations.safetensors`, which tells one set of rotations from another."""
         return self.manifest.rotations_sha256

@@ -9,7 +9,6 @@ from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
-from rotationzoo.sides import HEADS
 
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
@@ -36,7 +35,7 @@ def export_command(
         option("llama.cpp: the model that the base was converted from, to compare them."),
     ] = None,
     absorb: Annotated[
-        str | None, option("Write this model with its values or latents rotated.", metavar="MODEL")
+        str | None, option("Write this model with its values rotated.", metavar="MODEL")
     ] = None,
     absorbed: Annotated[
         Path | None,
@@ -74,12 +73,9 @@ def export_command(
         with show_progress(out) as progress:
             write_absorbed(opened, str(absorb), target, progress)
         out.result({"model": str(target)}, str(target), lambda: say(str(target)))
-        cached = opened.rotations.cached
         if out.mode == "human":
-            whole = f"Its cache holds rotated {cached.words}"
-            out.note("Its engine needs the keys, too" if cached is HEADS else whole)
-        if cached is HEADS:
-            out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(target))
+            out.note("Its engine needs the keys, too")
+        out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(target))
         return
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export

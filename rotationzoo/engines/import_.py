@@ -22,7 +22,7 @@ from rotationzoo.linalg.compositions import recover_basis
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.linalg.orthogonality import ORTHOGONAL
 from rotationzoo.model import loading
-from rotationzoo.model.source import Source, has_weights, weights_fingerprint
+from rotationzoo.model.source import has_weights, weights_fingerprint
 from rotationzoo.recipe import Recipe, name_of
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
@@ -45,15 +45,14 @@ class Import:
 
     files: Sequence[Path]
     output: Path
-    model: str | None = None
+    model: str
+    """The model that they are for."""
     revision: str | None = None
     clip: tuple[float, float] | None = None
     """Clip ratios of keys and of values."""
     windows: tuple[int, int] | None = None
     """Sink and recent tokens."""
     group_size: int | None = None
-    transposed: bool = False
-    """Whether the files hold R transposed, against the convention of their format."""
     restart: bool = False
 
 
@@ -63,7 +62,7 @@ def import_(job: Import) -> Artifact:
     started = time.monotonic()
     check_replaceable(job.output)
     check_writable(job.output)
-    files = gather_files(job.files, job.transposed)
+    files = gather_files(job.files)
     source, geometry = find_geometry(files, job.model, job.revision)
     first = next(iter(files.values()))
     group_size = job.group_size or first.group_size
@@ -71,19 +70,19 @@ def import_(job: Import) -> Artifact:
     recipe, notes = _recipe_of(files, job, group_size)
     measured = {side: _measure(file.path) for side, file in files.items()}
     identity = {side: file["sha256"] for side, file in measured.items()}
-    identity["recipe"] = recipe.hash
-    if source:
-        identity |= {"model": source.label, "revision": job.revision or ""}
+    identity |= {"recipe": recipe.hash, "model": source.label, "revision": job.revision or ""}
     if (finished := _finished_artifact(job, identity)) is not None:
         return finished
     stated = first.calibration
     # Without the paths of the machine that made the file.
     names = {key: name_of(value) for key, value in stated.items() if isinstance(value, str)}
+    fingerprint = weights_fingerprint(source) if has_weights(source) else None
     rotations = _rotations_of(files, recipe, geometry)
     statistics, unrecovered = _recover_statistics(rotations, recipe)
     seconds = round(time.monotonic() - started, 3)
     content = {
-        "model": _model_content(source),
+        # The fingerprint is of the weights that the user names; nothing in the files confirms it.
+        "model": loading.describe(source, loading.load_config(source), fingerprint),
         "geometry": geometry_json(geometry),
         "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
@@ -237,12 +236,3 @@ def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages,
         return averages, []
     lacking = "the files have no eigenvalues, or an unknown composition"
     return {}, [f"no statistics can be recovered: {lacking}"]
-
-
-def _model_content(source: Source | None) -> dict[str, Any]:
-    if source is None:
-        unknown = ("revision", "license", "config_sha256", "weights_fingerprint")
-        return {"id": "unknown", "architecture": "unknown", **dict.fromkeys(unknown)}
-    # The fingerprint is of the weights that the user names; nothing in the files confirms them.
-    fingerprint = weights_fingerprint(source) if has_weights(source) else None
-    return loading.describe(source, loading.load_config(source), fingerprint)

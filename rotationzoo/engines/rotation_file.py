@@ -58,14 +58,10 @@ class RotationFile:
         return group if isinstance(group, int) and group > 0 else None
 
 
-def normalise(file: RotationFile, transposed: bool) -> RotationFile:
-    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues. A `transposed`
-    one stores `R^T` against the convention of its format. Raises `RotationZooError` for unsorted
-    eigenvalues."""
+def normalise(file: RotationFile) -> RotationFile:
+    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues. Raises
+    `RotationZooError` for unsorted ones."""
     name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
-    if transposed:
-        matrices = {layer: matrix.mT for layer, matrix in matrices.items()}
-        notes.append(f"{name} was read as transposed")
     if any(matrix.dtype != torch.float32 for matrix in matrices.values()):
         notes.append(f"{name} is not float32; its matrices were converted")
     matrices = {layer: matrix.float().contiguous() for layer, matrix in matrices.items()}

@@ -19,9 +19,7 @@ from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.model.capture import Call, decoder, intercept
 
-SERVE_UNABSORBED = (
-    "serve the model as it is and rotate its values on the way to the cache, with the artifact"
-)
+SERVE_UNABSORBED = "serve the model as it is, and let the engine rotate, with the artifact"
 _SHARED = "a value or output projection that it shares with another module"
 _TOKENS = 2  # more than 1, so that what differs by token shows
 

@@ -37,8 +37,11 @@ _FIELDS = {
 }
 
 
-def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what neither fork can run."""
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+    """Write a copy of the base model, with rotations added, to `work`.
+
+    Raises `RotationZooError` for what neither fork can run, and for a base that does not fit.
+    """
     check_limits("llama.cpp", payload, equal=True)
     for dim in sorted(payload.head_dims):
         if dim % _BLOCK:
@@ -46,13 +49,6 @@ def check_payload(payload: Payload) -> None:
             raise RotationZooError(
                 f"llama.cpp cannot run head dimension {dim}: {blocks}", hint=PAGE
             )
-
-
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write a copy of the base model, with rotations added, to `work`.
-
-    Raises `RotationZooError` for a base that does not fit.
-    """
     base = options.base
     if base is None:
         raise RotationZooError(
@@ -113,9 +109,7 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
         for name in ("attn_k.weight", "attn_v.weight"):
             # Some layers of Gemma 4 use their keys as values. ggml lists input channels first.
             rows = shapes.get(f"blk.{index}.{name}", [layer.kv_heads * layer.key_dim])[-1]
-            # Without a known model, the number of heads is unknown.
-            heads = layer.kv_heads if payload.model else rows // layer.key_dim
-            if rows != heads * layer.key_dim:
+            if rows != layer.kv_heads * layer.key_dim:
                 yield (
                     f"layer {index} should have {layer.kv_heads} KV heads of {layer.key_dim}, and "
                     f"its {name} has {rows} rows"
@@ -131,10 +125,10 @@ def _compare_config(reader: Reader, architecture: str, options: Options, payload
     if options.model:
         source: Source | None = find(options.model)
     else:
-        source = find_cached(payload.model or "", payload.provenance.get("model_revision"))
+        source = find_cached(payload.model, payload.provenance.get("model_revision"))
     if source is None:
         return (
-            f"the base was compared by its shapes alone: {payload.model or 'its model'} was not "
+            f"the base was compared by its shapes alone: {payload.model} was not "
             "found on this machine (--model says where it is)"
         )
     stated = payload.provenance.get("config_sha256")

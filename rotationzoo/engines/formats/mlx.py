@@ -15,16 +15,13 @@ FILES = {"key": "k_rotation.safetensors", "value": "v_rotation.safetensors"}
 METADATA = "metadata.json"
 
 
-def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what MLX cannot run."""
-    check_limits("MLX", payload, powers=True, groups=True)
-
-
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write both sides and their metadata to `work`.
 
-    The command is Python code that names `final`.
+    The command is Python code that names `final`. Raises `RotationZooError` for what MLX cannot
+    run.
     """
+    check_limits("MLX", payload, powers=True, groups=True)
     value = payload.value_or_identity
     for name, side in ((FILES["key"], payload.key), (FILES["value"], value)):
         matrices = side.rotation.items()

@@ -156,7 +156,7 @@ def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path,
     (tmp_path / "model.gguf").write_bytes(b"no model")
     needing = [
         partial(export, artifact, Request("llama.cpp", tmp_path / "out")),
-        partial(import_, Import([tmp_path / "model.gguf"], tmp_path / "out")),
+        partial(import_, Import([tmp_path / "model.gguf"], tmp_path / "out", "demo")),
     ]
     for command in needing:
         with pytest.raises(RotationZooError, match="gguf is not installed") as refused:
