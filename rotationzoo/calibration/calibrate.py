@@ -28,8 +28,7 @@ from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
-from rotationzoo.model.capture import Call, check_transparent
-from rotationzoo.model.centering import ShiftCheck
+from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
@@ -246,12 +245,9 @@ def run_model(
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        shift = ShiftCheck()
-        function = shift if job.recipe.center_keys else Call.run
         with torch.no_grad():
-            logits = check_transparent(model, ids, function)
-        moved = sorted({*shifted_layers(geometry), *shift.layers})
-        recipe, notes = settle_centering(job.recipe, moved)
+            logits = check_transparent(model, ids)
+        recipe, notes = settle_centering(job.recipe, shifted_layers(geometry))
         if recipe.budget:
             try:
                 check_cache(model, ids)
