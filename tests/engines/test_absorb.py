@@ -347,7 +347,7 @@ def test_the_command_absorbs_and_serves_what_it_wrote(made, inside):
     served = ok(inside("export", folder, "--to", "sglang", "--absorbed", "absorbed", "--json"))
     assert f"--model-path {inside.folder / 'absorbed'}" in served["command"][0]
     assert "v_rotation_identity.pt" in served["files"]
-    other = inside("export", made.artifact.folder, "--to", "mlx", "--absorbed", "absorbed")
+    other = inside("export", made.artifact.folder, "--to", "sglang", "--absorbed", "absorbed")
     assert "of another artifact" in other.stderr
     assert inside("export", folder, "--absorb", made.folder, "--pooled").returncode == 2
     assert "is there already" in inside("export", folder, *words).stderr

@@ -74,8 +74,8 @@ def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path):
     assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
 
     ok(zoo.run("push", made, ZOO, "--json"))
-    own = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "mlx", "--json"))
-    assert own["path"] == "exports/demo-oscar-mlx"
+    own = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "sglang", "--json"))
+    assert own["path"] == "exports/demo-oscar-sglang"
 
 
 def test_a_pull_for_an_engine_that_reads_artifacts_says_how_to_start_it(zoo, made):
