@@ -67,7 +67,6 @@ class IndexSigner:
         who controls the repository may have added some."""
         if self.adopt or not before.content.entries:
             return
-        self.tool.identify()
         signers = () if self.tool.signer is None else (self.tool.signer,)
         try:
             if before.signature is None:

@@ -163,15 +163,6 @@ def test_the_bias_of_the_output_projection_stays(tmp_path):
     assert torch.equal(*(tensors(path / "model.safetensors")[name] for path in (folder, output)))
 
 
-def test_values_that_are_scaled_can_be_rotated(tmp_path):
-    """MiMo multiplies them by a number, which commutes."""
-    torch.manual_seed(0)
-    architectures.build("mimo_v2_flash", attention_value_scale=0.7).save_pretrained(
-        tmp_path / "mimo"
-    )
-    absorb_and_check(tmp_path / "mimo", tmp_path / "out")
-
-
 def test_shards_keep_their_names_their_index_and_where_nothing_changes_their_bytes(tmp_path):
     folder = save(tmp_path / "sharded", "Llama", shards="20KB")
     others = "pytorch_model.bin", "consolidated.safetensors", "x.bin.index.json"

@@ -10,7 +10,7 @@ from rotationzoo.artifact.store import SIGNATURE
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.network.tokens import check_token
 from rotationzoo.zoo.signing.check import UNSIGNED, check_installed, claimed_signer, gathered
-from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer, read_key
+from rotationzoo.zoo.signing.signer import Signer, read_key
 
 # GitHub sets the second for jobs with `id-token: write` alone.
 _CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
@@ -42,21 +42,7 @@ class SigningTool:
         self.key, self.trust_config = key, trust_config
         self.signer = None if key is None else read_key(key, private=True)
         """The signer that its signatures name. None before the first keyless one, whose
-        certificate says who it is, unless `identify` knows it before."""
-
-    @_refusals()
-    def identify(self) -> None:
-        """Set the signer of keyless signatures before the first one, where the token of a GitHub
-        job says who it is. Raises `RotationZooError` for a job without a token."""
-        if self.signer is not None or not can_sign_in_ci():
-            return
-        import jwt
-
-        claims = jwt.decode(_find_token() or "", options={"verify_signature": False})
-        # What Fulcio writes into the certificate (its oid-info.md: Build Signer URI).
-        if claims.get("iss") == GITHUB_ACTIONS and "job_workflow_ref" in claims:
-            identity = f"https://github.com/{claims['job_workflow_ref']}"
-            self.signer = Signer(identity=identity, issuer=GITHUB_ACTIONS)
+        certificate says who it is."""
 
     @_refusals()
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
