@@ -1,6 +1,6 @@
 """The main loop of a calibration: batches of token rows -> second moments of the attention's inputs
 and outputs. While it runs, the sums of whole batches, which a checkpoint keeps, stand apart from
-those of the batch under way, which are undone if it runs out of memory midway.
+those of the batch under way.
 """
 
 import inspect
@@ -8,9 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import fields
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +20,6 @@ from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.out_of_memory import RowLimit, Undo
 from rotationzoo.model.turning import find_turnings
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
@@ -47,15 +44,13 @@ def collect(
     `sink` on if the recipe excludes the sink. `key_energy` takes a second pass over the same rows,
     because its weights depend on the queries of all of them.
 
-    A batch that runs out of memory is halved, and so are those that follow, also after a resume.
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError` if a
-    single row is too large, or an activation not finite.
+    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError` if an
+    activation is not finite.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
-    limit = RowLimit() if checkpoint is None else checkpoint.limit
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
@@ -66,13 +61,12 @@ def collect(
             if number == 1:
                 # It needs the finished query moments of the first pass, also after a resume.
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
-            forward = partial(_observe, model, observer)
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
                 if isinstance(batch, MediaRow):
                     _add_row(model, observer, batch, skip)
                 else:
-                    limit.run(batch, forward, sums.keep_batch)
+                    _observe(model, observer, batch)
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
     tokens = sum(_count(batch, 0) for batch in batches)
@@ -149,13 +143,6 @@ def _check_counts(
 # ---- the sums while they run
 
 
-def keep_sums(statistics: Statistics) -> Undo:
-    """Copy the sums where they are, and return what puts the copies in their place, once. The
-    copies take as much memory as the sums; `calibration.memory` counts them."""
-    # Observers hold the outer table, so it stays the same one.
-    return partial(statistics.update, deepcopy(statistics))
-
-
 class RunningSums:
     """The sums of `done` whole batches in `whole`, and of the batch under way in `batch`.
 
@@ -178,21 +165,7 @@ class RunningSums:
         if saved is not None:
             self.whole, self.done = saved
         self._saved = self.done
-        self._torn = self._begun = False
-
-    def keep_batch(self) -> Undo:
-        """Return a function that takes back what the next forward pass adds to `batch`. Called
-        before each pass that may run out of memory."""
-        if self._begun:
-            return keep_sums(self.batch)
-        self._begun = True
-        return self._clear_batch
-
-    def _clear_batch(self) -> None:
-        """Set the sums of the batch back to zero, which needs no copy."""
-        moments = itertools.chain.from_iterable(kinds.values() for kinds in self.batch.values())
-        torch._foreach_zero_([tensor for moment in moments for tensor in _sums(moment)])
-        self._begun = False
+        self._torn = False
 
     def finish_batch(self, kinds: tuple[str, ...]) -> None:
         """Add the sums of the batch under way, of these kinds, to the others, and save them if the
@@ -215,7 +188,7 @@ class RunningSums:
         torch._foreach_add_(totals, parts)
         torch._foreach_zero_(parts)
         self.done += 1
-        self._torn = self._begun = False
+        self._torn = False
         if self._checkpoint is not None and self._checkpoint.save(self.whole, self.done):
             self._saved = self.done
 

@@ -42,8 +42,10 @@ GATED = "has a gate or a norm between attention and the output projection, aten.
 # Families that are calibrated and cannot absorb a rotation -> the words that the refusal must
 # contain; all others can.
 REFUSED = {
-    "gemma4": r"layer 0 of \S+ has a norm or another operation between the value projection and "
-    "attention",
+    **dict.fromkeys(
+        ("gemma4", "mimo_v2_flash"),
+        r"layer 0 of \S+ has a norm or another operation between the value projection and attention",
+    ),
     "qwen3_next": rf"layer 3 of \S+ {GATED}",
     "qwen3_5": rf"layer 3 of \S+ {GATED}",
     "qwen3_5-vlm": rf"layer 3 of \S+ {GATED}",
