@@ -44,7 +44,7 @@ GATED = "has a gate or a norm between attention and the output projection, aten.
 REFUSED = {
     **dict.fromkeys(
         ("gemma4", "mimo_v2_flash"),
-        r"layer 0 of \S+ has a norm or another operation between the value projection and attention",
+        r"layer 0 of \S+ has a norm or another operation between the value projection and",
     ),
     "qwen3_next": rf"layer 3 of \S+ {GATED}",
     "qwen3_5": rf"layer 3 of \S+ {GATED}",
