@@ -78,7 +78,6 @@ def calibrate(
     packing: str | None = None,
     images: str | None = None,
     audio: str | None = None,
-    positions: str | None = None,
     rope_scaling: str | None = None,
     restart: bool = False,
     batch: int | None = None,
@@ -112,8 +111,6 @@ def calibrate(
     * `packing`: `packed` fills every row, `mixed` cuts every second one into halves, and `document`
       has one document per row;
     * `images`, `audio`: columns of the data that hold them, for a model that reads them;
-    * `positions`: which positions of rows with images or audio enter the statistics: `all`, `text`
-      or `media`;
     * `rope_scaling`: scale RoPE to more positions than the config has, as `yarn:4`;
     * `restart`: discard an existing checkpoint and replace an existing artifact;
     * `batch`: rows per forward pass;

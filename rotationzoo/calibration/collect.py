@@ -36,7 +36,7 @@ def collect(
     progress: Progress = silent,
 ) -> Statistics:
     """Collect the second moments that a recipe needs, for each cached layer and KV head, from token
-    ids `[B, T]`, or from rows with images or audio, which say what of them counts.
+    ids `[B, T]`, or from rows with images or audio.
 
     The sums of whole batches are saved to the `checkpoint` now and then, and if the process is
     interrupted, and those of the same job are read from there. Queries and outputs count at every
@@ -64,7 +64,8 @@ def collect(
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
                 if isinstance(batch, MediaRow):
-                    _add_row(model, observer, batch, skip)
+                    with capture(model, observer):
+                        read_row(model, batch)
                 else:
                     _observe(model, observer, batch)
                 sums.finish_batch(observer.kinds)
@@ -81,19 +82,6 @@ def _observe(model: PreTrainedModel, observer: MomentObserver, ids: torch.Tensor
         decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
 
 
-def _add_row(model: PreTrainedModel, observer: MomentObserver, row: MediaRow, skip: int) -> None:
-    """Run the model on a row while the observer adds up what the positions that count read."""
-    observer.skip = int(row.counts[:skip].sum())  # those of them that are in the sink
-
-    def observe(index: int, *tensors: torch.Tensor) -> None:
-        observer.layer(index)  # raises before a layer that attends to the media alone
-        query, key, value, output = (each[:, :, row.counts.to(each.device)] for each in tensors)
-        observer(index, query, key, value, output)
-
-    with capture(model, observe):
-        read_row(model, row)
-
-
 def read_row(model: PreTrainedModel, row: MediaRow) -> None:
     """Let a model read a row, without its language-model head where the rest can."""
     device, inputs = input_device(model), {}
@@ -107,9 +95,9 @@ def read_row(model: PreTrainedModel, row: MediaRow) -> None:
 
 
 def _count(batch: torch.Tensor | MediaRow, first: int) -> int:
-    """How many positions of a batch count, from position `first` of each row on."""
-    counts = batch.counts[None] if isinstance(batch, MediaRow) else torch.ones_like(batch)
-    return int(counts[:, first:].sum())
+    """How many positions a batch has, from position `first` of each row on."""
+    ids = batch.ids if isinstance(batch, MediaRow) else batch
+    return ids[:, first:].numel()
 
 
 def _check_counts(

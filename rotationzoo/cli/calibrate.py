@@ -59,7 +59,6 @@ class Settings(options.Loading):
     column: options.Column = None
     images: Annotated[str | None, option("Column of images (vision models).")] = None
     audio: Annotated[str | None, option("Column of audio, as WAV.")] = None
-    positions: Annotated[str | None, option("Of these: all, text or media.")] = None
     packing: Annotated[
         str | None,
         option(
