@@ -262,20 +262,19 @@ def _verify(signed: Signed, signature: bytes, signer: Signer, verifier: Any) -> 
             place = folder.with_name(SIGNATURE)
             place.write_bytes(signature)
             verifier.verify(folder, place)
-            return
-    except InvalidSignature as error:
-        reason, cause = "it was not made with that key", error
-    except CertValidationError as error:
-        reason, cause = f"no authority that is trusted gave {signer} its certificate", error
-        if _OUT_OF_TIME.search(str(error)):
-            reason = f"the certificate of {signer} was not valid at the time of signing"
     except Exception as error:  # as above
-        reason, cause = first_sentence(error), error
+        reason = first_sentence(error)
         if reason.startswith("Signature mismatch"):
             names = [name for name in sorted(signed.files) if name in reason]
             other = f"{names[0]} differs" if names else "one is missing"
             raise RotationZooError(f"{what} is for other files: {other}", OWNERS_HINT) from error
-    raise RotationZooError(f"{what} does not hold: {reason}", hint=OWNERS_HINT) from cause
+        if isinstance(error, InvalidSignature):
+            reason = "it was not made with that key"
+        if isinstance(error, CertValidationError):
+            reason = f"no authority that is trusted gave {signer} its certificate"
+            if _OUT_OF_TIME.search(str(error)):
+                reason = f"the certificate of {signer} was not valid at the time of signing"
+        raise RotationZooError(f"{what} does not hold: {reason}", hint=OWNERS_HINT) from error
 
 
 @contextmanager
