@@ -115,7 +115,7 @@ def find_geometry(files: Files, model: str, revision: str | None) -> tuple[Sourc
     geometry = geometry_on_meta(loading.on_meta(loading.load_config(source), source.name))
     if geometry is None:
         unknown = f"what {model} caches shows only with its weights"
-        raise UnsupportedModel(unknown, hint="calibrate it: rotationzoo calibrate " + model)
+        raise UnsupportedModel(unknown, hint=f"calibrate it: rotationzoo calibrate {model}")
     if not files.keys() & {side for layer in geometry for side in layer.sides}:
         held = f"{first.path} holds rotations of {' and '.join(f'{side}s' for side in files)}"
         raise UnsupportedModel(f"{held}, and {model} is not known to cache any", _CHECK)
