@@ -78,7 +78,6 @@ def calibrate(
     packing: str | None = None,
     images: str | None = None,
     audio: str | None = None,
-    positions: str | None = None,
     rope_scaling: str | None = None,
     restart: bool = False,
     batch: int | None = None,
@@ -91,8 +90,8 @@ def calibrate(
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
-    * `model`: a hub id, a local folder, a GGUF file, or `demo`, a small model that ships with this
-      package; or a model that you loaded, which runs as it is, with its `tokenizer`;
+    * `model`: a hub id, a local folder, or `demo`, a small model that ships with this package; or a
+      model that you loaded, which runs as it is, with its `tokenizer`;
     * `output`: the artifact folder, by default `rotations/MODEL-RECIPE`. If it already holds the
       artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
       its checkpoint;
@@ -112,8 +111,6 @@ def calibrate(
     * `packing`: `packed` fills every row, `mixed` cuts every second one into halves, and `document`
       has one document per row;
     * `images`, `audio`: columns of the data that hold them, for a model that reads them;
-    * `positions`: which positions of rows with images or audio enter the statistics: `all`, `text`
-      or `media`;
     * `rope_scaling`: scale RoPE to more positions than the config has, as `yarn:4`;
     * `restart`: discard an existing checkpoint and replace an existing artifact;
     * `batch`: rows per forward pass;
@@ -213,7 +210,7 @@ def evaluate(
 ) -> Evaluated:
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
-    * `model`: a hub id, a local folder, a GGUF file, or `demo`;
+    * `model`: a hub id, a local folder, or `demo`;
     * `artifacts`: an artifact, its folder, or several of either;
     * `save`: add the report to each artifact;
     * `engine`: measure what this engine serves of the artifacts, such as `vllm`. It picks the

@@ -54,7 +54,6 @@ NOT_RUN = {
     ". .venv/bin/activate": "the same",
     "vllm serve": "it starts a server on a GPU",
     "llama-server": "it starts a server of a fork",
-    "from mlx_lm": "MLX is for Apple's machines",
     ".venv/bin/pre-commit install": "it changes the repository's hooks",
 }
 # Options of scripts and of other programs, which the text names beside ours.

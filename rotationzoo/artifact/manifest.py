@@ -45,13 +45,14 @@ class File(Strict):
 
 
 class Model(Strict):
-    """The model that the rotations were made for. The hashes are None if none was named."""
+    """The model that the rotations were made for. The fingerprint is None where they depend on the
+    shapes alone, or where imported files were bound without the weights."""
 
     id: str
     architecture: str
     revision: str | None
     license: str | None = None
-    config_sha256: Sha256 | None
+    config_sha256: Sha256
     weights_fingerprint: Sha256 | None
 
 

@@ -79,12 +79,6 @@ class Artifact:
         return parse_manifest(self.content, str(self.folder / MANIFEST))
 
     @property
-    def bound(self) -> bool:
-        """Whether the model that it was made for is known. False for imported files until the user
-        names one."""
-        return self.manifest.model.config_sha256 is not None
-
-    @property
     def identity(self) -> str:
         """The sha256 of `rotations.safetensors`, which tells one set of rotations from another."""
         return self.manifest.rotations_sha256
@@ -133,14 +127,14 @@ class Artifact:
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The tensors of a file, as `read_tensors` gives them by the recipe and the geometry."""
         if name not in self._examined:
-            claimed = self.recipe, self.geometry, self.manifest.imported is not None
             if name == ROTATIONS:
-                layout = rotation_layout(*claimed)
+                imported = self.manifest.imported is not None
+                layout = rotation_layout(self.recipe, self.geometry, imported)
             else:
                 # Whoever reads rotations alone, as a server does, needs no statistics.
                 from rotationzoo.artifact.statistics_layout import statistics_layout
 
-                layout = statistics_layout(*claimed)
+                layout = statistics_layout(self.recipe, self.geometry)
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)

@@ -39,8 +39,8 @@ class RotatedCache(DynamicCache):
     * `rotations`: an artifact, as `rotationzoo.pull` returns it, its folder, or `Rotations`. None
       is for no rotation at all. An evaluation gives the `CacheSettings` of one of its arms;
     * `model`: the transformers model that will read the cache;
-    * `engine`: store an artifact as this engine does, such as `mlx`, where other options do not say
-      otherwise. The default, `transformers`, loses nothing of it;
+    * `engine`: store an artifact as this engine does, such as `sglang`, where other options do not
+      say otherwise. The default, `transformers`, loses nothing of it;
     * `format`: `sglang` (the default), `fine` (that of a budget of bits) or `vllm`;
     * `bits`: another budget of bits an element than the artifact's, which must have one;
     * `sink`, `recent`: how many first and last tokens stay exact, by default as the recipe says;

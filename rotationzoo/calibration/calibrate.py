@@ -28,8 +28,7 @@ from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
-from rotationzoo.model.capture import Call, check_transparent
-from rotationzoo.model.centering import ShiftCheck
+from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
@@ -245,12 +244,9 @@ def run_model(
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        shift = ShiftCheck()
-        function = shift if job.recipe.center_keys else Call.run
         with torch.no_grad():
-            logits = check_transparent(model, ids, function)
-        moved = sorted({*shifted_layers(geometry), *shift.layers})
-        recipe, notes = settle_centering(job.recipe, moved)
+            logits = check_transparent(model, ids)
+        recipe, notes = settle_centering(job.recipe, shifted_layers(geometry))
         if recipe.budget:
             try:
                 check_cache(model, ids)
@@ -262,7 +258,6 @@ def run_model(
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += doubt_loss(guessed.item(), logits.shape[-1])
-        checkpoint.resume_limit()
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)

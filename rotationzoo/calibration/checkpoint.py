@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import PositiveInt
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
-from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.words import differing
 
@@ -33,34 +31,12 @@ def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
     return [key for key in keys if saved.get(key) != present.get(key)]
 
 
-def read_field(path: Path, identity: Identity, field: str, kind: Any) -> Any:
-    """One `field` of a file's metadata, validated as `kind`; None if there is no file. Raises
-    `RotationZooError` if the file is of a job with another `identity`, or damaged."""
-    if files.size_of(path) is None:
-        return None
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        saved = strict_json.parse(metadata["identity"], str(path))
-        content = strict_json.parse(metadata.get(field, "null"), str(path))
-        strict_json.validate(dict[str, str], saved, str(path))
-        strict_json.validate(kind, content, str(path))
-    # A damaged file can fail in any of these ways.
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RotationZooError) as error:
-        raise damaged(path) from error
-    if changed := differences(saved, identity):
-        raise RotationZooError(
-            f"the checkpoint {path} is of another job: {differing(changed)}",
-            hint="start afresh with --restart, or choose another --output",
-        )
-    return content
-
-
-def damaged(path: Path) -> RotationZooError:
-    """The error of a file whose content is not what `Checkpoint` wrote."""
+def _damaged(path: Path) -> RotationZooError:
     return RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart")
 
 
+# A damaged file can fail in any of these ways.
+_UNREADABLE = OSError, ValueError, KeyError, TypeError, SafetensorError, RotationZooError
 _SHARE = 20  # save once 20 times the duration of the last save has passed
 # Bytes per second, before a save has shown it. 152 MB, the sums of 36 layers of 8 heads of 128
 # channels, took 0.4 to 0.7 s: as long as several batches take on a GPU.
@@ -70,33 +46,36 @@ _SPEED = 2e8
 class Checkpoint:
     """The raw sums of an unfinished job, bound to it by its `identity`.
 
-    Sums are saved only between batches, so where as much memory is free, which decides how many
-    rows are computed at a time, a resumed run gives the bytes of an uninterrupted one.
+    Sums are saved only between batches, so a resumed run gives the bytes of an uninterrupted one.
     """
 
     def __init__(self, path: Path, identity: Identity):
         self.path = path
         self.identity = identity
-        self.limit = RowLimit()
-        """How many rows of a batch fit the device's memory; saved with the sums."""
         self._due: float | None = None
-
-    def resume_limit(self) -> None:
-        """Go on with the `limit` of the run that saved sums. Raises as `read` does."""
-        self.limit.rows = read_field(self.path, self.identity, "rows", PositiveInt | None)
 
     def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
         """The saved sums and the number of batches in them, or None if nothing was saved. Raises
         `RotationZooError` if they are of another job, or of other layers or shapes than `zeros`."""
-        done = read_field(self.path, self.identity, "done", int)
-        if done is None:
+        if files.size_of(self.path) is None:
             return None
+        name = str(self.path)
         try:
+            with safe_open(self.path, "pt") as file:
+                metadata = file.metadata()
+            parsed = strict_json.parse(metadata["identity"], name)
+            saved = strict_json.validate(dict[str, str], parsed, name)
+            done = strict_json.validate(int, strict_json.parse(metadata["done"], name), name)
             sums = load_file(self.path)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise damaged(self.path) from error
+        except _UNREADABLE as error:
+            raise _damaged(self.path) from error
+        if changed := differences(saved, self.identity):
+            raise RotationZooError(
+                f"the checkpoint {self.path} is of another job: {differing(changed)}",
+                hint="start afresh with --restart, or choose another --output",
+            )
         if _shapes(sums) != _shapes(to_raw(zeros)) or done < 0:
-            raise damaged(self.path)
+            raise _damaged(self.path)
         return from_raw(sums), done
 
     def save(self, statistics: Statistics, done: int, at_once: bool = False) -> bool:
@@ -111,7 +90,7 @@ class Checkpoint:
         start = time.monotonic()
         if start < self._due:
             return False
-        content = {"identity": dict(self.identity), "rows": self.limit.rows, "done": done}
+        content = {"identity": dict(self.identity), "done": done}
         metadata = {name: json.dumps(value) for name, value in content.items()}
         # In memory, because `save_file` would leave a temporary file with a random name behind if
         # the process were killed.

@@ -1,6 +1,6 @@
 """The main loop of a calibration: batches of token rows -> second moments of the attention's inputs
 and outputs. While it runs, the sums of whole batches, which a checkpoint keeps, stand apart from
-those of the batch under way, which are undone if it runs out of memory midway.
+those of the batch under way.
 """
 
 import inspect
@@ -8,9 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import fields
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +20,6 @@ from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.out_of_memory import RowLimit, Undo
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.text.rows import MediaRow
@@ -38,7 +35,7 @@ def collect(
     progress: Progress = silent,
 ) -> Statistics:
     """Collect the second moments that a recipe needs, for each cached layer and KV head, from token
-    ids `[B, T]`, or from rows with images or audio, which say what of them counts.
+    ids `[B, T]`, or from rows with images or audio.
 
     The sums of whole batches are saved to the `checkpoint` now and then, and if the process is
     interrupted, and those of the same job are read from there. Queries and outputs count at every
@@ -46,15 +43,13 @@ def collect(
     `sink` on if the recipe excludes the sink. `key_energy` takes a second pass over the same rows,
     because its weights depend on the queries of all of them.
 
-    A batch that runs out of memory is halved, and so are those that follow, also after a resume.
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError` if a
-    single row is too large, or an activation not finite.
+    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError` if an
+    activation is not finite.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
-    limit = RowLimit() if checkpoint is None else checkpoint.limit
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
@@ -63,13 +58,13 @@ def collect(
             if number == 1:
                 # It needs the finished query moments of the first pass, also after a resume.
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
-            forward = partial(_observe, model, observer)
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
                 if isinstance(batch, MediaRow):
-                    _add_row(model, observer, batch, skip)
+                    with capture(model, observer):
+                        read_row(model, batch)
                 else:
-                    limit.run(batch, forward, sums.keep_batch)
+                    _observe(model, observer, batch)
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
     tokens = sum(_count(batch, 0) for batch in batches)
@@ -82,19 +77,6 @@ def _observe(model: PreTrainedModel, observer: MomentObserver, ids: torch.Tensor
     """Run the decoder on rows `[B, T]` while the observer adds up what its attention reads."""
     with intercept(model, observer.watch):
         decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
-
-
-def _add_row(model: PreTrainedModel, observer: MomentObserver, row: MediaRow, skip: int) -> None:
-    """Run the model on a row while the observer adds up what the positions that count read."""
-    observer.skip = int(row.counts[:skip].sum())  # those of them that are in the sink
-
-    def observe(index: int, *tensors: torch.Tensor) -> None:
-        observer.layer(index)  # raises before a layer that attends to the media alone
-        query, key, value, output = (each[:, :, row.counts.to(each.device)] for each in tensors)
-        observer(index, query, key, value, output)
-
-    with capture(model, observe):
-        read_row(model, row)
 
 
 def read_row(model: PreTrainedModel, row: MediaRow) -> None:
@@ -110,9 +92,9 @@ def read_row(model: PreTrainedModel, row: MediaRow) -> None:
 
 
 def _count(batch: torch.Tensor | MediaRow, first: int) -> int:
-    """How many positions of a batch count, from position `first` of each row on."""
-    counts = batch.counts[None] if isinstance(batch, MediaRow) else torch.ones_like(batch)
-    return int(counts[:, first:].sum())
+    """How many positions a batch has, from position `first` of each row on."""
+    ids = batch.ids if isinstance(batch, MediaRow) else batch
+    return ids[:, first:].numel()
 
 
 def _check_counts(
@@ -146,13 +128,6 @@ def _check_counts(
 # ---- the sums while they run
 
 
-def keep_sums(statistics: Statistics) -> Undo:
-    """Copy the sums where they are, and return what puts the copies in their place, once. The
-    copies take as much memory as the sums; `calibration.memory` counts them."""
-    # Observers hold the outer table, so it stays the same one.
-    return partial(statistics.update, deepcopy(statistics))
-
-
 class RunningSums:
     """The sums of `done` whole batches in `whole`, and of the batch under way in `batch`.
 
@@ -175,21 +150,7 @@ class RunningSums:
         if saved is not None:
             self.whole, self.done = saved
         self._saved = self.done
-        self._torn = self._begun = False
-
-    def keep_batch(self) -> Undo:
-        """Return a function that takes back what the next forward pass adds to `batch`. Called
-        before each pass that may run out of memory."""
-        if self._begun:
-            return keep_sums(self.batch)
-        self._begun = True
-        return self._clear_batch
-
-    def _clear_batch(self) -> None:
-        """Set the sums of the batch back to zero, which needs no copy."""
-        moments = itertools.chain.from_iterable(kinds.values() for kinds in self.batch.values())
-        torch._foreach_zero_([tensor for moment in moments for tensor in _sums(moment)])
-        self._begun = False
+        self._torn = False
 
     def finish_batch(self, kinds: tuple[str, ...]) -> None:
         """Add the sums of the batch under way, of these kinds, to the others, and save them if the
@@ -212,7 +173,7 @@ class RunningSums:
         torch._foreach_add_(totals, parts)
         torch._foreach_zero_(parts)
         self.done += 1
-        self._torn = self._begun = False
+        self._torn = False
         if self._checkpoint is not None and self._checkpoint.save(self.whole, self.done):
             self._saved = self.done
 

@@ -125,8 +125,8 @@ class Footprint:
 
     def pass_bytes(self, batch: int) -> int:
         """Bytes that a pass over `batch` rows takes on top of the weights, with the sums: of whole
-        batches, of the batch under way, and of this batch before its last rows."""
-        return self.activations(batch) + 3 * self.statistics
+        batches, and of the batch under way."""
+        return self.activations(batch) + 2 * self.statistics
 
     def activations(self, batch: int) -> int:
         """Peak memory of the decoder for one batch: the residual stream, one layer's projections,

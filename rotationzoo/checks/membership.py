@@ -14,7 +14,7 @@ from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
-from rotationzoo.model.compatibility import check_artifacts, check_bound
+from rotationzoo.model.compatibility import check_artifacts
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
@@ -73,7 +73,7 @@ def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
 ) -> Agreement:
     """Run a model on the bundled text and compare its statistics with an artifact's rotations.
-    Raises `RotationZooError` for rotations without an eigenbasis, and for artifacts of no model."""
+    Raises `RotationZooError` for rotations without an eigenbasis."""
     candidate.check_memory_limits()
     recipe = artifact.recipe
     if not recipe.has_eigenbasis:
@@ -83,7 +83,6 @@ def check_membership(
             hint="leave --run out",
         )
     rotations = list(artifact.rotations.each())  # read before the weights are fetched
-    check_bound(artifact, candidate.model)
     source = find(candidate.model, candidate.revision)
     config = loading.load_config(source, recipe.rope_scaling)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))

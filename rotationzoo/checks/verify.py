@@ -70,9 +70,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
     Returns the problems and a phrase that says what was compared."""
     expected, source = artifact.manifest.model, find(model, revision)
     fingerprint, compared, problems = expected.weights_fingerprint, f"the config of {model}", []
-    if not artifact.bound:
-        problems = ["bound to no model: it is not known which one the imported files are for"]
-    elif hash_config(source.folder) != expected.config_sha256:
+    if hash_config(source.folder) != expected.config_sha256:
         problems = [f"made for another model or config than that of {model}: {expected.id}"]
     elif fingerprint and has_weights(source):
         compared = f"the weights of {model}"

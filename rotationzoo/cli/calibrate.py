@@ -57,7 +57,6 @@ class Settings(options.Loading):
     column: options.Column = None
     images: Annotated[str | None, option("Column of images (vision models).")] = None
     audio: Annotated[str | None, option("Column of audio, as WAV.")] = None
-    positions: Annotated[str | None, option("Of these: all, text or media.")] = None
     packing: Annotated[
         str | None,
         option(
@@ -77,10 +76,7 @@ class Settings(options.Loading):
 def calibrate_command(
     model: Annotated[
         str,
-        argument(
-            "A hub id, a local folder, a GGUF file (of a hub: REPOSITORY:FILE), or demo: a small "
-            "model that ships with rotationzoo."
-        ),
+        argument("A hub id, a local folder, or demo: a small model that ships with rotationzoo."),
     ],
     settings: Settings,
     out: Output,

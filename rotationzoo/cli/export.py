@@ -9,7 +9,6 @@ from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
-from rotationzoo.sides import HEADS
 
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
@@ -35,12 +34,8 @@ def export_command(
         str | None,
         option("llama.cpp: the model that the base was converted from, to compare them."),
     ] = None,
-    engine_hadamard: Annotated[
-        bool,
-        option("llama.cpp: leave the last Hadamard transform to the engine's own."),
-    ] = False,
     absorb: Annotated[
-        str | None, option("Write this model with its values or latents rotated.", metavar="MODEL")
+        str | None, option("Write this model with its values rotated.", metavar="MODEL")
     ] = None,
     absorbed: Annotated[
         Path | None,
@@ -63,7 +58,7 @@ def export_command(
     from rotationzoo.artifact.store import Artifact
 
     opened = Artifact.open(artifact)
-    for_llama_cpp = bool(base or engine_hadamard or model)
+    for_llama_cpp = bool(base or model)
     if to is None:
         for_engines = pooled or uncentered or clip or windows or absorbed
         if for_engines or for_llama_cpp:
@@ -78,12 +73,9 @@ def export_command(
         with show_progress(out) as progress:
             write_absorbed(opened, str(absorb), target, progress)
         out.result({"model": str(target)}, str(target), lambda: say(str(target)))
-        cached = opened.rotations.cached
         if out.mode == "human":
-            whole = f"Its cache holds rotated {cached.words}"
-            out.note("Its engine needs the keys, too" if cached is HEADS else whole)
-        if cached is HEADS:
-            out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(target))
+            out.note("Its engine needs the keys, too")
+        out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(target))
         return
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export
@@ -97,12 +89,10 @@ def export_command(
         clip=options.parse_clip(clip),
         windows=options.parse_window(windows),
         absorbed=absorbed,
-        options=Options(base, engine_hadamard, model),
+        options=Options(base, model),
     )
     if to != "llama.cpp" and for_llama_cpp:
-        raise UsageError(
-            "--base, --model and --engine-hadamard are for llama.cpp", hint="--for llama.cpp"
-        )
+        raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
         out.note("Note: what these rotations keep was not measured: rotationzoo evaluate does")

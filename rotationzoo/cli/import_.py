@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rotationzoo.cli import options
-from rotationzoo.cli.next_steps import named, show_artifact, suggest_step, typed_words
+from rotationzoo.cli.next_steps import named, show_artifact, suggest_step
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
 
@@ -15,11 +15,9 @@ def import_command(
         argument("The two rotation files, their folder, or a GGUF file.", metavar="FILES"),
     ],
     out: Output,
+    model: Annotated[str, option("The model that they are for: a hub id or a folder.")],
     output: Annotated[
         Path | None, option("Artifact folder (rotations/NAME-imported).", "--output", "-o")
-    ] = None,
-    model: Annotated[
-        str | None, option("The model that they are for: a hub id or a folder.")
     ] = None,
     revision: options.Revision = None,
     clip: options.Clip = None,
@@ -27,7 +25,6 @@ def import_command(
     group_size: Annotated[
         int | None, option("Channels that share a scale (the whole head).", min=1)
     ] = None,
-    transposed: Annotated[bool, option("They hold the matrices transposed.")] = False,
     restart: options.Restart = False,
 ) -> None:
     """Make an artifact of files that others published: OSCAR's .pt files, GGUF.
@@ -38,27 +35,18 @@ def import_command(
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.storage.folders import default_output
 
-    path = files[0].expanduser().resolve()
-    folder = path if path.is_dir() else path.parent
-    name = model or folder.name or "rotations"
     job = Import(
         files=files,
-        output=options.follow_link(output) or default_output(name, "imported"),
+        output=options.follow_link(output) or default_output(model, "imported"),
         model=model,
         revision=revision,
         clip=options.parse_clip(clip),
         windows=options.parse_window(windows),
         group_size=group_size,
-        transposed=transposed,
         restart=restart,
     )
     artifact = import_(job)
     assert artifact.manifest.imported is not None
     out.notes(artifact.manifest.imported.notes)
-    if not artifact.bound:
-        out.note("Note: bound to no model; --model MODEL says which one the files are for")
     show_artifact(out, artifact)
-    if model is None:
-        out.suggest(*typed_words("--restart"), "--model", "MODEL", "--restart")
-    else:
-        suggest_step(out, artifact, named(model, revision))
+    suggest_step(out, artifact, named(model, revision))

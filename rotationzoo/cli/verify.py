@@ -88,8 +88,8 @@ def _error_of(
     agreement: "Agreement | None",
 ) -> RotationZooError:
     """The error for the problems that were found. Where only the model is another than that of
-    imported files, this may be the user's own mistake: the files are bound to no model, or to one
-    of which the run alone shows that it computes something else."""
+    imported files, this may be the user's own mistake: the files are bound to a model of which the
+    run alone shows that it computes something else."""
     from rotationzoo.model.absorbed import model_words
 
     folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
@@ -101,10 +101,8 @@ def _error_of(
         count = counted(len(verification.problems), "problem")
         return RotationZooError(f"{folder} is not to be used: {count} found", hint)
     run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
-    if is_imported and (run_alone or not artifact.bound):
-        problem = (
-            f"was not made of what {model} computes" if artifact.bound else "bound to no model"
-        )
+    if is_imported and run_alone:
+        problem = f"was not made of what {model} computes"
         hint = "import its files again with the model that they are for: --model MODEL"
     else:
         problem = f"{model} is not the model that it was made for, {artifact.manifest.model.id}"

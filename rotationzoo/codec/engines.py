@@ -77,7 +77,6 @@ ENGINES = {
     "sglang": Entry("sglang", format="sglang", means=("key",)),
     "sglang-mla": Entry("sglang_latent", format="sglang", takes=LATENTS.sides, clip="none"),
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", needs_base=True),
-    "mlx": Entry("mlx", format="mlx"),
     "transformers": Entry(
         command="generate",
         format="sglang",

@@ -219,7 +219,7 @@ class RotatedCodec:
                     f"for {len(rotation.clip)} of {rotation.dim}",
                     hint=_HINT,
                 )
-        moved = {side: _move(rotations[side], key.device) for side in rotations.sides}
+        moved = {side: move(rotations[side], key.device) for side in rotations.sides}
         return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:

@@ -1,5 +1,5 @@
-"""Writing a copy of a model whose weights rotate its values, or its latents, which then costs
-nothing to serve. One tensor is in memory at a time."""
+"""Writing a copy of a model whose weights rotate its values, which then costs nothing to serve. One
+tensor is in memory at a time."""
 
 import os
 import shutil
@@ -15,19 +15,18 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.tensor_check import DTYPES
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import Geometry, cached_layers, cached_rows, same_shapes
+from rotationzoo.geometry import cached_rows, same_shapes
 from rotationzoo.linalg.orthogonality import invert
 from rotationzoo.model import loading
 from rotationzoo.model.absorbed import RECORD, read_record, record_text
-from rotationzoo.model.files import Stored, entry_file, is_gguf, read_headers, weight_files
+from rotationzoo.model.files import Stored, entry_file, read_headers, weight_files
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.latent import DOWN, NORM, UP, find_latent_parts
 from rotationzoo.model.quantized import quantization_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import same_scaling, scaling_of
-from rotationzoo.sides import LATENTS
+from rotationzoo.sides import HEADS
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
 
@@ -47,6 +46,10 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     """
     if output.exists():
         raise RotationZooError(f"{output} is there already", _ELSEWHERE)
+    if (cached := cached_rows(artifact.geometry)) is not HEADS:
+        raise UnsupportedModel(
+            f"a rotation of {cached.words} is not absorbed into weights", hint=SERVE_UNABSORBED
+        )
     progress("looking at the model", 0, 0)
     made_for, calibrate = artifact.manifest.model, f"make one with: rotationzoo calibrate {model}"
     # The artifact's revision applies only to the hub id that it was made for.
@@ -57,7 +60,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
         carried = f"the weights of {model} carry the value rotation of an artifact already"
         raise RotationZooError(f"{carried}, says its {RECORD}", hint="give the model before that")
     config = loading.load_config(source)
-    if quantization_of(config) is not None or is_gguf(source.folder):
+    if quantization_of(config) is not None:
         raise UnsupportedModel(
             f"the weights of {model} are quantized in blocks, which cannot carry a rotation",
             hint="absorb into the weights that it was quantized from, and quantize those",
@@ -97,11 +100,8 @@ class _Change:
     """The change of one parameter."""
 
     shape: torch.Size
-    transform: Callable[..., torch.Tensor]
-    """Takes the parameter in float64, and returns it changed, in the same shape. What the change
-    `reads` comes second."""
-    reads: str | None = None
-    """Another parameter that is changed, of which the transform gets what the model has."""
+    transform: Callable[[torch.Tensor], torch.Tensor]
+    """Takes the parameter in float64, and returns it changed, in the same shape."""
 
 
 _Changes = dict[str, _Change]
@@ -120,8 +120,6 @@ def _find_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> _Cha
             f"what the layers of {name} do cannot be checked without its weights",
             hint=SERVE_UNABSORBED,
         )
-    if cached_rows(geometry) is LATENTS:
-        return _latent_changes(artifact, model, geometry, name)
     changes: _Changes = {}
     projections = find_projections(model, geometry, name)
     for layer, (value, output) in zip(geometry, projections, strict=True):
@@ -135,44 +133,6 @@ def _find_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> _Cha
         inverse = invert(matrix).repeat_interleave(layer.group, 0)
         changes[f"{output}.weight"] = _Change(shape, partial(_multiply_columns, inverse))
     return changes
-
-
-def _latent_changes(
-    artifact: Artifact, model: PreTrainedModel, geometry: Geometry, name: str
-) -> _Changes:
-    """The changes after which a model on `meta` computes latents that are rotated already.
-
-    A latent is the row x of a projection, normalized and times the weights g of a norm:
-    `c = n(x) g`. An orthogonal R leaves the norm of a row as it is, so `n(x R) = n(x) R`. The
-    weights g stand between, and move on into the projection that reads c: the copy caches
-    `n(x) R`, and makes heads of it by `W diag(g) R` in place of W. Raises `UnsupportedModel` for
-    another norm.
-    """
-    paths = find_latent_parts(model, name)
-    changes: _Changes = {}
-    for layer in cached_layers(geometry):
-        # The nearest orthogonal matrix: imported ones of half precision would change norms.
-        left, _, right = torch.linalg.svd(artifact.rotations[layer.index].key.matrix[0].double())
-        matrix, path = left @ right, paths[layer.index]
-        for part, tensor in model.get_submodule(f"{path}.{DOWN}").named_parameters():
-            rotate = partial(_rotate_first_rows, matrix)
-            changes[f"{path}.{DOWN}.{part}"] = _Change(tensor.shape, rotate)
-        norm, up = f"{path}.{NORM}.weight", f"{path}.{UP}.weight"
-        changes[norm] = _Change(model.get_parameter(norm).shape, torch.ones_like)
-        read = partial(_read_rotated, matrix)
-        changes[up] = _Change(model.get_parameter(up).shape, read, reads=norm)
-    return changes
-
-
-def _rotate_first_rows(matrix: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Rotate the latent that a projection computes, and leave the key with RoPE after it."""
-    rank = len(matrix)
-    return torch.cat([matrix.mT @ tensor[:rank], tensor[rank:]])
-
-
-def _read_rotated(matrix: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Read rotated latents that lack the scales of their norm."""
-    return (weight * scales) @ matrix
 
 
 def _multiply_rows(matrix: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,9 +215,8 @@ def _write_copy(
             copy = work / path.name
             shutil.copyfile(path, copy)
             for name in [name for name, place in places.items() if place.file == path]:
-                place, change = places[name], changes[name]
-                beside = [places[change.reads]] if change.reads else []
-                result = change.transform(*map(_read_tensor, [place, *beside]))
+                place = places[name]
+                result = changes[name].transform(_read_tensor(place))
                 with copy.open("r+b") as file:
                     file.seek(place.begin)
                     rounded = result.to(_DTYPES[place.dtype]).contiguous()

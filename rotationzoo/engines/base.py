@@ -47,8 +47,8 @@ class Payload:
     """The input of an engine: an artifact, reduced as far as the engine needs and the user
     agreed."""
 
-    model: str | None
-    """None if the artifact's model is not known. The numbers of heads are then unknown."""
+    model: str
+    """The model as the launch command names it."""
     geometry: Geometry
     key: SideMatrices
     value: SideMatrices | None
@@ -100,8 +100,6 @@ class Options:
 
     base: Path | None = None
     """The GGUF file to copy."""
-    engine_hadamard: bool = False
-    """Leave the last Hadamard transform to the engine, which applies one of its own."""
     model: str | None = None
     """The model that the base was converted from, to compare the two. By default it is the
     artifact's own model, if that is in the hub's cache."""
@@ -110,12 +108,10 @@ class Options:
 class Engine(Protocol):
     """The interface of an engine's module in `formats/`."""
 
-    def check_payload(self, payload: Payload) -> None:
-        """Raise `RotationZooError` for what the engine cannot run and no reduction can fix, such as
-        a head dimension."""
-
     def write_files(self, work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-        """Write the engine's files to the folder `work`, which is later moved to `final`."""
+        """Write the engine's files to the folder `work`, which is later moved to `final`. Raises
+        `RotationZooError` for what the engine cannot run and no reduction can fix, such as a head
+        dimension."""
 
 
 def clip_text(ratio: float, off: float) -> str:

@@ -14,7 +14,7 @@ from rotationzoo.artifact.measured import arms_of, plain_arm
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import find_engine
-from rotationzoo.engines.base import Engine, Launch, Payload
+from rotationzoo.engines.base import Engine, Launch
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
@@ -125,10 +125,9 @@ def export(artifact: Artifact, request: Request) -> Exported:
     reduced = list_reductions(artifact, settled)
     changed_model = check_absorbed(artifact, request.absorbed) if request.absorbed else None
     payload = assemble_payload(artifact, settled, changed_model)
-    engine.check_payload(payload)
     with disk_errors(target), folders.temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, request.options)
-        notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
+        notes = [*launch.notes, *_notes_of_artifact(artifact, launch)]
         if settled.pooled and artifact.rotations.per_head:
             notes.append(_describe_pooling(artifact, settled))
         launch = replace(launch, notes=notes)
@@ -216,16 +215,9 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
     )
 
 
-def _notes_of_artifact(artifact: Artifact, payload: Payload, launch: Launch) -> list[str]:
+def _notes_of_artifact(artifact: Artifact, launch: Launch) -> list[str]:
     """Notes about these rotations that apply to every engine."""
     notes = []
-    untried = any(layer.shift_invariant is None for layer in payload.geometry)
-    if payload.key.mean and untried:
-        notes.append(
-            "untested whether the model's attention ignores the key mean, which is subtracted and "
-            "never added back: with learned sinks or a soft cap it does not, and --uncentered "
-            "leaves it out"
-        )
     if artifact.recipe.rope_scaling is not None:
         notes.append(
             f"calibrated with the rope scaling {artifact.recipe.rope_scaling}: the server must "

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -11,15 +10,15 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.engines.formats import oscar_pt
 from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalise
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import Geometry, Layer, cached_layers, shifted_layers
+from rotationzoo.geometry import Geometry, cached_layers, shifted_layers
 from rotationzoo.linalg.composition_table import DATA_FREE
 from rotationzoo.model import centering, loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
-from rotationzoo.sides import LATENT, SIDES
+from rotationzoo.sides import SIDES
 
 Files = dict[str, RotationFile]
-"""Side -> its file: `key` and `value`, or `latent`."""
+"""Side -> its file: `key` and `value`."""
 
 # The default names of `.pt` files. A GGUF file is found only if the user names it.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
@@ -27,26 +26,19 @@ _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
 _SHARED = ("generation_id", "config_sha256", "model")
 _FETCH_AGAIN = "fetch both again"
 _CHECK = "check the model"
-_NAME_IT = "name the model, which tells: --model MODEL"
 
 
-def gather_files(files: Sequence[Path], transposed: bool = False) -> Files:
-    """Read the key side and the value side from the given files, or from a folder with one pair; or
-    the latents from a folder with a file for each layer.
+def gather_files(files: Sequence[Path]) -> Files:
+    """Read the key side and the value side from the given files, or from a folder with one pair.
 
-    The matrices are applied as `x @ R`, also if the files hold them `transposed`. Raises
-    `RotationZooError` if a side is missing, unidentified or damaged, and if two files do not belong
-    together.
+    Raises `RotationZooError` if a side is missing, unidentified or damaged, and if two files do not
+    belong together.
     """
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir():
-        if oscar_pt.latent_files(paths[0]):
-            latents = normalise(oscar_pt.read_latents(paths[0]), transposed)
-            check_matrices(latents)
-            return {LATENT: latents}
         paths = _pair_in(paths[0])
     pair = _pair_of([file for path in paths for file in _read_file(path)])
-    pair = {side: normalise(file, transposed) for side, file in pair.items()}
+    pair = {side: normalise(file) for side, file in pair.items()}
     for problem, hint in _problems(**pair):
         raise RotationZooError(problem, hint)
     return pair
@@ -116,25 +108,14 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
         yield f"{both} hold the same matrices", _FETCH_AGAIN
 
 
-def find_geometry(
-    files: Files, model: str | None, revision: str | None
-) -> tuple[Source | None, Geometry]:
-    """The named model, or None, and its geometry, or the one that the files imply.
-
-    Raises `RotationZooError` for files that do not fit the model or contradict each other, and for
-    latents without a model.
-    """
-    first = next(iter(files.values()))
-    if model is None:
-        if LATENT in files:
-            beside = "which do not say what is cached beside them"
-            raise RotationZooError(f"{first.path} holds rotations of latents, {beside}", _NAME_IT)
-        return None, _geometry_of_files(**files)
-    source = find(model, revision)
+def find_geometry(files: Files, model: str, revision: str | None) -> tuple[Source, Geometry]:
+    """The named model and its geometry. Raises `RotationZooError` for files that do not fit it, and
+    `UnsupportedModel` for one whose geometry its config does not tell."""
+    first, source = next(iter(files.values())), find(model, revision)
     geometry = geometry_on_meta(loading.on_meta(loading.load_config(source), source.name))
     if geometry is None:
         unknown = f"what {model} caches shows only with its weights"
-        raise UnsupportedModel(unknown, hint="import without --model")
+        raise UnsupportedModel(unknown, hint=f"calibrate it: rotationzoo calibrate {model}")
     if not files.keys() & {side for layer in geometry for side in layer.sides}:
         held = f"{first.path} holds rotations of {' and '.join(f'{side}s' for side in files)}"
         raise UnsupportedModel(f"{held}, and {model} is not known to cache any", _CHECK)
@@ -148,34 +129,6 @@ def find_geometry(
         hint = "import files that were made without a key mean"
         raise RotationZooError(f"{first.path.name} centers keys, which {changed}", hint)
     return source, geometry
-
-
-def _geometry_of_files(key: RotationFile, value: RotationFile) -> Geometry:
-    """The geometry that the files imply. Raises `RotationZooError` if layers may be missing: their
-    numbers are evenly spaced, by 1 or by the distance of a hybrid model's attention layers."""
-    layers = sorted(key.content.rotation)
-    steps = {after - before for before, after in pairwise(layers)}
-    if len(steps) > 1:
-        gap = next(before for before, after in pairwise(layers) if after - before > min(steps))
-        irregular = "the numbers of those it has are irregular"
-        raise RotationZooError(
-            f"{key.path.name} may lack layers after layer {gap}: {irregular}", _NAME_IT
-        )
-    geometry = []
-    for index in layers:
-        matrices = key.content.rotation[index], value.content.rotation[index]
-        counts = {len(matrix) for matrix in matrices if matrix.ndim == 3}
-        mean = key.content.mean.get(index)
-        if mean is not None and mean.ndim == 2:
-            counts.add(len(mean))
-        if len(counts) > 1:
-            listed = " and ".join(map(str, sorted(counts)))
-            raise RotationZooError(f"the files disagree on the KV heads of layer {index}: {listed}")
-        # Files with one matrix per layer and no mean do not say how many KV heads there are.
-        heads = counts.pop() if counts else 1
-        key_dim, value_dim = (matrix.shape[-1] for matrix in matrices)
-        geometry.append(Layer(index, index, heads, heads, key_dim, value_dim))
-    return geometry
 
 
 def _check_model(model: str, source: Source, file: RotationFile) -> None:

@@ -166,10 +166,8 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
     return SideMatrices(matrices, objective, eigenvalues, means)
 
 
-def _model_to_serve(artifact: Artifact) -> str | None:
-    """The launch command's model: its hub id, its folder, or a placeholder; None if unknown."""
-    if not artifact.bound:
-        return None
+def _model_to_serve(artifact: Artifact) -> str:
+    """The launch command's model: its hub id, its folder, or a placeholder."""
     model = artifact.manifest.model
     # Only models from the hub have a revision.
     if model.revision:

@@ -19,7 +19,6 @@ from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.simulation.simulated import Simulation
@@ -94,11 +93,10 @@ def run_models(
     after_first: Callable[[int], None] = lambda left: None,
 ) -> Measurements:
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
-    of cache and arm. A batch that runs out of memory is halved. Once the first batch has passed
-    everything, which sets the `pace`, `after_first` is told how many tokens are left.
+    of cache and arm. Once the first batch has passed everything, which sets the `pace`,
+    `after_first` is told how many tokens are left.
 
-    Raises `RotationZooError` where a single row is too large, and if no row is long enough to read
-    anything from a 2-bit cache.
+    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache.
     """
     # A position is measured by how well it predicts the next token, so a row needs one more token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
@@ -115,7 +113,7 @@ def run_models(
     pairs = list(product(trial.caches, trial.arms))
     arms = {(cache, arm.name): Metrics(buckets, trial.layers) for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
-    limit, progress = RowLimit(), in_tokens(progress, [batches[run[0]].numel() for run in runs])
+    progress = in_tokens(progress, [batches[run[0]].numel() for run in runs])
     pace = pace or Pace()
     progress("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
@@ -129,20 +127,12 @@ def run_models(
                 arm.codec, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
             running = partial(simulation.running, model, modules, metrics.observers)
-        read = partial(_read, running, model, trial.start, metrics)
-        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()):
-            limit.run(ids, read, metrics.keep)
+        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running():
+            metrics.add_losses(token_losses(model, ids, trial.start))
         progress("evaluating", done + 1, len(runs))
         if done == len(pairs):
             after_first(sum(batch.numel() for batch in batches[1:]))
     return Measurements(exact, arms)
-
-
-def _read(
-    running: Running, model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor
-) -> None:
-    with running():
-        metrics.add_losses(token_losses(model, ids, start))
 
 
 def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, torch.nn.Module]:

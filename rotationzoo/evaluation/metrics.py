@@ -11,7 +11,6 @@ import torch
 
 from rotationzoo.artifact import measured
 from rotationzoo.linalg.paired import weighted_mean
-from rotationzoo.model.out_of_memory import Undo
 from rotationzoo.simulation.simulated import Observers
 
 COMPARED_TOKENS = 8192
@@ -59,16 +58,6 @@ class Metrics:
         self.buckets, self.layers = buckets, layers
         self._parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         """All sums by name, each with one part `[B, ...]` per batch of texts."""
-
-    def keep(self) -> Undo:
-        """Note what has been added so far, and return what drops anything added later."""
-        lengths = {name: len(parts) for name, parts in self._parts.items()}
-
-        def undo() -> None:
-            for name, parts in self._parts.items():
-                del parts[lengths.get(name, 0) :]
-
-        return undo
 
     @property
     def observers(self) -> Observers:

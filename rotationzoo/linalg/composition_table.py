@@ -5,27 +5,19 @@ A server reads recipes and multiplies nothing, so what the factors are stands in
 """
 
 AROUND_EIGENBASIS = {
-    "plain": ("", ""),
-    "br": ("", "permutation"),
-    "br_h128": ("", "permutation hadamard"),
-    "r_h": ("", "hadamard"),
-    "h_r_pbr": ("hadamard", "permutation"),
-    "h_pbr_r": ("hadamard permutation", ""),
-    "r_h_pbr": ("", "hadamard permutation"),
+    "plain": "",
+    "br": "permutation",
+    "r_h": "hadamard",
+    "r_h_pbr": "hadamard permutation",
     # Eigenvectors in descending order, as in the published per-head files and in the calibrator of
     # a llama.cpp fork.
-    "rdesc_h": ("", "descending hadamard"),
-    "rdesc_h_br": ("", "descending hadamard reversal"),
+    "rdesc_h": "descending hadamard",
+    "rdesc_h_br": "descending hadamard reversal",
     # Permuting before a block-diagonal Hadamard matrix sends strong directions to different groups.
-    "r_pbr_hblock": ("", "permutation block_hadamard"),
+    "r_pbr_hblock": "permutation block_hadamard",
 }
-"""Name -> the factors left and right of the eigenbasis."""
-FIXED = {
-    "identity": "",
-    "hadamard": "hadamard",
-    "pbr": "permutation",
-    "h_pbr": "hadamard permutation",
-}
+"""Name -> the factors right of the eigenbasis."""
+FIXED = {"identity": "", "hadamard": "hadamard"}
 """Name -> the factors of a matrix that is the same for every model."""
 DATA_FREE = (*FIXED, "random")
 """Compositions without an eigenbasis. Only `random` uses a seed."""

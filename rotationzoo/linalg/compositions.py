@@ -74,20 +74,14 @@ def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compose(basis: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:
-    """`R = left U right` for eigenbases U `[..., D, D]`, float64."""
-    left, right = _around_basis(composition, basis.shape[-1], group_size)
-    return left @ basis @ right
+    """`R = U F` for eigenbases U `[..., D, D]` and the factors F of a composition, float64."""
+    return basis @ _multiply(AROUND_EIGENBASIS[composition], basis.shape[-1], group_size)
 
 
 def recover_basis(rotation: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:
-    """The eigenbasis inside a composed rotation `[..., D, D]`: `U = left^T R right^T`."""
-    left, right = _around_basis(composition, rotation.shape[-1], group_size)
-    return left.mT @ rotation.double() @ right.mT
-
-
-def _around_basis(composition: str, dim: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    left, right = AROUND_EIGENBASIS[composition]
-    return _multiply(left, dim, group), _multiply(right, dim, group)
+    """The eigenbasis inside a composed rotation `[..., D, D]`: `U = R F^T`."""
+    dim = rotation.shape[-1]
+    return rotation.double() @ _multiply(AROUND_EIGENBASIS[composition], dim, group_size).mT
 
 
 def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:

@@ -99,10 +99,9 @@ class Average:
     second_moment: torch.Tensor
     """`[H, D, D]`, exactly symmetric."""
     mean: torch.Tensor | None = None
-    """`[H, D]`. None for key energy, and for imported files."""
+    """`[H, D]`. None for key energy."""
     count: torch.Tensor | None = None
-    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`; for
-    imported files it is None."""
+    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`."""
 
 
 Averages = dict[int, dict[str, Average]]

@@ -26,7 +26,7 @@ def record_text(artifact: Artifact, published: Source, copy: Source) -> bytes:
     """The record of a copy of a model that carries an artifact's rotation."""
     record = {
         "rotationzoo": __version__,
-        "absorbed": f"{artifact.rotations.cached.pair[1]} rotation",
+        "absorbed": "value rotation",
         "artifact": artifact.identity,
         "model": artifact.content["model"],
         "published_weights": weights_fingerprint(published),

@@ -233,22 +233,16 @@ def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]
     return list(registries.values())
 
 
-def check_transparent(
-    model: "PreTrainedModel", ids: torch.Tensor, function: Intercept = Call.run
-) -> torch.Tensor:
+def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tensor:
     """The logits `[B, T, vocabulary]` of `ids` `[B, T]`. Raises `UnsupportedModel` unless they are
-    the same with and without capture, or on a GPU differ by as much as two plain runs do.
-
-    `function` may look at what is captured, since another pass would fetch all weights that are
-    offloaded again, and must not change the output.
-    """
+    the same with and without capture, or on a GPU differ by as much as two plain runs do."""
 
     def logits() -> torch.Tensor:
         result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
         return result
 
     plain = logits()
-    with intercept(model, function):
+    with intercept(model, Call.run):
         captured = logits()
     if torch.allclose(plain, captured, rtol=0, atol=0, equal_nan=True):
         return plain

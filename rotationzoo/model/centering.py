@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.model.capture import Attention, Call, eager_attention
+from rotationzoo.model.capture import Attention, eager_attention
 
 # Changes of the output up to this, relative to the largest output, count as none. On tiny models
 # of 20 families the change is at most 2e-6 where a shift cancels, and .5 or more where it does not.
@@ -39,7 +39,10 @@ def ignores_shift(
     drawn = _with_random_numbers(attend, generator)
     queries, keys, values = (_LOGITS * _rows(like, generator) for like in (query, key, value))
     shift = _LOGITS * _rows(key, generator)[:, :, :1]
-    visible, hidden = _causal_masks(_TOKENS, torch.float64)
+    # A causal mask, in boolean and in additive form.
+    visible = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril()
+    zeros = torch.zeros(visible.shape, dtype=torch.float64)
+    hidden = zeros.masked_fill(~visible, torch.finfo(torch.float32).min)
     attempts = [replace(drawn, mask=visible)]
     with suppress(AttributeError):  # of a module without an eager implementation, which is first
         eager = eager_attention(attend.module)
@@ -80,37 +83,10 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
     return replace(attend, module=module, options=options)
 
 
-def _causal_masks(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A causal mask `[1, 1, T, T]`, in boolean and in additive form."""
-    visible = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-    zeros = torch.zeros(visible.shape, dtype=dtype)
-    return visible, zeros.masked_fill(~visible, torch.finfo(torch.float32).min)
-
-
 def _rows(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random rows `[1, H, T, D]` with the heads and the dimension of `like`."""
     shape = (1, like.shape[1], _TOKENS, like.shape[3])
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-class ShiftCheck:
-    """An `Intercept` that finds the layers of a loaded model whose attention weights change when
-    the keys lose their mean, and changes nothing. `ignores_shift` tries this without weights; this
-    check on the real ones is final."""
-
-    def __init__(self) -> None:
-        self.layers: list[int] = []
-        """The layers where a shift of all keys changes attention."""
-
-    def __call__(self, call: Call) -> torch.Tensor:
-        query, key = call.query, call.key
-        _, hidden = _causal_masks(query.shape[2], torch.float32)
-        reading = replace(call.attend, mask=hidden.to(query.device))
-        centered = key.float() - key.float().mean(2, keepdim=True)
-        change = reading.weights(query, centered) - reading.weights(query, key)
-        if not change.abs().max().item() <= NONE:
-            self.layers.append(call.layer)
-        return call.run()
 
 
 def reason(layers: Sequence[int]) -> str:

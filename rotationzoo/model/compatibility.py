@@ -29,11 +29,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for an artifact of no model or of one with other shapes, of groups
-    that do not divide the heads, or with damaged rotations."""
+    """Raise `RotationZooError` for an artifact of a model with other shapes, of groups that do not
+    divide the heads, or with damaged rotations."""
     hint = f"make one with: rotationzoo calibrate {shlex.quote(model)}"
     for artifact in artifacts:
-        check_bound(artifact, model)
         made_for, cached = cached_rows(artifact.geometry), cached_rows(geometry)
         if made_for != cached:
             held = f"{artifact.folder} holds rotations of {made_for.title}"
@@ -46,15 +45,6 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
             )
         check_group_size(artifact.recipe.group_size, head_dims(geometry))
         _ = artifact.rotations  # read now, because weights may take hours to fetch
-
-
-def check_bound(artifact: Artifact, model: str) -> None:
-    """Raise `RotationZooError` for an artifact that is bound to no model."""
-    if not artifact.bound:
-        raise RotationZooError(
-            f"{artifact.folder} is bound to no model",
-            hint=f"import its files again with --model {model}",
-        )
 
 
 def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:
@@ -166,7 +156,7 @@ def _is_in(folder: Path, model: PreTrainedModel) -> bool:
     """Whether the files in a folder have the model's config, and the first and the last row of each
     of its weights. Training changes one of them in nearly every tensor."""
     stored, parameters = read_headers(weight_files(folder)), dict(model.named_parameters())
-    if not parameters.keys() <= stored.keys():  # as where it was read from a GGUF file
+    if not parameters.keys() <= stored.keys():
         return False
     if _lines(AutoConfig.from_pretrained(folder)) != _lines(model.config):
         return False

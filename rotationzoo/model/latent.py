@@ -6,22 +6,17 @@ RoPE. A projection `kv_b_proj` makes each head's keys `[c W_K^T, k]` and values 
 Transformers makes both before attention is called, so that attention reads heads as in any model.
 """
 
-import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg.moments import Moment
-from rotationzoo.model.capture import Call, decoder, intercept
+from rotationzoo.model.capture import Call
 from rotationzoo.sides import LATENT
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 _SEED = 0
-UP, DOWN, NORM, OUTPUT = "kv_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj"
+_UP, _OUTPUT = "kv_b_proj", "o_proj"
 """What transformers calls the parts of every attention of this kind."""
 
 
@@ -72,7 +67,7 @@ class Latents(Heads):
         and values were made. Some versions of transformers cache these instead; servers store the
         latent. On `meta` only shapes can tell."""
         call, latent = self.call, self.sides[LATENT]
-        if rows is None or not hasattr(call.attend.module, OUTPUT):
+        if rows is None or not hasattr(call.attend.module, _OUTPUT):
             return False
         latents, rope = rows
         width = call.key.shape[-1] - rope.shape[-1]
@@ -101,53 +96,12 @@ def expand(call: Call, latents: torch.Tensor) -> Rows:
     """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]`. The parts
     with RoPE are those of the call, which has the keys of the same tokens."""
     # `forward`, because calling the module would run the hook that captures latents.
-    up: Any = getattr(call.attend.module, UP)
+    up: Any = getattr(call.attend.module, _UP)
     key, value_dim = call.key, call.value.shape[-1]
     expanded: torch.Tensor = up.forward(latents[:, 0].to(key.dtype))
     heads = expanded.unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
     plain, values = heads.split([heads.shape[-1] - value_dim, value_dim], dim=-1)
     return torch.cat([plain, key[..., plain.shape[-1] :]], dim=-1), values.contiguous()
-
-
-def find_latent_parts(model: "PreTrainedModel", name: str) -> dict[int, str]:
-    """Layer -> the path of its attention, in a model on `meta` that caches latents.
-
-    Raises `UnsupportedModel` for a layer whose latent does not come from a projection and a norm,
-    `x / rms(x) * weight`, as those of DeepSeek V2 do.
-    """
-    paths = {module: path for path, module in model.named_modules()}
-    attentions: dict[int, str] = {}
-
-    def note(call: Call) -> torch.Tensor:
-        parts = [getattr(call.attend.module, part, None) for part in (DOWN, NORM, UP)]
-        if any(part is None for part in parts) or not _is_plain_norm(parts[1]):
-            raise UnsupportedModel(
-                f"layer {call.layer} of {name} makes its latents in a way that cannot carry a "
-                "rotation",
-                hint="serve the model as it is, with the artifact",
-            )
-        attentions[call.layer] = paths[call.attend.module]
-        return call.run()
-
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    with torch.no_grad(), intercept(model, note):
-        decoder(model)(input_ids=tokens, use_cache=True)
-    return attentions
-
-
-def _is_plain_norm(norm: Any) -> bool:
-    """Whether a module on `meta` computes `x / rms(x) * weight`, tried on random numbers."""
-    tried = copy.deepcopy(norm).to_empty(device="cpu").double()
-    parameters = dict(tried.named_parameters())
-    if list(parameters) != ["weight"]:
-        return False
-    generator = torch.Generator().manual_seed(_SEED)
-    width = len(parameters["weight"])
-    rows, weight = torch.randn(2, width, dtype=torch.float64, generator=generator)
-    with torch.no_grad():
-        parameters["weight"].copy_(weight)
-        expected = rows / rows.square().mean().sqrt() * weight
-        return torch.allclose(tried(rows).double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @dataclass(frozen=True)
@@ -170,8 +124,8 @@ class Weights:
         assert attend.latent is not None
         rank, dtype, device = attend.latent.shape[-1], attend.latent.dtype, attend.latent.device
         wide = torch.promote_types(dtype, torch.float32)
-        up: Any = getattr(attend.module, UP)
-        out: Any = getattr(attend.module, OUTPUT)
+        up: Any = getattr(attend.module, _UP)
+        out: Any = getattr(attend.module, _OUTPUT)
         up_weight = up.forward(torch.eye(rank, dtype=dtype, device=device)).T.to(wide)
         by_head = up_weight.unflatten(0, (heads, -1))
         key, value = by_head.split([by_head.shape[1] - value_dim, value_dim], dim=1)

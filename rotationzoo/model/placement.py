@@ -1,11 +1,7 @@
 """Placing weights that do not fit one device: accelerate's device map, memory limits, and the
-scratch folder of weights that are offloaded to disk, which the next run removes if its process was
-killed.
-"""
+scratch folder of weights that are offloaded to disk."""
 
-import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,45 +26,6 @@ _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
-_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-@contextmanager
-def offload_folder() -> Iterator[Path]:
-    """Yield a new folder in the system's folder for temporary files, on which the process holds a
-    lock. Folders without one are of processes that were killed, and are removed first."""
-    _remove_abandoned()
-    folder, handle = _make_locked()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
-
-
-def _make_locked() -> tuple[Path, int]:
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # Another process may have taken it for abandoned before it was locked.
-        with suppress(FileNotFoundError):
-            handle = os.open(folder, _FLAGS)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if folder.is_dir():
-                return folder, handle
-            os.close(handle)
-
-
-def _remove_abandoned() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        # No folder, a link, another user's, or locked.
-        with suppress(OSError):
-            handle = os.open(folder, _FLAGS)
-            try:
-                if os.fstat(handle).st_uid == os.getuid():
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -104,8 +61,8 @@ def place_weights(
         for device in [*computing, *({"cpu"} - set(computing))]:
             usable = int(USABLE * free_memory(device))
             limits[device] = max(0, usable - reserved * (device in computing))
-    with offload_folder() as folder:
-        yield Placement(device_map, limits, str(folder))
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+        yield Placement(device_map, limits, folder)
 
 
 def devices_of(on_cpu: bool) -> list[int | str]:

@@ -19,9 +19,7 @@ from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.model.capture import Call, decoder, intercept
 
-SERVE_UNABSORBED = (
-    "serve the model as it is and rotate its values on the way to the cache, with the artifact"
-)
+SERVE_UNABSORBED = "serve the model as it is, and let the engine rotate, with the artifact"
 _SHARED = "a value or output projection that it shares with another module"
 _TOKENS = 2  # more than 1, so that what differs by token shows
 
@@ -67,7 +65,7 @@ def _find_pair(
     of all `modules`, and how often each parameter occurs in the model."""
     if layer.owner != layer.index:
         return f"no value projection of its own: it reads the cache of layer {layer.owner}"
-    query, key, value, output = map(trace.identity, trace.calls[layer.index])
+    query, key, value, output = map(_identity, trace.calls[layer.index])
     maker = trace.makers.get(value)
     if maker is None:
         return (
@@ -114,7 +112,7 @@ def _run_on_meta(model: PreTrainedModel, name: str) -> "_ReaderTrace":
         trace.inside = path = paths[id(module)]
         output = torch.nn.functional.linear(states, module.weight, module.bias)
         trace.inside = None
-        trace.makers[trace.identity(output)] = path
+        trace.makers[_identity(output)] = path
         return output
 
     # A cache returns copies of what it stores; here it returns the tensors themselves.
@@ -135,8 +133,8 @@ class _ReaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
     """Records what reads each tensor inside its `with` block. A reader is a linear module, a
     layer's attention, or else an operation, by its name.
 
-    Views of a tensor, and its products with a number, count as the tensor itself. No tensor is
-    freed before the end, so an address stands for a storage.
+    Views of a tensor count as the tensor itself. No tensor is freed before the end, so an address
+    stands for a storage.
     """
 
     def __init__(self) -> None:
@@ -149,7 +147,6 @@ class _ReaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
         """Identity of a tensor -> the linear module that computed it."""
         self.readers: dict[int, set[str]] = defaultdict(set)
         """Identity of a tensor -> what reads it."""
-        self._multiple_of: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
 
     def __torch_dispatch__(
@@ -158,21 +155,15 @@ class _ReaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
         result = function(*args, **(kwargs or {}))
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         self._alive += outputs
-        if function is torch.ops.aten.mul.Tensor and not isinstance(args[1], torch.Tensor):
-            # Scaling by a number commutes with a rotation.
-            self._multiple_of[_address(outputs[0])] = self.identity(args[0])
         # Making a view does not count as reading; changing a tensor in place does.
-        views = set() if function._schema.is_mutable else set(map(self.identity, outputs))
-        for identity in set(map(self.identity, inputs)) - views:
+        views = set() if function._schema.is_mutable else set(map(_identity, outputs))
+        for identity in set(map(_identity, inputs)) - views:
             self.readers[identity].add(self.inside or str(function))
         return result
 
-    def identity(self, tensor: torch.Tensor) -> int:
-        """A number that stands for a tensor, its views and its multiples."""
-        return self._multiple_of.get(_address(tensor), _address(tensor))
 
-
-def _address(tensor: torch.Tensor) -> int:
+def _identity(tensor: torch.Tensor) -> int:
+    """A number that stands for a tensor and its views."""
     number: int = tensor.untyped_storage()._cdata
     return number
 

@@ -65,7 +65,7 @@ Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
 """Tokens to read: 3,000 times what a preset does."""
 # Recipes without such a key keep the hash that is published.
-_LATER = Field(exclude_if=lambda value: value in (None, "all"))
+_LATER = Field(exclude_if=lambda value: value is None)
 WindowSize = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -123,8 +123,6 @@ class Data(Section):
     """Column of a document's images: one or a list, as bytes or as paths from the file's folder."""
     audio: Annotated[str | None, _LATER] = None
     """The same for audio, as WAV. With either of them, each row is a document."""
-    positions: Annotated[Literal["all", "text", "media"], _LATER] = "all"
-    """Which positions of rows with images or audio enter the statistics."""
 
     @property
     def media(self) -> dict[str, str]:
@@ -236,8 +234,6 @@ class Recipe(Section):
             raise ValueError("a budget of bits needs a recipe with error feedback")
         if has_budget and self.data.media:
             raise ValueError("a budget of bits is measured on text alone, not on images or audio")
-        if self.data.positions != "all" and not self.data.media:
-            raise ValueError(f"positions {self.data.positions} needs a column of images or audio")
         return self
 
     @property

@@ -31,13 +31,11 @@ def name_in_commands(model: Model) -> str:
 
 def model_title(model: Model) -> str:
     """The model's name in titles."""
-    unnamed = model.config_sha256 is None or model.id == "MODEL"
-    return "an unnamed model" if unnamed else model.id
+    return "an unnamed model" if model.id == "MODEL" else model.id
 
 
 def _name(model: Model) -> str:
-    is_found = model.config_sha256 is not None and (model.revision or model.id == "demo")
-    return model.id if is_found else "MODEL"
+    return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
 def asked_options(measured: Conditions) -> list[str]:
@@ -84,7 +82,7 @@ def use_commands(
     model, engine = manifest.model, measured and measured.engine
     named = engine or usual_engine(manifest)
     # Whoever draws a page knows a local model by the name of its folder.
-    name = [model.id if model.config_sha256 else "MODEL"]
+    name = [model.id]
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
     generate = ["generate", *name, "--rotations", FOLDER, *prompt]
     words = None

@@ -55,9 +55,9 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
             row = _cut(_prepare(messages, sample, template, data), tokens, data)
             if row is None:
                 left_out += 1
-            elif row.counts.any():
+            else:
                 rows.append(row)
-        if sum(len(row.counts) for row in rows) >= data.tokens:
+        if sum(row.ids.numel() for row in rows) >= data.tokens:
             break
     bad = tally.check()
     if not rows:
@@ -138,9 +138,7 @@ def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:
     for name, value in made.items():
         if isinstance(value, torch.Tensor):
             inputs[name] = value[:, :length] if value.shape == whole else value
-    is_media = is_media[:length]
-    counts = {"all": torch.ones_like(is_media), "text": ~is_media, "media": is_media}
-    return MediaRow(inputs.pop("input_ids"), is_media, counts[data.positions], inputs)
+    return MediaRow(inputs.pop("input_ids"), is_media[:length], inputs)
 
 
 def _read_audio(value: Any, rate: int, data: Data) -> Any:

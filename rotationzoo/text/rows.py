@@ -100,8 +100,6 @@ class MediaRow:
     ids: torch.Tensor
     is_media: torch.Tensor
     """Which positions `[T]` hold features of images or audio."""
-    counts: torch.Tensor
-    """Which positions `[T]` enter the statistics."""
     inputs: dict[str, torch.Tensor]
 
 

@@ -123,7 +123,7 @@ def check_model(artifact: Artifact, name: str, folder: Path) -> None:
     check_sides("vllm", artifact.rotations.sides)
     made_for = artifact.manifest.model
     fitting = hash_config(folder), hash_config(folder, unquantized=True)
-    if not artifact.bound or made_for.config_sha256 not in fitting:
+    if made_for.config_sha256 not in fitting:
         raise RotationZooError(
             f"{artifact.folder} was made for {made_for.id}, and not for {name}",
             hint=f"make one with: rotationzoo calibrate {name}",

@@ -47,7 +47,7 @@ def listed_name(model: Model) -> str:
     if name.lower() != DEMO_NAME:
         return name
     demo = Source(DEMO_NAME, DEMO, None)
-    same_config = model.config_sha256 in (None, hash_config(demo.folder))
+    same_config = model.config_sha256 == hash_config(demo.folder)
     if not same_config or model.weights_fingerprint not in (None, weights_fingerprint(demo)):
         raise RotationZooError(
             f"a folder called {name} is listed as the model that comes with rotationzoo, which it "

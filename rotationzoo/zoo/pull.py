@@ -1,9 +1,6 @@
 """Pulling a published rotation into a local folder, the public function `pull` among it: every hash
-is checked, and a failed pull leaves nothing behind.
-
-OSCAR's authors publish pairs of `.pt` files without hashes. The first download records the hashes
-in `zoo.lock.json` next to the files. Later downloads must agree with them.
-"""
+is checked, and a failed pull leaves nothing behind. OSCAR's authors publish pairs of `.pt` files
+without hashes."""
 
 import logging
 import os
@@ -12,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rotationzoo.artifact.manifest import PlainName
 from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
 from rotationzoo.checks.verify import unlisted_files, verify
 from rotationzoo.engines.formats.oscar_pt import read_pt
@@ -20,11 +16,11 @@ from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import folders, strict_json
+from rotationzoo.storage import folders
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.writer import remember
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
-from rotationzoo.zoo.index import Copy, Entry, File, Place
+from rotationzoo.zoo.index import Copy, Entry, File
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry
 from rotationzoo.zoo.signed_index import check_index
@@ -32,7 +28,6 @@ from rotationzoo.zoo.signing import check as signatures
 
 _WAY_OUT = "choose another place with --local-dir"
 _NO_DEMAND = signatures.Demand()
-LOCK = "zoo.lock.json"
 MAX_BYTES = 4 << 30
 """The most bytes to download for an entry whose sizes the hub alone claims."""
 
@@ -52,14 +47,6 @@ class Pulled:
     """The opened artifact, with what the checks have read of it. None for OSCAR's own files."""
     signature: signatures.Finding | None = None
     """None for OSCAR's own files, which have none."""
-
-
-class Lock(strict_json.Strict):
-    """The content of `LOCK`: the revision and the hashes of the first download."""
-
-    repo: str = ""
-    revision: Place
-    files: dict[PlainName, File]
 
 
 def pull(
@@ -110,46 +97,31 @@ def pull(
     return pulled.artifact
 
 
-def _pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pulled:
-    """Download the files of an entry without hashes, and check them against an earlier record. If
-    the hub does not answer, the recorded files will do, provided that they are unchanged. Raises
-    `RotationZooError` if a file differs from the record, or does not hold rotations."""
-    storage.recover(target)
-    try:
-        lock = strict_json.validate(Lock, strict_json.read(target / LOCK), LOCK)
-    except RotationZooError:  # a damaged one counts as none
-        lock = None
-    recorded = _hash_files(target, lock.files) if lock else None
-    try:
-        revision = copy.revision or open_hub(copy.hub).resolve(copy.repo)
-    except HubError as error:
-        if lock is None or recorded is None:
-            raise
-        revision, note = lock.revision, f"{error}; these are the files recorded earlier"
-    else:
-        note = "it was here already, as recorded"
-    if lock is not None and recorded is not None and lock.revision == revision:
-        return Pulled(target, entry, copy, revision, recorded, [note])
-    _check_target(target, entry)
+def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Progress) -> Pulled:
+    """Download the files of an entry without hashes, each time anew. Raises `RotationZooError` if
+    they do not hold rotations."""
+    revision = copy.revision or open_hub(copy.hub).resolve(copy.repo)
+    target = local_dir or _cache_folder(copy, revision)
+    if local_dir is not None:
+        _check_target(target, entry)
     sizes = _find_sizes(entry, copy, revision)
     with _downloaded(copy, revision, sizes, target, progress) as (folder, hashes):
-        files = {}
-        for name, listed in entry.files.items():
-            path = folder / name
-            files[name] = File(size=path.stat().st_size, sha256=hashes[name])
-            earlier = lock.files.get(name, listed) if lock else listed
-            if not {listed.sha256, earlier.sha256} <= {None, hashes[name]}:
-                raise RotationZooError(
-                    f"{name} of {copy.repo} at {revision} is not the file that was recorded: "
-                    "its sha256 differs",
-                    hint="its owners may have replaced it; to take the new one, remove "
-                    f"{target} and run the command again",
-                )
-            check_matrices(read_pt(path))
-        made = Lock(repo=copy.repo, revision=revision, files=files)
-        folders.write_new(folder / LOCK, strict_json.text(made.model_dump()))
-    note = "no hash was published for these files: revision and hashes are recorded next to them"
+        _check_hashes(entry, copy, hashes)
+        for name in entry.files:
+            check_matrices(read_pt(folder / name))
+    note = "no hash was published for these files: their commit alone says which they are"
     return Pulled(target, entry, copy, revision, hashes, [note])
+
+
+def _check_hashes(entry: Entry, copy: Copy, hashes: Mapping[str, str]) -> None:
+    """Raise `RotationZooError` if a file has another sha256 than the index lists, if any."""
+    for name, file in entry.files.items():
+        if file.sha256 not in (None, hashes[name]):
+            raise RotationZooError(
+                f"{name} of {copy.repo} is not the file that the index lists: its sha256 differs",
+                hint="run the same command again; if it stays so, tell the owners of the "
+                "repository",
+            )
 
 
 def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
@@ -216,8 +188,7 @@ def _pull_copy(
         if expected:
             hint = "make rotations of your own with: rotationzoo calibrate " + entry.model
             raise RotationZooError(f"{what} has no signature, as its makers publish none", hint)
-        # An update replaces the earlier files, so the cache folder does not depend on the revision.
-        return _pull_oscar(entry, copy, local_dir or _cache_folder(copy, None), progress)
+        return _pull_oscar(entry, copy, local_dir, progress)
     target = local_dir or _cache_folder(copy, revision)
     hashes = _hash_files(target, entry.files)
     if hashes is not None:
@@ -233,14 +204,7 @@ def _pull_copy(
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
     sizes = {name: file.size or 0 for name, file in entry.files.items()}
     with _downloaded(copy, revision, sizes, target, progress) as (folder, hashes):
-        for name, file in entry.files.items():
-            if hashes[name] != file.sha256:
-                raise RotationZooError(
-                    f"{name} of {copy.repo} is not the file that the index lists: its sha256 "
-                    "differs",
-                    hint="run the same command again; if it stays so, tell the owners of the "
-                    "repository",
-                )
+        _check_hashes(entry, copy, hashes)
         progress("checking", 0, 0)
         artifact = Artifact.open(folder, hashes)
         checked = verify(artifact)
@@ -257,10 +221,10 @@ def _check(
 ) -> signatures.Finding:
     """Check the model and the signature of an artifact whose files were just hashed."""
     check_entry(entry, artifact, what)
-    hashes = {name: artifact.hashes[name] for name in entry.files}
+    listed = {name: artifact.folder / name for name in entry.files}
     # One that the index does not list is of no entry.
-    signature = signatures.read_signature(artifact.folder) if SIGNATURE in hashes else None
-    signed = signatures.Signed(what, hashes, signature, entry.signer, loaded.hub is None)
+    signature = signatures.read_signature(artifact.folder) if SIGNATURE in listed else None
+    signed = signatures.Signed(what, listed, signature, entry.signer, loaded.hub is None)
     return signatures.check_signature(signed, demand)
 
 
@@ -293,7 +257,7 @@ def _check_target(target: Path, entry: Entry) -> None:
     """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
     folders.check_name(target)
     names = {path.name for path in target.glob("*")}  # none if it is no folder
-    is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
+    is_pulled = MANIFEST in names and names <= {*PARTS, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
         raise RotationZooError(f"{target} exists and holds other files", hint=_WAY_OUT)
 

@@ -57,12 +57,7 @@ class Upload:
 
     def signed_by(self, tool: SigningTool) -> "Upload":
         """The same upload with a new signature. Raises `RotationZooError`."""
-        signed = {name: self.files[name] for name in self._signed_part()}
-        return self._with_signature(*tool.sign(signed, self.path.split("/")[1]))
-
-    def _signed_part(self) -> dict[str, str]:
-        hashes = {name: file.sha256 or "" for name, file in self.entry.files.items()}
-        return signatures.signed_part(hashes)
+        return self._with_signature(*tool.sign(self.files, self.path.split("/")[1]))
 
     def _with_signature(self, signature: bytes, signer: Signer | None) -> "Upload":
         files = {**self.entry.files, SIGNATURE: _describe_file(signature)}
@@ -71,17 +66,15 @@ class Upload:
         return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
 
     def with_earlier_signature(self, folder: Path) -> "Upload":
-        """The same upload with the signature in the artifact's folder, if it is for these files:
-        something may have been added to the artifact, or is left out."""
+        """The same upload with the signature in the artifact's folder, unless something is left out
+        here: then the manifest is another one than was signed."""
         signature = signatures.read_signature(folder)
-        if signature is None:
-            return self
-        bundle = signatures.parse_bundle(signature, f"the signature of {folder}")
-        if bundle.files != self._signed_part():
+        if signature is None or self.files[MANIFEST] != (folder / MANIFEST).read_bytes():
             return self
         signer = None
         if signatures.is_installed():
-            signer = signatures.claimed_signer(bundle, str(folder))
+            claimed = signatures.claimed_signer(signature, str(folder))
+            signer = claimed if isinstance(claimed, Signer) else None
         return self._with_signature(signature, signer)
 
     def listing(self, signs: bool = False) -> list[dict[str, Any]]:
@@ -97,12 +90,9 @@ def prepare_upload(
 ) -> Upload:
     """Verify an artifact and prepare its upload. `published`: the day of the entry, by which the
     newest of several is found; today by default. Raises `RotationZooError` if the artifact is not
-    sound or is bound to no model, and `UsageError` if `repo` is not a repository id."""
+    sound, and `UsageError` if `repo` is not a repository id."""
     if not re.fullmatch(index.REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
-    if not artifact.bound:
-        hint = "import its files again with --model MODEL"
-        raise not_published(artifact, "its model is not known", hint)
     if problems := verify(artifact).problems:
         hint = f"see: rotationzoo verify {artifact.folder}"
         raise not_published(artifact, problems[0], hint)

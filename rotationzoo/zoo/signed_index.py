@@ -67,7 +67,6 @@ class IndexSigner:
         who controls the repository may have added some."""
         if self.adopt or not before.content.entries:
             return
-        self.tool.identify()
         signers = () if self.tool.signer is None else (self.tool.signer,)
         try:
             if before.signature is None:
@@ -121,8 +120,7 @@ def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     """Check a signature, its place, its last day unless it `may_end`, and if a signer is named,
     that no newer one was seen on this machine."""
     what, statement = f"the index of {own.repo}", own.content.statement
-    hashes = {index.NAME: files.digest(own.data or b"")}
-    finding = check_signature(Signed(what, hashes, own.signature), demand)
+    finding = check_signature(Signed(what, {index.NAME: own.data or b""}, own.signature), demand)
     if statement is None:
         raise RotationZooError(
             f"the signature of {what} does not say which repository it is for",

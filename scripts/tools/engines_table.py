@@ -77,12 +77,6 @@ DESCRIPTIONS = {
         limits="groups (its blocks are its own); other architectures; "
         "in the second fork clips and exact windows",
     ),
-    "mlx": Description(
-        cache="[mlx-lm pull request 1789](https://github.com/ml-explore/mlx-lm/pull/1789), closed",
-        reads="two safetensors, transposed, and `metadata.json`",
-        limits="head dimensions that are no power of two, or differ while groups are whole heads; "
-        "clips are found in each group instead of the row",
-    ),
 }
 
 

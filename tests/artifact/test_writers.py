@@ -111,7 +111,7 @@ def test_an_artifact_is_old_or_new_after_a_kill_at_any_step(small, folder, tmp_p
 
 
 @pytest.mark.hostile("crash")
-@pytest.mark.parametrize("engine", ["sglang", "mlx"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm-oscar"])
 def test_an_export_is_old_or_new_after_a_kill_at_any_step(small, tmp_path, monkeypatch, engine):
     """An engine that finds new keys beside old values serves garbage, and none of them can tell."""
     monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
@@ -229,7 +229,7 @@ def test_who_waits_says_for_what_and_gives_up(inside, small, folder, monkeypatch
     words = {
         "evaluate": (small.parent / "tiny", folder, "--tasks", "none", "--save"),
         "report": (folder, "--save"),
-        "export": (folder, "--to", "mlx", "-o", export_to),
+        "export": (folder, "--to", "sglang", "-o", export_to),
         "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
     }[what]
     checkpoint = inside.folder / "new.checkpoint.safetensors"

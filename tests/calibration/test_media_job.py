@@ -37,10 +37,8 @@ def run(inside, folder):
     return run
 
 
-@pytest.mark.parametrize("positions", ["all", "text", "media"])
-def test_the_artifact_says_what_entered(positions, run):
-    options = [] if positions == "all" else ["--positions", positions]
-    done = run(*options, "--output", "out", "--recipe", recipe_without_a_sink(), "--length", 512)
+def test_the_artifact_says_what_entered(run):
+    done = run("--output", "out", "--recipe", recipe_without_a_sink(), "--length", 512)
     assert done.returncode == 0, done.stderr
     artifact = Artifact.open("out")
     told = artifact.manifest.calibration
@@ -48,11 +46,9 @@ def test_the_artifact_says_what_entered(positions, run):
     assert told.media_tokens == record["media_tokens"] == 4 * told.rows
     assert record["text_tokens"] == told.tokens - told.media_tokens
     assert artifact.recipe.data.images == "image"
-    assert artifact.recipe.data.positions == positions
-    entered = {"all": told.tokens, "text": record["text_tokens"], "media": told.media_tokens}
     statistics = artifact.statistics[0]
-    assert statistics["query"].count == 2 * entered[positions], "two query heads a KV head"
-    assert statistics["key"].count == entered[positions]
+    assert statistics["query"].count == 2 * told.tokens, "two query heads a KV head"
+    assert statistics["key"].count == told.tokens
     words = f"{told.media_tokens} of them of images or audio"
     assert words in make_report(artifact).html()
 
@@ -63,22 +59,19 @@ def recipe_without_a_sink():
     return "recipe.yaml"
 
 
-def test_a_finished_run_is_one_of_the_same_images_and_positions(run, folder):
+def test_a_finished_run_is_one_of_the_same_images(run, folder):
     assert run("--output", "out").returncode == 0
     assert "done already" in run("--output", "out").stderr
-    refused = run("--output", "out", "--positions", "text")
-    assert refused.returncode == 1
-    assert "with other positions" in refused.stderr
     refused = run("--output", "out", images=None)
+    assert refused.returncode == 1
     assert "with other images" in refused.stderr
 
 
 def test_a_recipe_of_text_keeps_its_hash():
     """Published indexes hold the hashes of recipes; `regenerate` compares them."""
-    assert not {"images", "audio", "positions"} & Recipe().published()["data"].keys()
-    seeing = Recipe(data=Data(images="image", positions="text"))
-    published = seeing.published()["data"]
-    assert (published["images"], published["positions"]) == ("image", "text")
+    assert not {"images", "audio"} & Recipe().published()["data"].keys()
+    seeing = Recipe(data=Data(images="image"))
+    assert seeing.published()["data"]["images"] == "image"
     assert from_dict(seeing.published(), "a manifest") == seeing
     assert from_dict(Recipe().published(), "a manifest") == Recipe()
 
@@ -125,10 +118,8 @@ def test_a_missing_processor_is_refused(run, folder):
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_budget_and_positions_without_media_are_refused(run):
+def test_a_budget_is_refused(run):
     refused(run("--bits", 2.5), "a budget of bits is measured on text alone")
-    refused(run("--positions", "text", images=None), "positions text needs a column of images")
-    refused(run("--positions", "some"), "positions = 'some'")
 
 
 def test_evaluate_and_generate_stay_on_text(inside, folder, run):

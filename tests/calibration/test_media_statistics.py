@@ -2,7 +2,6 @@
 float64, from the model's own eager attention."""
 
 import copy
-import dataclasses
 import sys
 from collections import defaultdict
 from functools import cache
@@ -14,7 +13,7 @@ from support import architectures, media
 from support.architectures import BASE
 
 from rotationzoo.calibration.collect import collect, read_row
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model import loading, long_masks
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.geometry import geometry_of
@@ -49,15 +48,6 @@ def families(tmp_path_factory):
         return model, read_media_corpus(data, processor, model.config)
 
     return make
-
-
-def rows_of(corpus, positions):
-    """The rows, of which all positions count or those of `text` or of `media`."""
-    rows = []
-    for row in corpus.media:
-        counts = {"all": row.is_media | True, "media": row.is_media, "text": ~row.is_media}
-        rows.append(dataclasses.replace(row, counts=counts[positions]))
-    return rows
 
 
 RECIPE = Recipe(sink=SINK)
@@ -111,16 +101,13 @@ class EagerSums:
 
 
 @EACH
-@pytest.mark.parametrize("positions", ["all", "text", "media"])
-def test_statistics_are_those_of_the_models_own_eager_attention(
-    name, positions, families, monkeypatch
-):
+def test_statistics_are_those_of_the_models_own_eager_attention(name, families, monkeypatch):
     model, corpus = families(name)
-    geometry, rows = geometry_of(model), rows_of(corpus, positions)
+    geometry, rows = geometry_of(model), corpus.media
     statistics = collect(model, geometry, rows, RECIPE)
     reference = EagerSums(model := copy.deepcopy(model), geometry, monkeypatch)
     for row in rows:
-        reference.chosen = row.counts.nonzero()[:, 0].tolist()
+        reference.chosen = list(range(row.ids.shape[1]))
         assert set(row.is_media.tolist()) == {True, False}
         read_whole(model, row)
     compare(statistics, reference)
@@ -136,27 +123,6 @@ def compare(statistics, reference):
             assert moment.weight[head] == count, (owner, kind)
             error = (moment.second[head] - second).norm() / second.norm()
             assert error < tolerance, (owner, kind, error)
-
-
-@EACH
-def test_energies_of_keys_are_those_of_the_queries_that_count(name, families):
-    """So those of text and of media do not add up to those of all."""
-    model, corpus = families(name)
-    recipe = RECIPE.model_copy(update={"value_statistic": "key_energy"})
-    for layer in collect(model, geometry_of(model), rows_of(corpus, "text"), recipe).values():
-        assert (layer["key_energy"].weight > 0).all()
-
-
-def test_text_behind_the_sink_of_a_row_whose_media_are_in_it(families):
-    model, corpus = families("gemma3")
-    rows = rows_of(corpus, "media")
-    first = int(rows[0].is_media.nonzero()[0])
-    recipe = RECIPE.model_copy(update={"sink": first + 3})
-    statistics = collect(model, geometry_of(model), rows, recipe)
-    assert (statistics[0]["key"].weight == len(rows)).all(), "one of four"
-    recipe = RECIPE.model_copy(update={"sink": first + 4})
-    with pytest.raises(RotationZooError, match="nothing that counts lies past"):
-        collect(model, geometry_of(model), rows, recipe)
 
 
 @EACH
@@ -220,7 +186,7 @@ def test_image_tokens_of_qwen_have_positions_in_three_directions(name, families)
 def row_of(ids, token, **inputs):
     ids = torch.tensor([ids])
     is_media = ids[0] == token
-    return MediaRow(ids, is_media, is_media | True, inputs)
+    return MediaRow(ids, is_media, inputs)
 
 
 @pytest.mark.xfail(

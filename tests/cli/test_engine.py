@@ -103,7 +103,9 @@ def test_options_come_before_what_the_engine_picks(tiny_of_heads):
     job = evaluation_job(model, artifact, engine="vllm-oscar", **options)
     assert (job.format, job.windows, job.pooled) == ("mlx", [(4, 16)], False)
     assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
-    settings = build_settings(artifact, _loaded(model), {"engine": "mlx", "rounding": "feedback"})
+    settings = build_settings(
+        artifact, _loaded(model), {"engine": "sglang", "rounding": "feedback"}
+    )
     assert settings.codec.rounding == "feedback"
 
 
@@ -163,7 +165,7 @@ def test_beside_windows_our_cache_for_an_engine_stores_what_serve_stores(windowe
     assert written["format"] == "fine"
 
 
-@pytest.mark.parametrize("options", [{"format": "sglang"}, {"engine": "mlx"}])
+@pytest.mark.parametrize("options", [{"format": "sglang"}, {"engine": "sglang"}])
 def test_another_budget_is_refused_where_rows_have_the_same_bits(tiny_of_heads, options):
     model, artifact = tiny_of_heads
     with pytest.raises(UsageError, match="have the same bits in all layers"):
@@ -235,21 +237,21 @@ def test_recipes_of_engines():
 
 def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     model, artifact = tiny_of_heads
-    result = succeeded(inside("evaluate", model, artifact.folder, "--for", "mlx", *WORDS, "--json"))
+    words = "evaluate", model, artifact.folder, "--for", "sglang"
+    result = succeeded(inside(*words, *WORDS, "--json"))
     line = (
-        "For mlx: a rotation per KV head, nearest codes, format mlx. Lost: keys that keep "
-        "their mean; nearest codes instead of error feedback; the same bits for all layers "
-        "instead of a budget"
+        "For sglang: a rotation per KV head, nearest codes, format sglang. Lost: nearest codes "
+        "instead of error feedback; the same bits for all layers instead of a budget"
     )
     assert line in result.stderr
     assert json.loads(result.stdout)["notes"][0] == line
     result = inside(
-        "generate", model, "--rotations", artifact.folder, "--for", "mlx", "-p", "a b",
+        "generate", model, "--rotations", artifact.folder, "--for", "sglang", "-p", "a b",
         "--max-new-tokens", "1", "--json",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert line in result.stderr
-    assert json.loads(result.stdout)["format"] == "mlx"
+    assert json.loads(result.stdout)["format"] == "sglang"
 
 
 def test_the_next_command_is_for_the_same_engine_and_after_an_export_starts_it(inside, tiny):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import DATA
-from support.oscar_files import KEY, VALUE, v1
+from support.oscar_files import KEY, VALUE, model_of, v1
 from support.reports import evaluate, short_probes
 
 from rotationzoo.artifact.store import Artifact
@@ -92,7 +92,8 @@ def test_what_imported_files_say_of_their_machine_stays_there(home, tmp_path):
         side["calibration"] = {"model_path": str(home / "some-model"), **said}
     for name, content in ((KEY, key), (VALUE, value)):
         torch.save(content, home / name)
-    artifact = import_(Import([home / KEY, home / VALUE], tmp_path / "imported"))
+    model = model_of(home / "some-model")
+    artifact = import_(Import([home / KEY, home / VALUE], tmp_path / "imported", model))
     kept = artifact.content["imported"]["calibration"]
     assert kept == {"model_path": "some-model", **said}
     assert "home-of-jane" not in written_text(artifact.folder)

@@ -12,7 +12,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import architectures
-from support.architectures import BASE, CALIBRATED, families
+from support.architectures import BASE, CALIBRATED, LATENTS, families
 from support.models import save_tiny
 from support.published import ok
 from support.quantized import set_quantization
@@ -42,8 +42,10 @@ GATED = "has a gate or a norm between attention and the output projection, aten.
 # Families that are calibrated and cannot absorb a rotation -> the words that the refusal must
 # contain; all others can.
 REFUSED = {
-    "gemma4": r"layer 0 of \S+ has a norm or another operation between the value projection and "
-    "attention",
+    **dict.fromkeys(
+        ("gemma4", "mimo_v2_flash"),
+        r"layer 0 of \S+ has a norm or another operation between the value projection and",
+    ),
     "qwen3_next": rf"layer 3 of \S+ {GATED}",
     "qwen3_5": rf"layer 3 of \S+ {GATED}",
     "qwen3_5-vlm": rf"layer 3 of \S+ {GATED}",
@@ -51,6 +53,7 @@ REFUSED = {
     "doge": r"layer 0 of \S+ has another use of its values than its attention, in "
     "model.layers.0.self_attn.dt_proj",
 }
+REFUSED |= dict.fromkeys(LATENTS, "a rotation of latents is not absorbed into weights")
 
 
 def rotate(folder: Path, preset: str = "random", **changes) -> Artifact:
@@ -63,12 +66,11 @@ def rotate(folder: Path, preset: str = "random", **changes) -> Artifact:
 
 def look(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The logits of a saved model, and the values `[B, H_kv, T, D]` that each layer's attention is
-    handed, or the latents that these are made of."""
+    handed."""
     values: dict[int, torch.Tensor] = {}
 
     def note(call):
-        latent = call.attend.latent
-        values[call.layer] = call.value if latent is None else latent
+        values[call.layer] = call.value
         return call.run()
 
     source = find(str(folder))
@@ -88,13 +90,7 @@ def check(folder: Path, artifact: Artifact, output: Path) -> None:
     assert (look(folder, torch.float32)[0] - look(output, torch.float32)[0]).abs().max() <= 1e-4
     rotations = stored_rotations(artifact)
     for layer, value in values.items():
-        side = "value"
-        if f"layers.{layer}.latent.rotation" in rotations:
-            side, norms = "latent", tensors(folder / "model.safetensors")
-            # The copy caches latents without the weights of their norm.
-            latents = sorted(name for name in norms if name.endswith("kv_a_layernorm.weight"))
-            value = value / norms[latents[[*values].index(layer)]].double()
-        rotation = rotations[f"layers.{layer}.{side}.rotation"].double()
+        rotation = rotations[f"layers.{layer}.value.rotation"].double()
         size = value.abs().max()
         assert (rotated[layer] - value @ rotation).abs().max() <= 2e-6 * size
         assert (rotated[layer] - value @ rotation.mT).abs().max() > 0.1 * size, (
@@ -117,12 +113,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @families(CALIBRATED)
 def test_every_family_absorbs_or_says_why_not(name, tmp_path):
-    model = architectures.build(name)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "kv_a_layernorm" in parameter_name:  # ones would hide what becomes of them
-                parameter.uniform_(0.5, 2)
-    model.save_pretrained(tmp_path / name)
+    architectures.build(name).save_pretrained(tmp_path / name)
     artifact = rotate(tmp_path / name)
     if name in REFUSED:
         with pytest.raises(UnsupportedModel, match=REFUSED[name]) as refusal:
@@ -172,15 +163,6 @@ def test_the_bias_of_the_output_projection_stays(tmp_path):
     _, output = absorb_and_check(folder, tmp_path / "out")
     name = "model.layers.1.self_attn.o_proj.bias"
     assert torch.equal(*(tensors(path / "model.safetensors")[name] for path in (folder, output)))
-
-
-def test_values_that_are_scaled_can_be_rotated(tmp_path):
-    """MiMo multiplies them by a number, which commutes."""
-    torch.manual_seed(0)
-    architectures.build("mimo_v2_flash", attention_value_scale=0.7).save_pretrained(
-        tmp_path / "mimo"
-    )
-    absorb_and_check(tmp_path / "mimo", tmp_path / "out")
 
 
 def test_shards_keep_their_names_their_index_and_where_nothing_changes_their_bytes(tmp_path):
@@ -358,7 +340,7 @@ def test_the_command_absorbs_and_serves_what_it_wrote(made, inside):
     served = ok(inside("export", folder, "--to", "sglang", "--absorbed", "absorbed", "--json"))
     assert f"--model-path {inside.folder / 'absorbed'}" in served["command"][0]
     assert "v_rotation_identity.pt" in served["files"]
-    other = inside("export", made.artifact.folder, "--to", "mlx", "--absorbed", "absorbed")
+    other = inside("export", made.artifact.folder, "--to", "sglang", "--absorbed", "absorbed")
     assert "of another artifact" in other.stderr
     assert inside("export", folder, "--absorb", made.folder, "--pooled").returncode == 2
     assert "is there already" in inside("export", folder, *words).stderr

@@ -51,19 +51,16 @@ def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
 SUPPORTS = {
     "gemma4": {
         "sglang": None,
-        "mlx": "whole heads of",
         "vllm-oscar": "whole heads of",
         "llama.cpp": "32 channels",
     },
     "mimo_v2_flash": {
         "sglang": "head dimension 12",
-        "mlx": "head dimension 12",
         "vllm-oscar": "values of dimension 12",
         "llama.cpp": "values of dimension 12",
     },
     "phi3": {
         "sglang": "head dimension 24",
-        "mlx": "head dimension 24",
         "vllm-oscar": None,
         "llama.cpp": "32 channels",
     },
@@ -127,4 +124,4 @@ def test_the_command_prints_what_starts_the_engine(made, inside):
     assert data["environment"]["SGLANG_MIXED_KV_PREFIX_TOKENS"] == "8"
     assert set(data) == {"engine", "path", "files", "command", "environment", "notes", "reduced"}
     assert inside("export", artifact.folder).returncode == 2
-    assert "--clip 2" in inside("export", artifact.folder, "--to", "mlx", "--clip", "2").stderr
+    assert "--clip 2" in inside("export", artifact.folder, "--to", "sglang", "--clip", "2").stderr

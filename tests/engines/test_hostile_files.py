@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_artifacts import exported
 from support.engine_readers import write_gguf
-from support.oscar_files import KEY, VALUE, entry, refused, torch_file, v1
+from support.oscar_files import KEY, VALUE, entry, model_of, refused, torch_file, v1
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.formats.gguf_file import read_gguf
@@ -86,7 +86,7 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "nothing")
-    words = refused(import_, Import([path, path], tmp_path / "out"))
+    words = refused(import_, Import([path, path], tmp_path / "out", "demo"))
     assert "there is no file" in words or "is no regular file" in words
     if suffix == ".gguf":
         artifact, options = made(head_dim=32), Options(base=path)
@@ -185,7 +185,7 @@ def test_tables_of_other_kinds(tmp_path, name):
         torch_file(tmp_path / KEY, layers),
         torch_file(tmp_path / VALUE, layers, objective="sst_r_h_pbr"),
     ]
-    refused(import_, Import(files, tmp_path / "out"))
+    refused(import_, Import(files, tmp_path / "out", "demo"))
     assert not (tmp_path / "out").exists()
 
 
@@ -212,7 +212,8 @@ def test_odd_words_around_good_matrices(tmp_path, name):
     words = ODD_WORDS[name]
     for file, side in ((KEY, v1("key", "qqt_r_h_pbr")), (VALUE, v1("value", "sst_r_h_pbr"))):
         torch.save({**side, **words}, tmp_path / file)
-    artifact = import_(Import([tmp_path / KEY, tmp_path / VALUE], tmp_path / "out"))
+    model = model_of(tmp_path / "model")
+    artifact = import_(Import([tmp_path / KEY, tmp_path / VALUE], tmp_path / "out", model))
     manifest, card = (artifact.folder / name for name in ("manifest.json", "README.md"))
     assert "\x1b" not in json.dumps(json.loads(manifest.read_bytes()), ensure_ascii=False)
     assert manifest.stat().st_size + card.stat().st_size < 200_000
@@ -226,4 +227,4 @@ def test_gguf_of_other_shapes(tmp_path, shape):
         ones = np.ones(shape or (1,), dtype=np.float32)
         writer.add_tensor(f"blk.0.attn_{letter}_rot.weight", ones)
     write_gguf(writer)
-    refused(import_, Import([tmp_path / "x.gguf"], tmp_path / "out"))
+    refused(import_, Import([tmp_path / "x.gguf"], tmp_path / "out", "demo"))

@@ -5,11 +5,23 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.linalg import hadamard as sylvester
+from support import engine_artifacts
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported
-from support.oscar_files import DIM, KEY, LAYERS, VALUE, moments, published, refused, torch_file, v1
+from support.oscar_files import (
+    DIM,
+    KEY,
+    LAYERS,
+    VALUE,
+    model_of,
+    moments,
+    published,
+    refused,
+    torch_file,
+    v1,
+)
 from support.published import ok
-from support.tensors import stored_rotations, stored_statistics
+from support.tensors import stored_rotations
 
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.base import Options
@@ -28,18 +40,14 @@ def test_a_published_pair_comes_back(pair, tmp_path):
     imported = artifact.content["imported"]
     (note,) = imported["notes"]
     assert note == "the files do not say clip ratios or windows; assumed are 0.96/0.92 and 64/256"
-    assert not artifact.bound
     assert imported["files"]["key"]["size"] == (pair.folder / KEY).stat().st_size
-    tensors, statistics = stored_rotations(artifact), stored_statistics(artifact)
+    assert artifact.statistics is None
+    tensors = stored_rotations(artifact)
     for i in range(LAYERS):
-        for side, kind in (("key", "query.second_moment"), ("value", "value.key_energy_moment")):
+        for side in ("key", "value"):
             entry = getattr(pair, side)["layers"][i]
             assert torch.equal(tensors[f"layers.{i}.{side}.rotation"][0], entry["rotation"])
             assert torch.equal(tensors[f"layers.{i}.{side}.eigenvalues"][0], entry["eigenvalues"])
-            moment, expected = statistics[f"layers.{i}.{kind}"][0], moments(side)[i]
-            assert (moment - expected).norm() < 1e-6 * expected.norm()  # measured 2e-7
-            recomposed = recompose(moment, entry["rotation"])
-            assert (recomposed - entry["rotation"]).abs().max() < 1e-5  # measured 1e-6
 
     done = export(artifact, Request("sglang", tmp_path / "again"))
     for name, before in ((KEY, pair.key), (VALUE, pair.value)):
@@ -55,13 +63,6 @@ def test_a_published_pair_comes_back(pair, tmp_path):
                 assert torch.equal(torch.as_tensor(layers[i][key]), torch.as_tensor(value))
 
 
-def recompose(moment: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """U H P of a moment, with the signs of the eigenvectors in a given rotation."""
-    given = compositions.recover_basis(matrix, "r_h_pbr", len(matrix))
-    _, basis = compositions.eigenbasis(moment)
-    return compositions.compose(basis * (basis * given).sum(0).sign(), "r_h_pbr", len(matrix))
-
-
 def test_layers_that_share_one_matrix(tmp_path):
     """Published Hadamard pairs hold one matrix for all layers, which safetensors would not
     write."""
@@ -71,39 +72,26 @@ def test_layers_that_share_one_matrix(tmp_path):
     folder.mkdir()
     for letter in "kv":
         entry = {"rotation": matrix, "eigenvalues": ones}
-        layers = {i: {"layer_id": i, **entry} for i in range(3, 40, 4)}
+        layers = {i: {"layer_id": i, **entry} for i in range(LAYERS)}
         torch_file(folder / f"{letter}_rotation.pt", layers, objective="hadamard")
     size = (folder / "k_rotation.pt").stat().st_size
     assert size < 2 * matrix.nbytes + 8192, "one matrix in the file"
-    artifact = import_(Import([folder], tmp_path / "imported"))
+    artifact = import_(Import([folder], tmp_path / "imported", model_of(tmp_path / "model")))
     assert verify(artifact).ok, verify(artifact).problems
     assert artifact.content["recipe"]["name"] == "hadamard"
     tensors = stored_rotations(artifact)
-    for i in range(3, 40, 4):
+    for i in range(LAYERS):
         assert torch.equal(tensors[f"layers.{i}.key.rotation"][0], matrix)
         assert torch.equal(tensors[f"layers.{i}.value.rotation"][0], matrix)
 
 
-def test_half_precision_is_kept_without_statistics(pair):
+def test_half_precision_is_kept(pair):
     for side in (pair.key, pair.value):
         for entry in side["layers"].values():
             entry["rotation"] = entry["rotation"].bfloat16()
     artifact = pair.read()
     assert verify(artifact).ok, verify(artifact).problems
-    assert artifact.statistics is None
-    assert any("off orthogonality" in note for note in artifact.content["imported"]["notes"])
-
-
-def test_a_pooled_centered_pair_can_be_pooled_again(made, tmp_path):
-    artifact = made(recipe=OSCAR.model_copy(update={"center_keys": True}), head_dim=32)
-    back = import_(Import([exported("sglang", artifact, tmp_path).path], tmp_path / "back"))
-    shared = export(back, Request("sglang", tmp_path / "shared", pooled=True))
-    content = torch.load(shared.path / "k_rotation_oscar2_center.pt")
-    assert content["layers"][0]["k_mean"].shape == (2, 32)
-    assert content["calibration"]["pooling"] == "layer"
-    again = import_(Import([shared.path], tmp_path / "again"))
-    assert stored_rotations(again)["layers.0.key.rotation"].shape == (1, 32, 32)
-    assert verify(again).ok, verify(again).problems
+    assert any("is not float32" in note for note in artifact.content["imported"]["notes"])
 
 
 def test_the_group_size_travels_with_the_files(made, tmp_path):
@@ -112,22 +100,19 @@ def test_the_group_size_travels_with_the_files(made, tmp_path):
     )
     artifact = made(recipe=recipe, head_dim=32)
     done = export(artifact, Request("sglang", tmp_path / "out", clip=(0.8, 0.7), windows=(8, 16)))
-    back = import_(Import([done.path], tmp_path / "back"))
+    model = engine_artifacts.model_of(artifact)
+    back = import_(Import([done.path], tmp_path / "back", model))
     found = back.content["recipe"]
     names = ("group_size", "key_clip", "value_clip", "sink", "recent")
     assert [found[name] for name in names] == [16, 0.8, 0.7, 8, 16]
-    moment, again = (
-        stored_statistics(each)["layers.1.query.second_moment"] for each in (artifact, back)
-    )
-    assert (again - moment).norm() < 1e-5 * moment.norm()
     for name in done.files:
         content = torch.load(done.path / name)
         del content["calibration"]
         torch.save(content, done.path / name)
-    unknown = import_(Import([done.path], tmp_path / "unknown"))
-    assert unknown.statistics is None
+    unknown = import_(Import([done.path], tmp_path / "unknown", model))
     assert any("--group-size names it" in note for note in unknown.content["imported"]["notes"])
-    assert "do not divide" in refused(import_, Import([done.path], tmp_path / "odd", group_size=33))
+    odd = Import([done.path], tmp_path / "odd", model, group_size=33)
+    assert "do not divide" in refused(import_, odd)
 
 
 def test_nothing_that_is_no_artifact_is_replaced(pair, tmp_path):
@@ -138,11 +123,11 @@ def test_nothing_that_is_no_artifact_is_replaced(pair, tmp_path):
     for place in ("mine", "file", "pair"):
         for restart in (False, True):
             with pytest.raises(RotationZooError, match="exists and is no artifact"):
-                import_(Import([folder], tmp_path / place, restart=restart))
+                import_(Import([folder], tmp_path / place, "demo", restart=restart))
     assert (tmp_path / "mine" / "work").exists()
     assert (folder / KEY).exists()
     with pytest.raises(UsageError):
-        import_(Import([folder], Path(".")))
+        import_(Import([folder], Path("."), "demo"))
 
 
 def test_one_rotation_per_head_of_the_published_fitter(tmp_path):
@@ -158,7 +143,8 @@ def test_one_rotation_per_head_of_the_published_fitter(tmp_path):
             layers[i] = {"layer_id": i, "rotation": matrix.float()}
         content = {"format_version": 2, "objective": objective, "layers": layers}
         torch.save(content, folder / f"{letter}_perhead.pt")
-    artifact = import_(Import([folder], tmp_path / "imported"))
+    model = model_of(tmp_path / "model", heads=2)
+    artifact = import_(Import([folder], tmp_path / "imported", model))
     assert verify(artifact).ok
     recipe = artifact.content["recipe"]
     found = [recipe[name] for name in ("composition", "pooling", "key_statistic")]
@@ -203,7 +189,7 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
     changes = {"uncentered": True} if centered and engine != "sglang" else {}
     done = exported(engine, artifact, tmp_path, **changes)
     files = [next(done.path.glob("*.gguf"))] if engine == "llama.cpp" else [done.path]
-    back = import_(Import(files, tmp_path / "back"))
+    back = import_(Import(files, tmp_path / "back", engine_artifacts.model_of(artifact)))
     assert verify(back).ok, verify(back).problems
     options = Options(base_for(artifact, tmp_path))
     again = export(back, Request(engine, tmp_path / "again", options=options))
@@ -225,20 +211,19 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
 
 def test_the_command(pair, inside):
     folder = pair.write()
-    result = inside("import", folder, "--json")
-    data = ok(result)
+    words = ["import", folder, "--model", model_of(inside.folder / "pair-model")]
+    data = ok(inside(*words, "--json"))
     assert (data["layers"], data["recipe"]) == (LAYERS, "oscar-v1")
-    assert data["artifact"] == "rotations/pair-imported"
-    assert "bound to no model" in result.stderr
-    card = (inside.folder / "rotations" / "pair-imported" / "README.md").read_text()
+    assert data["artifact"] == "rotations/pair-model-imported"
+    card = (inside.folder / "rotations" / "pair-model-imported" / "README.md").read_text()
     assert KEY in card
     assert "imported" in card
-    assert inside("verify", "rotations/pair-imported").returncode == 0
-    unbound = inside("verify", "rotations/pair-imported", "--model", "demo").stderr
-    assert unbound.startswith("Error: rotations/pair-imported is sound, but bound to no model\n")
-    assert inside("inspect", "rotations/pair-imported").returncode == 0
-    assert "holds other work" in inside("import", folder, "--clip", "1").stderr
-    assert inside("import", inside.folder / "none").stderr.startswith("Error: there is no file")
+    assert inside("verify", "rotations/pair-model-imported").returncode == 0
+    assert inside("inspect", "rotations/pair-model-imported").returncode == 0
+    assert "holds other work" in inside(*words, "--clip", "1").stderr
+    missing = inside("import", inside.folder / "none", "--model", "demo").stderr
+    assert missing.startswith("Error: there is no file")
+    assert inside("import", folder).returncode == 2
 
 
 def test_a_fork_whose_eigenvectors_descend(pair):
@@ -250,14 +235,7 @@ def test_a_fork_whose_eigenvectors_descend(pair):
     assert artifact.content["recipe"]["composition"] == "rdesc_h_br"
     assert sum("descending order" in note for note in notes) == 2
     assert verify(artifact).ok
-    moment = stored_statistics(artifact)["layers.0.query.second_moment"][0]
+    basis = compositions.recover_basis(artifact.rotations[0].key.matrix[0], "rdesc_h_br", DIM)
+    eigenvalues = artifact.rotations[0].key.eigenvalues[0].double()
+    moment = basis @ eigenvalues.diag() @ basis.mT
     assert (moment - moments("key")[0]).norm() < 1e-6 * moment.norm()
-
-
-def test_transposed_matrices_are_turned_back(pair):
-    for side in (pair.key, pair.value):
-        for entry in side["layers"].values():
-            entry["rotation"] = entry["rotation"].T.contiguous()
-    artifact = pair.read(transposed=True)
-    expected, _ = published(moments("key")[0])
-    assert torch.equal(stored_rotations(artifact)["layers.0.key.rotation"][0], expected)

@@ -21,7 +21,6 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.zoo.push import prepare_upload
 
 TEXT = Data(tokens=1024, length=512)
 
@@ -45,7 +44,6 @@ def changed(folder: Path) -> Iterator[dict]:
 def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
     folder, own = of_tiny
     artifact = import_(Import([folder], tmp_path / "bound", model=str(tiny)))
-    assert artifact.bound
     assert artifact.content["geometry"] == own.content["geometry"]
     assert stored_rotations(artifact)["layers.0.key.clip"].shape == (2,)
     assert verify(artifact, str(tiny)).ok, verify(artifact, str(tiny)).problems
@@ -73,17 +71,6 @@ def test_files_of_another_model(tiny, of_tiny, tmp_path, made):
     said = r"layer 1 has 2 KV heads with keys of 16, the file \[3, 16, 16\]"
     with pytest.raises(RotationZooError, match=said):
         import_(Import([folder], tmp_path / "bound", model=str(tiny)))
-
-
-def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
-    artifact = pair.read()
-    assert verify(artifact, str(tiny)).problems == [
-        "bound to no model: it is not known which one the imported files are for"
-    ]
-    with pytest.raises(RotationZooError, match="is bound to no model"):
-        evaluate(Evaluation(str(tiny), [artifact.folder], TEXT, device="cpu"))
-    with pytest.raises(RotationZooError, match="its model is not known"):
-        prepare_upload(artifact, "some/zoo")
 
 
 def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path, inside):

@@ -59,8 +59,6 @@ def test_means_that_an_engine_does_not_subtract_are_left_out(made, tmp_path):
     assert done.reduced == ["values that keep their mean"]
     done = exported("sglang", artifact, tmp_path / "older", uncentered=True)
     assert done.reduced == ["keys and values that keep their mean"]
-    done = exported("mlx", artifact, tmp_path / "mlx")
-    assert done.reduced == ["keys and values that keep their mean"]
 
 
 def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from support.oscar_files import DIM, KEY, LAYERS, VALUE, moments, published, refused
+from support.oscar_files import DIM, KEY, LAYERS, VALUE, model_of, moments, published, refused
 from support.tensors import stored_rotations
 
 from rotationzoo.checks.verify import verify
@@ -94,7 +94,7 @@ def test_odd_tables_do_no_harm(pair, name):
     {
         "swapped by name": f"{KEY} is named as keys and says that it holds values",
         "layer missing on one side": "v_rotation_sst_r_h_pbr.pt has no layer 5",
-        "layer missing on both": "may lack layers after layer 4",
+        "layer missing on both": "they have no key rotation for layer 5",
         "not orthogonal": "layer 3 of k_rotation_qqt_r_h_pbr.pt is no orthogonal matrix",
         "not finite": "layer 3 of v_rotation_sst_r_h_pbr.pt is not finite",
         "the same matrices": "hold the same matrices",
@@ -119,24 +119,26 @@ def test_what_is_broken_is_named(pair, name, words):
 
 
 def test_a_pair_that_somebody_is_writing(pair, tmp_path):
-    folder = pair.write()
+    folder, model = pair.write(), model_of(tmp_path / "model")
     pending = folder / ".oscar_0123456789abcdef.pending.json"
     pending.write_text("{}")
-    assert "left half-written" in refused(import_, Import([folder], tmp_path / "imported"))
+    assert "left half-written" in refused(import_, Import([folder], tmp_path / "imported", model))
     pending.unlink()
     (folder / "k_rotation_perhead.pt").write_bytes((folder / KEY).read_bytes())
-    assert "holds several pairs" in refused(import_, Import([folder], tmp_path / "imported"))
-    artifact = import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported"))
+    assert "holds several pairs" in refused(import_, Import([folder], tmp_path / "imported", model))
+    artifact = import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported", model))
     assert artifact.content["imported"]["format"] == "V1"
     before = (tmp_path / "imported" / "manifest.json").stat().st_ino
-    import_(Import([folder / KEY, folder / VALUE], tmp_path / "imported"))
+    import_(Import([folder / KEY, folder / VALUE], tmp_path / "imported", model))
     assert (tmp_path / "imported" / "manifest.json").stat().st_ino == before, (
         "the same import is not done twice"
     )
     with pytest.raises(RotationZooError, match="holds other work"):
-        import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported", clip=(1.0, 1.0)))
+        import_(
+            Import([folder / VALUE, folder / KEY], tmp_path / "imported", model, clip=(1.0, 1.0))
+        )
     with pytest.raises(RotationZooError, match="there is no file for the values"):
-        import_(Import([folder / KEY], tmp_path / "two"))
+        import_(Import([folder / KEY], tmp_path / "two", model))
 
 
 class Dangerous:

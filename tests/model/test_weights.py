@@ -2,9 +2,7 @@
 fit, of processes that were killed, and on a full disk."""
 
 import json
-import os
 import resource
-import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -19,7 +17,7 @@ from rotationzoo import progress as progress_module
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.model import loading
 from rotationzoo.model import source as model_source
-from rotationzoo.model.placement import PREFIX, offload_folder
+from rotationzoo.model.placement import PREFIX
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Bytes
 
@@ -91,50 +89,6 @@ def scratch(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     return folder
-
-
-def test_the_folder_of_a_killed_process_goes_with_the_next_run(scratch):
-    child = os.fork()
-    if child == 0:
-        with offload_folder() as folder:
-            (folder / "weights").write_bytes(bytes(1000))
-            os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    (left,) = scratch.iterdir()
-    assert (left / "weights").is_file()
-    with offload_folder() as folder:
-        assert list(scratch.iterdir()) == [folder]
-    assert not list(scratch.iterdir())
-
-
-def test_folders_in_use_and_what_is_no_folder_stay(scratch):
-    elsewhere = scratch / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "file").touch()
-    (scratch / f"{PREFIX}link").symlink_to(elsewhere)
-    (scratch / f"{PREFIX}file").touch()
-    with offload_folder() as first:
-        (first / "weights").touch()
-        with offload_folder():
-            assert (first / "weights").is_file()
-        assert first.is_dir()
-    assert (elsewhere / "file").is_file()
-    assert {path.name for path in scratch.iterdir()} == {
-        "elsewhere", f"{PREFIX}link", f"{PREFIX}file",
-    }  # fmt: skip
-
-
-def test_somebody_elses_folder_stays(scratch, monkeypatch):
-    left = scratch / f"{PREFIX}left"
-    left.mkdir()
-    owner = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with offload_folder():
-        assert left.is_dir()
-    monkeypatch.undo()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    with offload_folder():
-        assert not left.exists()
 
 
 def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, monkeypatch):

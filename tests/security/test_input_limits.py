@@ -261,5 +261,5 @@ def test_a_pair_of_many_layers_is_refused_before_it_is_unpickled(inside, monkeyp
     for name in ("k_rotation.pt", "v_rotation.pt"):
         torch.save({"objective": "qqt_r_h_pbr", "layers": layers}, inside.folder / name)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpickled"))
-    error = refused(inside("import", "k_rotation.pt", "v_rotation.pt"))
+    error = refused(inside("import", "k_rotation.pt", "v_rotation.pt", "--model", "demo"))
     assert "holds more tensors than any model has layers for" in error

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.pooling import pooled_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
@@ -47,6 +48,8 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
     rotations = fit(statistics, recipe, geometry)
     manifest = make_manifest(f"tiny/{family}", family, geometry, recipe)
     manifest["model"]["revision"] = "0" * 40
+    model.config.save_pretrained(folder.with_name("config"))
+    manifest["model"]["config_sha256"] = hash_config(folder.with_name("config"))
     return write_artifact(folder, rotations, average(statistics), manifest)
 
 
@@ -66,6 +69,11 @@ def made(tmp_path_factory):
 
 def layers_of(artifact: Artifact) -> list[Layer]:
     return cached_layers(artifact.geometry)
+
+
+def model_of(artifact: Artifact) -> str:
+    """The folder with the config of the model that it was made for."""
+    return str(artifact.folder.with_name("config"))
 
 
 def base_for(artifact: Artifact, folder: Path, architecture: str = "qwen3") -> Path:

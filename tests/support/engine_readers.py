@@ -6,7 +6,6 @@ them; `store_*` returns the codes and packed bytes of rotated rows `[..., D]`.
 """
 
 import json
-import re
 from pathlib import Path
 
 import gguf
@@ -66,25 +65,7 @@ def read_llama(folder: Path, environment: dict, heads: int):
     return rotate
 
 
-def read_mlx(folder: Path, environment: dict, heads: int):
-    """`x @ M.T`; as many numbered keys as cache layers, taken in order."""
-    sides = {
-        side: load_file(folder / f"{side[0]}_rotation.safetensors") for side in ("key", "value")
-    }
-    metadata = json.loads((folder / "metadata.json").read_text())
-    assert metadata["schema"] == "mlx-lm-oscar-rotations-v1"
-    order = sorted(int(re.fullmatch(r"layer_(\d+)", name)[1]) for name in sides["key"])
-    assert order == metadata["layer_indices"]
-
-    def rotate(side, layer, rows):
-        matrix = sides[side][f"layer_{layer}"]
-        assert np.abs(matrix @ matrix.swapaxes(-1, -2) - np.eye(matrix.shape[-1])).max() < 1e-5
-        return rows @ np.broadcast_to(matrix, (heads, *matrix.shape[-2:])).swapaxes(-1, -2)
-
-    return rotate
-
-
-READ = {"sglang": read_sglang, "vllm-oscar": read_vllm, "llama.cpp": read_llama, "mlx": read_mlx}
+READ = {"sglang": read_sglang, "vllm-oscar": read_vllm, "llama.cpp": read_llama}
 
 
 def store_sglang(rows: np.ndarray, clip: float, group: int):
@@ -132,12 +113,6 @@ def quantize_mlx(rows: np.ndarray, clip: float, group: int):
     return codes.astype(np.uint8).reshape(rows.shape), *stored
 
 
-def store_mlx(rows: np.ndarray, clip: float, group: int):
-    """The same codes in consecutive bytes."""
-    codes, *_ = quantize_mlx(rows, clip, group)
-    return codes, consecutive(codes)
-
-
 def store_q2_0(rows: np.ndarray, clip: float, group: int):
     """llama.cpp's q2_0: standard deviation of each block of 32, four levels with thresholds at 0
     and +-0.6745 of it."""
@@ -163,7 +138,6 @@ STORE = {
     "sglang": store_sglang,
     "vllm-oscar": store_vllm,
     "llama.cpp": store_q2_0,
-    "mlx": store_mlx,
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.linalg import hadamard as sylvester
+from transformers import Qwen3Config
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.import_ import Import, import_
@@ -62,6 +63,16 @@ def moments(side: str) -> list[torch.Tensor]:
     return [value_moment(DIM, 100 + layer) for layer in range(LAYERS)]
 
 
+def model_of(folder: Path, layers: int = LAYERS, dim: int = DIM, heads: int = 1) -> str:
+    """A folder with the config of a model that has these layers and KV heads."""
+    config = Qwen3Config(
+        num_hidden_layers=layers, head_dim=dim, num_attention_heads=heads,
+        num_key_value_heads=heads, hidden_size=64, intermediate_size=64, vocab_size=64,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return str(folder)
+
+
 def v1_file(layers: dict, **changes) -> dict:
     head = {"format_version": 1, "objective": "qqt_r_h_pbr", "source_grouping": "layer"}
     return {**head, **changes, "layers": layers}
@@ -92,7 +103,9 @@ def pair(tmp_path):
 
         def read(self, *names: str, **options) -> Artifact:
             self.write(*names)
-            return import_(Import([self.folder], tmp_path / "imported", restart=True, **options))
+            model = model_of(tmp_path / "model")
+            output = tmp_path / "imported"
+            return import_(Import([self.folder], output, model, restart=True, **options))
 
         def refused(self, *names: str, **options) -> str:
             with pytest.raises(RotationZooError) as error:

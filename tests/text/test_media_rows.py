@@ -169,18 +169,6 @@ def test_each_row_is_a_document_whatever_packing_says(gemma3, rows):
     assert corpus.note.endswith(" tokens instead of 4,096: all of rows.jsonl")
 
 
-def test_the_positions_that_count(gemma3, rows, tmp_path):
-    (whole, *_), (text_alone, *_), (pictures, *_) = (
-        read(gemma3, rows, positions=each).media for each in ("all", "text", "media")
-    )
-    assert whole.counts.all()
-    assert torch.equal(pictures.counts, whole.is_media)
-    assert torch.equal(text_alone.counts, ~whole.is_media)
-    path = write(tmp_path, {"text": "words", "image": None}, {"text": "words", "image": "0.png"})
-    assert len(read(gemma3, path).rows) == 2
-    assert len(read(gemma3, path, positions="media").rows) == 1
-
-
 def test_sounds_are_read_at_the_rate_of_the_model(tmp_path):
     from rotationzoo.text.media import _read_audio
 

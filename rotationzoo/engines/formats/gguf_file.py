@@ -16,14 +16,12 @@ from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Payload, SideMatrices
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError, first_sentence
-from rotationzoo.linalg.compositions import block_hadamard
 from rotationzoo.rotations import SIDES
 from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
 
 ROTATION_NAME = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
 NOTE = "rotationzoo."
 """The prefix of the metadata fields that an export adds."""
-_VALUE_BLOCK = 64  # channels per block of llama.cpp's own Hadamard transform of values
 
 
 def write_copy(
@@ -66,16 +64,11 @@ def write_copy(
         writer.close()
 
 
-def rotation_tensors(payload: Payload, engine_hadamard: bool) -> dict[str, np.ndarray]:
-    """Tensor name -> the matrix `[D, D]` that the file holds, keys before values.
-
-    With `engine_hadamard`, it holds matrices that the engine's own Hadamard transform turns into R.
-    """
+def rotation_tensors(payload: Payload) -> dict[str, np.ndarray]:
+    """Tensor name -> the matrix `[D, D]` that the file holds, keys before values."""
     tensors = {}
     for side, matrices in zip(SIDES, (payload.key, payload.value), strict=True):
         for layer, matrix in matrices.rotation.items() if matrices else ():
-            if engine_hadamard:
-                matrix = _with_engine_hadamard(side, matrix)
             name = f"blk.{layer}.attn_{side[0]}_rot.weight"
             tensors[name] = np.ascontiguousarray(matrix.mT.numpy())
     return tensors
@@ -96,20 +89,15 @@ def read_gguf(path: Path) -> list[RotationFile]:
             matrices[letter][layer] = _read_matrix(path, tensor)
     files = []
     for side in SIDES:
-        rotation, remarks = dict(sorted(matrices[side[0]].items())), []
+        rotation = dict(sorted(matrices[side[0]].items()))
         if not rotation:
             raise RotationZooError(
                 f"{path.name} holds no {side} rotations",
                 hint="give a file that was baked with both; values may be rotated in its weights, "
                 "from which they cannot be read",
             )
-        if notes.get("engine_hadamard"):
-            said = "written for an engine that adds a Hadamard transform; it has been added here"
-            remarks.append(said)
-            rotation = {i: _with_engine_hadamard(side, matrix) for i, matrix in rotation.items()}
         objective = rotation_file.objective_name(notes.get(f"{side}_objective"))
-        content = SideMatrices(rotation, objective)
-        files.append(RotationFile(path, "GGUF", side, content, notes, tuple(remarks)))
+        files.append(RotationFile(path, "GGUF", side, SideMatrices(rotation, objective), notes))
     return files
 
 
@@ -122,18 +110,3 @@ def _read_matrix(path: Path, tensor: gguf.ReaderTensor) -> torch.Tensor:
             f"{tensor.name} of {path.name} cannot be read: {first_sentence(error)}"
         ) from error
     return torch.from_numpy(np.atleast_2d(numbers).astype(np.float32)).mT.contiguous()
-
-
-def _with_engine_hadamard(side: str, matrix: torch.Tensor) -> torch.Tensor:
-    """R H, float32 `[D, D]`, which becomes R when the engine multiplies by H afterwards. The same
-    product also converts back, because H H = I.
-
-    The blocks of H have 64 channels for values. For keys they have the largest power of two that
-    divides D. See `llama_kv_cache::build_input_k_rot` and `build_input_v_rot`.
-    """
-    dim = matrix.shape[-1]
-    block = _VALUE_BLOCK if side == "value" else max(_VALUE_BLOCK, dim & -dim)
-    if dim % block:
-        hint = "leave --engine-hadamard out"
-        raise RotationZooError(f"llama.cpp rotates no heads of dimension {dim} itself", hint)
-    return (matrix.double() @ block_hadamard(dim, block)).float()

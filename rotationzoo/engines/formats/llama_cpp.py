@@ -37,8 +37,11 @@ _FIELDS = {
 }
 
 
-def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what neither fork can run."""
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+    """Write a copy of the base model, with rotations added, to `work`.
+
+    Raises `RotationZooError` for what neither fork can run, and for a base that does not fit.
+    """
     check_limits("llama.cpp", payload, equal=True)
     for dim in sorted(payload.head_dims):
         if dim % _BLOCK:
@@ -46,13 +49,6 @@ def check_payload(payload: Payload) -> None:
             raise RotationZooError(
                 f"llama.cpp cannot run head dimension {dim}: {blocks}", hint=PAGE
             )
-
-
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write a copy of the base model, with rotations added, to `work`.
-
-    Raises `RotationZooError` for a base that does not fit.
-    """
     base = options.base
     if base is None:
         raise RotationZooError(
@@ -64,16 +60,15 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     for problem, hint in _problems(reader, architecture, payload):
         raise RotationZooError(problem, hint)
     compared = _compare_config(reader, architecture, options, payload)
-    tensors = gguf_file.rotation_tensors(payload, options.engine_hadamard)
+    tensors = gguf_file.rotation_tensors(payload)
     notes = {
         **payload.provenance,
         "key_objective": payload.key.objective,
-        "engine_hadamard": options.engine_hadamard,
         "value_objective": payload.value.objective if payload.value else "in the weights",
     }
     name = f"{base.stem}-rot-kv.gguf"
     gguf_file.write_copy(reader, work / name, tensors, notes)
-    return _launch(final / name, architecture, payload, options, compared)
+    return _launch(final / name, architecture, payload, compared)
 
 
 def _problems(
@@ -114,9 +109,7 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
         for name in ("attn_k.weight", "attn_v.weight"):
             # Some layers of Gemma 4 use their keys as values. ggml lists input channels first.
             rows = shapes.get(f"blk.{index}.{name}", [layer.kv_heads * layer.key_dim])[-1]
-            # Without a known model, the number of heads is unknown.
-            heads = layer.kv_heads if payload.model else rows // layer.key_dim
-            if rows != heads * layer.key_dim:
+            if rows != layer.kv_heads * layer.key_dim:
                 yield (
                     f"layer {index} should have {layer.kv_heads} KV heads of {layer.key_dim}, and "
                     f"its {name} has {rows} rows"
@@ -132,10 +125,10 @@ def _compare_config(reader: Reader, architecture: str, options: Options, payload
     if options.model:
         source: Source | None = find(options.model)
     else:
-        source = find_cached(payload.model or "", payload.provenance.get("model_revision"))
+        source = find_cached(payload.model, payload.provenance.get("model_revision"))
     if source is None:
         return (
-            f"the base was compared by its shapes alone: {payload.model or 'its model'} was not "
+            f"the base was compared by its shapes alone: {payload.model} was not "
             "found on this machine (--model says where it is)"
         )
     stated = payload.provenance.get("config_sha256")
@@ -159,18 +152,14 @@ def _compare_config(reader: Reader, architecture: str, options: Options, payload
     return f"the base has the config of {source.name}; its weights were not compared"
 
 
-def _launch(
-    file: Path, architecture: str, payload: Payload, options: Options, compared: str
-) -> Launch:
+def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> Launch:
     kind = _CACHE_TYPE[architecture]
-    of_oscar, turned_off = kind == "q2_0", not options.engine_hadamard
+    of_oscar = kind == "q2_0"
     types = f"--cache-type-k {kind} --cache-type-v {kind}"
     command = f"llama-server -m {shlex.quote(str(file))} {types} -fa on"
     # The first variable turns off a Hadamard transform in the quantizer, the second one in the
     # graph.
-    environment = {"LLAMA_KV_NO_HADAMARD": "1"}
-    if turned_off:
-        environment["LLAMA_ATTN_ROT_DISABLE"] = "1"
+    environment = {"LLAMA_KV_NO_HADAMARD": "1", "LLAMA_ATTN_ROT_DISABLE": "1"}
     if of_oscar:
         environment["LLAMA_KV_CLIP_RATIO"] = clip_text(payload.clip[0], off=1)
         environment["LLAMA_KV_HP_SINK"] = str(payload.sink)
@@ -180,10 +169,8 @@ def _launch(
     notes = {
         "needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)": of_oscar,
         "needs llama-cpp-turboquant": not of_oscar,
-        "these rotations need llama.cpp's own attention rotation (its pull request 21038): see "
-        "that it is on": options.engine_hadamard,
         "without these variables llama.cpp applies a Hadamard transform of its own, which cancels "
-        "the calibrated one; --engine-hadamard writes rotations that count on it": turned_off,
+        "the calibrated one": True,
         "its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of "
         "`evaluate`; as it ships, with outer levels a third too small, rotations can serve worse "
         "than none (docs/engines.md has figures), and without exact windows it is of no "

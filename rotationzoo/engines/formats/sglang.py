@@ -15,7 +15,7 @@ from rotationzoo.geometry import cached_layers
 _PAGE = 8  # tokens leave the exact window in pages of this size
 
 
-def check_payload(payload: Payload) -> None:
+def _check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what SGLang's kernels cannot run."""
     check_limits("SGLang", payload, powers=True)
     group = payload.largest_group
@@ -32,7 +32,9 @@ def check_payload(payload: Payload) -> None:
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write the pair to `work`. The environment variables name the files in `final`."""
+    """Write the pair to `work`. The environment variables name the files in `final`. Raises
+    `RotationZooError` for what SGLang's kernels cannot run."""
+    _check_payload(payload)
     environment = {
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
         **write_pair(work, final, payload, "SGLANG_OSCAR"),
@@ -53,7 +55,7 @@ def windows_of(payload: Payload) -> dict[str, str]:
 
 def _command(payload: Payload) -> str:
     words = [
-        f"python -m sglang.launch_server --model-path {shlex.quote(payload.model or 'MODEL')}",
+        f"python -m sglang.launch_server --model-path {shlex.quote(payload.model)}",
         "--kv-cache-dtype int2",
     ]
     # Without this option, the whole head of each layer is one group.

@@ -10,17 +10,9 @@ from pathlib import Path
 from rotationzoo.engines.base import Launch, Options, Payload
 from rotationzoo.engines.formats.oscar_pt import write_pt
 from rotationzoo.engines.formats.sglang import windows_of
-from rotationzoo.errors import RotationZooError
 
 _PACKED = 512  # elements of the latents that the server's own kernels pack
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
-
-
-def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for weights that carry the rotation already."""
-    if payload.value is None:
-        hint = "serve the copy as it is, or export without --absorbed"
-        raise RotationZooError("a copy whose weights rotate its latents needs no files", hint)
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
@@ -34,7 +26,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
         **windows_of(payload),
     }
-    model = shlex.quote(payload.model or "MODEL")
+    model = shlex.quote(payload.model)
     # In fp8, entries of a rotation of 512 x 512 become subnormal.
     command = f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype bfloat16"
     return Launch([command], environment, _notes(payload))

@@ -12,8 +12,9 @@ from rotationzoo.geometry import cached_layers
 _NAME = "vLLM's pull request"
 
 
-def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what the pull request cannot run."""
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+    """Write the pair to `work`. The environment variables name the files in `final`. Raises
+    `RotationZooError` for what the pull request cannot run."""
     check_limits(_NAME, payload, equal=True, groups=True)
     for layer in cached_layers(payload.geometry):
         if payload.group_size is not None and payload.group_size < layer.key_dim:
@@ -22,10 +23,6 @@ def check_payload(payload: Payload) -> None:
                 f"{payload.group_size}",
                 hint=PAGE,
             )
-
-
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write the pair to `work`. The environment variables name the files in `final`."""
     environment = write_pair(work, final, payload, "VLLM_OSCAR")
     environment["VLLM_OSCAR_GROUP_SIZE"] = str(payload.largest_group)
     notes = [
@@ -33,5 +30,5 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "a path that is wrong, or a layer that is missing, serves without rotation and says so "
         "only in the log",
     ]
-    model = shlex.quote(payload.model or "MODEL")
-    return Launch([f"vllm serve {model} --kv-cache-dtype oscar_int2"], environment, notes)
+    command = f"vllm serve {shlex.quote(payload.model)} --kv-cache-dtype oscar_int2"
+    return Launch([command], environment, notes)

@@ -2,17 +2,15 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rotationzoo.artifact.store import CARD, SIGNATURE
+from rotationzoo.artifact.store import SIGNATURE
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.network.tokens import check_token
-from rotationzoo.storage.folders import link
-from rotationzoo.zoo.signing.check import check_installed, claimed_signer, parse_bundle
-from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer, read_key
+from rotationzoo.zoo.signing.check import UNSIGNED, check_installed, claimed_signer, gathered
+from rotationzoo.zoo.signing.signer import Signer, read_key
 
 # GitHub sets the second for jobs with `id-token: write` alone.
 _CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
@@ -44,32 +42,17 @@ class SigningTool:
         self.key, self.trust_config = key, trust_config
         self.signer = None if key is None else read_key(key, private=True)
         """The signer that its signatures name. None before the first keyless one, whose
-        certificate says who it is, unless `identify` knows it before."""
-
-    @_refusals()
-    def identify(self) -> None:
-        """Set the signer of keyless signatures before the first one, where the token of a GitHub
-        job says who it is. Raises `RotationZooError` for a job without a token."""
-        if self.signer is not None or not can_sign_in_ci():
-            return
-        import jwt
-
-        claims = jwt.decode(_find_token() or "", options={"verify_signature": False})
-        # What Fulcio writes into the certificate (its oid-info.md: Build Signer URI).
-        if claims.get("iss") == GITHUB_ACTIONS and "job_workflow_ref" in claims:
-            identity = f"https://github.com/{claims['job_workflow_ref']}"
-            self.signer = Signer(identity=identity, issuer=GITHUB_ACTIONS)
+        certificate says who it is."""
 
     @_refusals()
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
-        """The signature of these files (name -> file or content), which its statement calls
-        `name` together, and who it shows as its signer. Raises `RotationZooError`."""
+        """The signature of these files (name -> file or content) but `UNSIGNED`, which its
+        statement calls `name` together, and who it shows as its signer. Raises
+        `RotationZooError`."""
         from model_signing import hashing, signing
 
-        # Both lie in the folder of an artifact, so a reader's tool must not ask for them.
-        ignored = hashing.Config().set_ignored_paths(
-            paths=[CARD, SIGNATURE], ignore_git_paths=False
-        )
+        # They lie in the folder of an artifact, so a reader's tool must not ask for them.
+        ignored = hashing.Config().set_ignored_paths(paths=[*UNSIGNED], ignore_git_paths=False)
         config = signing.Config().set_hashing_config(ignored)
         if self.key is not None:
             config.use_elliptic_key_signer(private_key=self.key)
@@ -77,17 +60,12 @@ class SigningTool:
             # Anew for each signature: the token of a CI job expires within minutes, and an upload
             # between two signatures may take longer.
             config.use_sigstore_signer(identity_token=_find_token(), trust_config=self.trust_config)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder, target = Path(scratch) / name, Path(scratch) / SIGNATURE
-            folder.mkdir()
-            for path, content in files.items():
-                if isinstance(content, bytes):
-                    (folder / path).write_bytes(content)
-                else:
-                    link(content, folder / path)
+        with gathered(files, name) as folder:
+            target = folder.with_name(SIGNATURE)
             config.sign(folder, target)
             data = target.read_bytes()
-        self.signer = claimed_signer(parse_bundle(data, "the new signature"), name) or self.signer
+        if isinstance(claimed := claimed_signer(data, name), Signer):
+            self.signer = claimed
         assert self.signer is not None
         return data, self.signer
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
 from support.models import save_tiny
-from support.tensors import stored_statistics
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
@@ -20,11 +18,9 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.engines import formats
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.gather import gather_files
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.hadamard import hadamard
 from rotationzoo.recipe import Data
 
 
@@ -68,7 +64,6 @@ def test_a_gguf_keeps_everything_else(made, tmp_path):
             assert after.fields[name].contents() == field.contents(), name
             assert after.fields[name].types == field.types, name
     assert after.fields["rotationzoo.artifact"].contents() == artifact.identity
-    assert after.fields["rotationzoo.engine_hadamard"].contents() is False
     assert any("cancels the calibrated one" in note for note in done.launch.notes)
     assert done.launch.environment == {
         "LLAMA_KV_NO_HADAMARD": "1",
@@ -80,45 +75,6 @@ def test_a_gguf_keeps_everything_else(made, tmp_path):
     options = Options(base=next(done.path.glob("*.gguf")))
     with pytest.raises(RotationZooError, match="has rotations already"):
         exported("llama.cpp", artifact, tmp_path / "again", options=options)
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_the_engines_own_hadamard_is_counted_on(made, tmp_path, dim):
-    """llama.cpp's attention rotation: all of a key, blocks of 64 of a value. After it, what is
-    stored is `x R` again; without the option it would cancel the calibrated Hadamard of the
-    keys."""
-    artifact = made(head_dim=dim)
-    options = Options(base_for(artifact, tmp_path), engine_hadamard=True)
-    done = exported("llama.cpp", artifact, tmp_path, options=options)
-    assert "LLAMA_ATTN_ROT_DISABLE" not in done.launch.environment
-    rotate = engines.read_llama(done.path, {}, 2)
-    sylvester = {64: hadamard(64).float().numpy(), dim: hadamard(dim).float().numpy()}
-    for layer in layers_of(artifact):
-        for side, block in (("key", dim), ("value", 64)):
-            rows, matrix = rows_of(layer, side), matrices(artifact, layer, side, pooled=True)
-            graph = rotate(side, layer.index, rows.numpy())
-            blocks = graph.reshape(*graph.shape[:-1], -1, block) @ sylvester[block]
-            stored = blocks.reshape(graph.shape)
-            assert np.abs(stored - (rows @ matrix).numpy()).max() < 2e-4
-    first, value = (
-        matrices(artifact, layers_of(artifact)[0], side, pooled=True)[0]
-        for side in ("key", "value")
-    )
-    moment = stored_statistics(artifact)["layers.0.query.second_moment"].mean(0)
-    _, basis = torch.linalg.eigh(moment)
-    overlap = (basis.mT @ (first.double() @ hadamard(dim))).abs()
-    # R alone is not what such an engine should have.
-    assert (overlap.amax(0) > 0.999).all(), "columns of R H are eigenvectors"
-    keys, values = gather_files([next(done.path.glob("*.gguf"))]).values()
-    assert torch.allclose(keys.content.rotation[0], first, atol=1e-6)
-    assert torch.allclose(values.content.rotation[0], value, atol=1e-6)
-
-
-def test_an_engine_that_does_not_rotate_small_heads(made, tmp_path):
-    artifact = made(head_dim=32)
-    options = Options(base_for(artifact, tmp_path), engine_hadamard=True)
-    with pytest.raises(RotationZooError, match="rotates no heads of dimension 32"):
-        exported("llama.cpp", artifact, tmp_path, options=options)
 
 
 def test_bases_that_do_not_fit(made, tmp_path):
@@ -200,7 +156,7 @@ def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path,
     (tmp_path / "model.gguf").write_bytes(b"no model")
     needing = [
         partial(export, artifact, Request("llama.cpp", tmp_path / "out")),
-        partial(import_, Import([tmp_path / "model.gguf"], tmp_path / "out")),
+        partial(import_, Import([tmp_path / "model.gguf"], tmp_path / "out", "demo")),
     ]
     for command in needing:
         with pytest.raises(RotationZooError, match="gguf is not installed") as refused:

@@ -8,17 +8,14 @@ from contextlib import contextmanager
 import pytest
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage.files import digest
 from rotationzoo.zoo.signing.check import (
     LIMIT,
     Signed,
     check_signature,
     make_demand,
-    parse_bundle,
 )
 
 FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
-HASHES = {name: digest(data) for name, data in FILES.items()}
 
 
 @pytest.fixture
@@ -28,13 +25,12 @@ def signed(keys) -> dict:
 
     data, signer = SigningTool(keys.ours).sign(FILES, "oscar-0123")
     assert signer == make_demand(signers=[str(keys.public)]).signers[0]
-    assert parse_bundle(data, "it").files == HASHES
     return json.loads(data)
 
 
 def check(content: dict, keys) -> None:
     demand = make_demand(signers=[str(keys.public)])
-    check_signature(Signed("it", HASHES, json.dumps(content).encode()), demand)
+    check_signature(Signed("it", FILES, json.dumps(content).encode()), demand)
 
 
 def test_it_holds_as_it_is(signed, keys):
@@ -84,7 +80,7 @@ def stating(change: Callable[[dict], object]) -> Callable[[dict], None]:
 )
 def test_a_signature_that_lacks_a_part_or_states_something_else_is_damaged(signed, keys, change):
     change(signed)
-    with pytest.raises(RotationZooError, match="the signature of it is damaged"):
+    with pytest.raises(RotationZooError, match=r"the signature of it (is damaged|does not hold)"):
         check(signed, keys)
 
 
@@ -130,7 +126,7 @@ def test_a_certificate_that_is_none(signed, keys, certificate):
 @pytest.mark.hostile("size")
 def test_a_signature_that_is_too_large(keys):
     with pytest.raises(RotationZooError, match="no signature has more than"):
-        check_signature(Signed("it", HASHES, b" " * (LIMIT + 1)), make_demand())
+        check_signature(Signed("it", FILES, b" " * (LIMIT + 1)), make_demand())
 
 
 @pytest.mark.hostile("malformed")
@@ -138,4 +134,4 @@ def test_a_signature_that_is_too_large(keys):
 def test_a_signature_that_is_no_json(data):
     """Also where the extra is not installed."""
     with pytest.raises(RotationZooError, match="the signature of it is damaged"):
-        check_signature(Signed("it", HASHES, data), make_demand())
+        check_signature(Signed("it", FILES, data), make_demand())
