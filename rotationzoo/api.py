@@ -90,8 +90,8 @@ def calibrate(
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
-    * `model`: a hub id, a local folder, or `demo`, a small model that ships with this package; or a
-      model that you loaded, which runs as it is, with its `tokenizer`;
+    * `model`: a hub id, a local folder, a GGUF file, or `demo`, a small model that ships with this
+      package; or a model that you loaded, which runs as it is, with its `tokenizer`;
     * `output`: the artifact folder, by default `rotations/MODEL-RECIPE`. If it already holds the
       artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
       its checkpoint;
@@ -210,7 +210,7 @@ def evaluate(
 ) -> Evaluated:
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
-    * `model`: a hub id, a local folder, or `demo`;
+    * `model`: a hub id, a local folder, a GGUF file, or `demo`;
     * `artifacts`: an artifact, its folder, or several of either;
     * `save`: add the report to each artifact;
     * `engine`: measure what this engine serves of the artifacts, such as `vllm`. It picks the

@@ -110,8 +110,9 @@ def find(model: str, revision: str | None = None) -> Source:
             hint="check the path, or give a hub id such as Qwen/Qwen3-8B",
         )
     with _hub_errors(model, revision):
-        config = huggingface_hub.hf_hub_download(model, "config.json", revision=revision)
-    folder = Path(config).parent
+        folder = Path(
+            huggingface_hub.hf_hub_download(model, "config.json", revision=revision)
+        ).parent
     check_configs(folder, model)
     # The hub's cache names a snapshot's folder after its commit.
     return Source(model, folder, folder.name)
