@@ -24,6 +24,7 @@ from rotationzoo.codec.budget import has_room
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
+from rotationzoo.model.files import is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import memory_limits, weights_bytes
@@ -158,7 +159,8 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
     assert isinstance(dtype, torch.dtype)
     loaded = stored
-    if not loads_stored or is_dequantized(known.config):
+    dequantized = is_dequantized(known.config) or is_gguf(known.source.folder)
+    if not loads_stored or dequantized:
         loaded = dtype.itemsize * model.num_parameters()
     on_cpu = job.torch_device == "cpu"
     memory = total_memory(on_cpu, spread=job.device_map is not None)

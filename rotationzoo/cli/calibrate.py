@@ -76,7 +76,10 @@ class Settings(options.Loading):
 def calibrate_command(
     model: Annotated[
         str,
-        argument("A hub id, a local folder, or demo: a small model that ships with rotationzoo."),
+        argument(
+            "A hub id, a local folder, a GGUF file (of a hub: REPOSITORY:FILE), or demo: a small "
+            "model that ships with rotationzoo."
+        ),
     ],
     settings: Settings,
     out: Output,

@@ -112,7 +112,7 @@ Engine = Annotated[EngineName | None, option("Engine", "--for")]
 Json = Annotated[bool, option("Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, option("Print names only.", "--quiet", "-q")]
 
-ModelName = Annotated[str, argument("A hub id, a local folder, or demo.")]
+ModelName = Annotated[str, argument("A hub id, a local folder, a GGUF file, or demo.")]
 ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
 OutputFolder = Annotated[
     Path | None, option("Artifact folder, by default MODEL-RECIPE in rotations.", "--output", "-o")

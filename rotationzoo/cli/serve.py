@@ -61,6 +61,7 @@ def serve_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers, shares_blocks
     from rotationzoo.model.compatibility import check_weights
+    from rotationzoo.model.files import is_gguf
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.vllm import KEY
@@ -69,6 +70,12 @@ def serve_command(
     from rotationzoo.vllm.settings import Options, make_settings
 
     source = find(model, revision)
+    if is_gguf(source.folder):
+        raise RotationZooError(
+            f"{model} is a GGUF file, which vLLM does not read here",
+            hint="serve the model that it was converted from, or export for llama.cpp: rotationzoo "
+            "export ROTATIONS --for llama.cpp --base MODEL.gguf",
+        )
     config = load_config(source)
     full, has_others = full_attention_layers(config), shares_blocks(config)
     # A hub id stays what it is, because vLLM finds its files in the same cache.

