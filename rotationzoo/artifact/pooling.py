@@ -49,7 +49,8 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     `check_pooled` does.
     """
     _check_statistics(artifact)
-    # Means are not fitted again but copied from the artifact.
+    # Means are not fitted again but copied from the artifact, since statistics recovered from
+    # imported files have none.
     left_out = dict.fromkeys(("center_keys", "center_values", "feedback"), False)
     recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
     moments = None if artifact.statistics is None else sums(artifact.statistics)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rotationzoo.artifact.layout import Layout, Shapes, split_name, tensor_name
+from rotationzoo.artifact.layout import Layout, Shapes, matrix_count, split_name, tensor_name
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.recipe import Recipe
@@ -54,8 +54,11 @@ def _name(layer: int, kind: str, field: str) -> str:
     return tensor_name(layer, kind, field)
 
 
-def statistics_layout(recipe: Recipe, geometry: Geometry) -> Layout:
-    """The tensors that `statistics.safetensors` must hold."""
+def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
+    """The tensors that `statistics.safetensors` must hold. Imported files may lack eigenvalues;
+    then no statistics can be recovered from them."""
+    if imported:
+        return Layout(_recovered_shapes(recipe, geometry), "_moment")
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         for kind, dim in statistic_dims(layer, recipe).items():
@@ -68,3 +71,15 @@ def statistics_layout(recipe: Recipe, geometry: Geometry) -> Layout:
             shapes[_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)
             shapes[_name(layer.index, kind, "count")] = torch.int64, ()
     return Layout(shapes)
+
+
+def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
+    """The statistics that are recovered from an imported file's eigenvalues and rotations."""
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        heads = matrix_count(recipe, layer.kv_heads)
+        for side in layer.sides:
+            moment = torch.float64, (heads, layer.dims[side], layer.dims[side])
+            for kind in recipe.target_kinds(side):
+                shapes[_name(layer.index, kind, "second_moment")] = moment
+    return shapes

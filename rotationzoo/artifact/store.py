@@ -127,14 +127,14 @@ class Artifact:
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The tensors of a file, as `read_tensors` gives them by the recipe and the geometry."""
         if name not in self._examined:
+            claimed = self.recipe, self.geometry, self.manifest.imported is not None
             if name == ROTATIONS:
-                imported = self.manifest.imported is not None
-                layout = rotation_layout(self.recipe, self.geometry, imported)
+                layout = rotation_layout(*claimed)
             else:
                 # Whoever reads rotations alone, as a server does, needs no statistics.
                 from rotationzoo.artifact.statistics_layout import statistics_layout
 
-                layout = statistics_layout(self.recipe, self.geometry)
+                layout = statistics_layout(*claimed)
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)

@@ -79,10 +79,11 @@ class Claim:
 
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, superfluous, misshapen or not finite."""
-        layout = rotation_layout(self.recipe, self.geometry, self.imported)
+        claimed = self.recipe, self.geometry, self.imported
+        layout = rotation_layout(*claimed)
         problems = tensor_problems(rotation_tensors(rotations), layout)
         if statistics is not None:
-            layout = statistics_layout(self.recipe, self.geometry)
+            layout = statistics_layout(*claimed)
             problems += tensor_problems(statistics_tensors(statistics), layout)
         return problems
 

@@ -99,9 +99,10 @@ class Average:
     second_moment: torch.Tensor
     """`[H, D, D]`, exactly symmetric."""
     mean: torch.Tensor | None = None
-    """`[H, D]`. None for key energy."""
+    """`[H, D]`. None for key energy, and for imported files."""
     count: torch.Tensor | None = None
-    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`."""
+    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`; for
+    imported files it is None."""
 
 
 Averages = dict[int, dict[str, Average]]
