@@ -15,10 +15,10 @@ from rotationzoo.linalg.composition_table import DATA_FREE
 from rotationzoo.model import centering, loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
-from rotationzoo.sides import SIDES
+from rotationzoo.sides import LATENT, SIDES
 
 Files = dict[str, RotationFile]
-"""Side -> its file: `key` and `value`."""
+"""Side -> its file: `key` and `value`, or `latent`."""
 
 # The default names of `.pt` files. A GGUF file is found only if the user names it.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
@@ -29,13 +29,18 @@ _CHECK = "check the model"
 
 
 def gather_files(files: Sequence[Path]) -> Files:
-    """Read the key side and the value side from the given files, or from a folder with one pair.
+    """Read the key side and the value side from the given files, or from a folder with one pair; or
+    the latents from a folder with a file for each layer.
 
     Raises `RotationZooError` if a side is missing, unidentified or damaged, and if two files do not
     belong together.
     """
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir():
+        if oscar_pt.latent_files(paths[0]):
+            latents = normalise(oscar_pt.read_latents(paths[0]))
+            check_matrices(latents)
+            return {LATENT: latents}
         paths = _pair_in(paths[0])
     pair = _pair_of([file for path in paths for file in _read_file(path)])
     pair = {side: normalise(file) for side, file in pair.items()}

@@ -1,4 +1,5 @@
-"""Importing other tools' rotation files as an artifact, with their matrices unchanged."""
+"""Importing other tools' rotation files as an artifact, with their matrices unchanged, and with the
+statistics that can be recovered from them."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,22 +12,30 @@ import torch
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
+from rotationzoo.engines.formats.oscar_pt import latent_files
 from rotationzoo.engines.gather import Files, find_geometry, gather_files
 from rotationzoo.engines.rotation_file import describe
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
+from rotationzoo.linalg.compositions import recover_basis
+from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.linalg.orthogonality import ORTHOGONAL
 from rotationzoo.model import loading
 from rotationzoo.model.source import has_weights, weights_fingerprint
 from rotationzoo.recipe import Recipe, name_of
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
-from rotationzoo.storage.files import sha256
+from rotationzoo.sides import LATENT
+from rotationzoo.storage.files import digest, sha256
 from rotationzoo.storage.folders import check_writable
 from rotationzoo.writer import check_replaceable, library_versions
 
 _SERVED = ("key_clip", "value_clip", "sink", "recent")
 _PUBLISHED = "oscar-v1"
+# Rotations of latents, by the name that the index has for them. Their server clips none.
+_OF_LATENTS = {"name": "oscar-latent", "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
+_OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ def import_(job: Import) -> Artifact:
     names = {key: name_of(value) for key, value in stated.items() if isinstance(value, str)}
     fingerprint = weights_fingerprint(source) if has_weights(source) else None
     rotations = _rotations_of(files, recipe, geometry)
+    statistics, unrecovered = _recover_statistics(rotations, recipe)
     seconds = round(time.monotonic() - started, 3)
     content = {
         # The fingerprint is of the weights that the user names; nothing in the files confirms it.
@@ -82,7 +92,7 @@ def import_(job: Import) -> Artifact:
             "files": measured,
             "objectives": {side: file.content.objective for side, file in files.items()},
             "calibration": {**stated, **names},
-            "notes": notes,
+            "notes": [*notes, *unrecovered],
         },
         "identity": identity,
         "versions": library_versions(),
@@ -90,15 +100,17 @@ def import_(job: Import) -> Artifact:
         "metrics": {"orthogonality_error": rotations.orthogonality_error},
     }
     hint = "fetch the files again, or ask who made them"
-    return write_sound_artifact(job.output, rotations, None, content, hint=hint)
+    return write_sound_artifact(job.output, rotations, statistics or None, content, hint=hint)
 
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
     """The recipe, where the user's word overrides the files' own, and remarks on what neither
     states. Raises `RotationZooError` for what no recipe allows."""
     first, published = next(iter(files.values())), PRESETS[_PUBLISHED]
+    of_latents = first.side == LATENT
     composition, notes = _composition_of(files, group_size)
-    notes += [note for file in files.values() for note in file.notes]
+    converted = [note for file in files.values() for note in file.notes]
+    notes = [*converted, *notes] if of_latents else [*notes, *converted]
     per_head = any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
@@ -107,6 +119,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         "center_keys": bool(first.content.mean),
         "group_size": group_size,
     }
+    stated |= _OF_LATENTS if of_latents else {}
     for side, file in files.items():
         statistic, _ = describe(file)
         if statistic is not None:
@@ -124,8 +137,10 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
             f"{first.path.name} says what no recipe can: {first_sentence(error)}"
         ) from error
     if not stated.keys() >= set(_SERVED):
-        assumed = f"{recipe.key_clip:g}/{recipe.value_clip:g} and {recipe.sink}/{recipe.recent}"
-        notes.append(f"the files do not say clip ratios or windows; assumed are {assumed}")
+        clips = f"{recipe.key_clip:g}/{recipe.value_clip:g} and "
+        what, clips = ("windows", "") if of_latents else ("clip ratios or windows", clips)
+        assumed = f"{clips}{recipe.sink}/{recipe.recent}"
+        notes.append(f"the files do not say {what}; assumed are {assumed}")
     # How the matrices are served does not matter for the name.
     served = {"name", "group_size", *_SERVED}
     if recipe.model_dump(exclude=served) == published.model_dump(exclude=served):
@@ -137,6 +152,13 @@ def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str
     """The composition of the matrices as far as the files state it, and remarks."""
     stated = sorted({composition for _, composition in map(describe, files.values())})
     composition = stated[0]
+    if LATENT in files:
+        if composition != GIVEN and files[LATENT].group_size == group_size:
+            return composition, []
+        return GIVEN, [
+            "nothing says how the matrices were made; of OSCAR's tool for latents, which names its "
+            "folder c_kv_rcov_phblock_g128, in its groups, they would be checked against a model"
+        ]
     if len(stated) > 1:
         return GIVEN, [f"keys and values have different compositions: {' and '.join(stated)}"]
     if composition == "r_pbr_hblock" and group_size is None:
@@ -147,7 +169,14 @@ def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str
 
 
 def _measure(path: Path) -> dict[str, Any]:
-    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}
+    """The name, bytes and sha256 of a file; of a folder of latents, the bytes of the files of all
+    layers together, and a sha256 of their names and hashes."""
+    if not path.is_dir():
+        return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}
+    paths = latent_files(path)
+    lines = "".join(f"{sha256(file)}  {file.name}\n" for file in paths)
+    size = sum(file.stat().st_size for file in paths)
+    return {"name": path.name, "size": size, "sha256": digest(lines.encode())}
 
 
 def _finished_artifact(job: Import, identity: Mapping[str, str]) -> Artifact | None:
@@ -185,3 +214,25 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
 
 def _copy(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     return tensor.expand(shape).clone(memory_format=torch.contiguous_format)
+
+
+def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages, list[str]]:
+    """The second moments `Sigma = U diag(lambda) U^T`, float64 `[H or 1, D, D]`, of every side that
+    has eigenvalues and a known composition; or none and a remark that says why."""
+    averages: Averages = {}
+    error = rotations.orthogonality_error
+    # `not <=` instead of `>`, because NaN must not pass.
+    if not error <= ORTHOGONAL:
+        off = f"the matrices are off orthogonality by {error:.0e}"
+        return {}, [f"{off}, so no statistics are recovered from them"]
+    for layer, side, rotation in rotations.each() if recipe.has_eigenbasis else ():
+        if rotation.eigenvalues is None:
+            continue
+        basis = recover_basis(rotation.matrix, recipe.composition, recipe.group(rotation.dim))
+        moment = basis @ torch.diag_embed(rotation.eigenvalues.double()) @ basis.mT
+        (kind,) = recipe.target_kinds(side)
+        averages.setdefault(layer, {})[kind] = Average((moment + moment.mT) / 2)
+    if averages or recipe.composition in DATA_FREE:
+        return averages, []
+    lacking = "the files have no eigenvalues, or an unknown composition"
+    return {}, [f"no statistics can be recovered: {lacking}"]

@@ -15,6 +15,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import orthogonality
 from rotationzoo.linalg.composition_table import COMPOSITIONS, DATA_FREE, GIVEN
 from rotationzoo.model.files import MOST_LAYERS
+from rotationzoo.sides import LATENT
 
 # How far rounding may push an eigenvalue below zero, relative to the largest.
 _NEGATIVE = 1e-4
@@ -24,6 +25,9 @@ STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
 _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
 # These names state neither statistic nor composition, so `describe` assumes OSCAR's usual ones.
 _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
+# What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
+# of latents, a permutation, and Hadamard matrices over groups of channels.
+_OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST_TEXT = 1000
 
@@ -33,10 +37,11 @@ class RotationFile:
     """One side as a file holds it."""
 
     path: Path
+    """The file; for latents, the folder with a file for each layer."""
     format: str
-    """`V1`, `V2`, `V3`, `tensors` or `GGUF`."""
+    """`V1`, `V2`, `V3`, `tensors`, `GGUF` or `latents`."""
     side: str | None
-    """`key` or `value`; None if neither the file nor its name says which."""
+    """`key`, `value` or `latent`; None if neither the file nor its name says which."""
     content: SideMatrices
     calibration: Mapping[str, Any] = field(default_factory=dict)
     """The file's own statement of how it was made."""
@@ -48,6 +53,8 @@ class RotationFile:
     def group_size(self) -> int | None:
         """Channels that share a scale; None if the file does not say."""
         group = self.calibration.get("group_size")
+        if self.side == LATENT and (fitted := _OF_LATENTS.fullmatch(self.content.objective)):
+            group = int(fitted[1])
         return group if isinstance(group, int) and group > 0 else None
 
 
@@ -76,8 +83,10 @@ def normalise(file: RotationFile) -> RotationFile:
 def describe(file: RotationFile) -> tuple[str | None, str]:
     """The statistic and the composition of a file in a recipe's words, from its objective and its
     `calibration` entry: None if it states or needs no statistic, and `given` if it names no known
-    composition."""
+    composition. A folder of latents says them by its name alone."""
     name = file.content.objective
+    if file.side == LATENT:
+        return None, "r_pbr_hblock" if file.group_size else GIVEN
     said = file.calibration.get(f"{file.side}_statistic")
     statistic = said if said in (*STATISTICS.values(), "output") else None
     if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", name):

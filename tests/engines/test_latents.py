@@ -1,4 +1,4 @@
-"""Rotations of latents (MLA): the folder that SGLang reads, and refusals."""
+"""Rotations of latents (MLA): the folder that SGLang reads, files of others, and refusals."""
 
 import re
 
@@ -9,23 +9,30 @@ from engines_table import PAGE
 from support import architectures
 from support.engine_artifacts import OSCAR, WRITTEN, made  # noqa: F401
 from support.models import save_family
+from support.oscar_files import refused
 from support.recipes import QUICK
 
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.collect import collect
 from rotationzoo.checks import membership
 from rotationzoo.checks.membership import Candidate, check_membership
+from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export, launch_line
+from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
-from rotationzoo.errors import UsageError
-from rotationzoo.recipe import Data
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.linalg import compositions
+from rotationzoo.linalg.composition_table import GIVEN
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import Data, Recipe
 
+FITTED = "c_kv_rcov_phblock_g16"
 RANK = 32
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two models of one architecture."""
+    """Two models of one architecture, and one with heads."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("mine", "other"):
         save_family("deepseek_v3", folder / name, kv_lora_rank=RANK)
@@ -36,30 +43,146 @@ def models(tmp_path_factory):
             if parameter.ndim >= 2:
                 parameter.normal_(std=0.25)
     other.save_pretrained(folder / "other")
+    save_family("llama", folder / "heads")
     return folder
 
 
-def test_a_file_for_each_layer(made, tmp_path):  # noqa: F811
-    artifact = made("deepseek_v3", QUICK)
-    done = export(artifact, Request("sglang-mla", tmp_path / "out"))
+@pytest.fixture(scope="module")
+def moments(models):
+    """Layer -> the second moment of the latents of `mine`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models / "mine").eval()
+    ids = torch.randint(3, 2000, (4, 256), generator=torch.Generator().manual_seed(1))
+    statistics = collect(model, geometry_of(model), [ids], Recipe())
+    return {layer: kinds["latent"].second_moment for layer, kinds in statistics.items()}
+
+
+@pytest.fixture
+def write(tmp_path, moments):
+    """Writes a folder as OSCAR's tool for latents does: U P H, with H over groups of 16."""
+
+    def folder_of(name: str = FITTED, entry=lambda layer, matrix, values: matrix):
+        folder = tmp_path / name
+        folder.mkdir()
+        for layer, moment in moments.items():
+            values, basis = compositions.eigenbasis(moment)
+            matrix = compositions.compose(basis, "r_pbr_hblock", 16)[0].float()
+            torch.save(entry(layer, matrix, values[0].float()), folder / f"layer_{layer}.pt")
+        return folder
+
+    return folder_of
+
+
+def read(folder, models, model="mine", **options) -> Artifact:
+    output = folder.with_name(f"{folder.name}-{model}")
+    return import_(Import([folder], output, model=str(models / model), **options))
+
+
+def test_published_files_come_back_equal(write, models):
+    folder = write()
+    artifact = read(folder, models)
+    assert artifact.recipe.composition == "r_pbr_hblock"
+    assert (artifact.recipe.group_size, artifact.recipe.name) == (16, "oscar-latent")
+    assert artifact.statistics is None
+    assert "no statistics can be recovered" in " ".join(artifact.manifest.imported.notes)
+    assert verify(artifact).ok
+    done = export(artifact, Request("sglang-mla", folder.with_name("exported")))
     assert len(done.files) == architectures.LAYERS
     for name in done.files:
-        written = torch.load(done.path / name)
+        given, returned = (torch.load(each / name) for each in (folder, done.path))
+        assert torch.equal(given, returned)
         rotation = artifact.rotations[int(re.findall(r"\d+", name)[0])].key
-        assert torch.equal(written, rotation.matrix[0])
+        assert torch.equal(returned, rotation.matrix[0])
     assert done.launch.environment["SGLANG_OSCAR_MLA_KV_ROTATION_PATH"] == str(done.path)
+    assert done.launch.environment["SGLANG_OSCAR_MLA_KV_GROUP_SIZE"] == "16"
 
 
-def test_a_run_tells_a_member_from_a_stranger(models, tmp_path, monkeypatch):
+def test_statistics_are_recovered_from_eigenvalues(write, models, moments):
+    def table(layer, matrix, values):
+        transform = {"latent": "cov", "centered": True, "orthogonal": True}
+        mean = torch.full((RANK,), 0.5)
+        tensors = {"rotation": matrix, "q_rotation": matrix.clone(), "eigenvalues": values}
+        return {**tensors, "mean": mean, "transform": transform}
+
+    artifact = read(write(entry=table), models)
+    for layer, moment in moments.items():
+        found = artifact.statistics[layer]["latent"].second_moment
+        assert (found - moment).abs().max() < 1e-5 * moment.abs().max()
+        assert torch.equal(artifact.rotations[layer].key.mean, torch.full((1, RANK), 0.5))
+    assert verify(artifact).ok
+
+
+def test_a_run_tells_a_member_from_a_stranger(write, models, monkeypatch):
     monkeypatch.setattr(membership, "TEXT", Data(tokens=2048, length=256))
-    recipe = QUICK.model_copy(update={"data": Data(tokens=1024, length=256)})
-    artifact = calibrate(Job(str(models / "mine"), recipe, tmp_path / "artifact", device="cpu"))
-    mine = check_membership(artifact, Candidate(model=str(models / "mine")))
+    folder = write()
+    mine = check_membership(read(folder, models), Candidate(model=str(models / "mine")))
     assert not mine.foreign
     assert mine.lowest > 0.8
-    stranger = check_membership(artifact, Candidate(model=str(models / "other")))
+    other = read(folder, models, "other")
+    stranger = check_membership(other, Candidate(model=str(models / "other")))
     assert stranger.foreign
     assert stranger.lowest < 0.15
+
+
+def test_a_folder_of_another_name_says_nothing_of_how_it_was_made(write, models):
+    artifact = read(write("k3_latent_rot"), models)
+    assert artifact.recipe.composition == GIVEN
+    with pytest.raises(RotationZooError, match="holds no eigenbasis"):
+        check_membership(artifact, Candidate(model=str(models / "mine")))
+
+
+def test_groups_are_those_of_the_matrices_or_nothing_is_recovered(write, models):
+    """With other groups, the basis and the statistics would be wrong, and `verify` none the
+    wiser."""
+
+    def table(layer, matrix, values):
+        return {"rotation": matrix, "eigenvalues": values}
+
+    folder = write(entry=table)
+    assert read(folder, models, group_size=16).recipe.composition == "r_pbr_hblock"
+    artifact = read(folder, models, group_size=8, restart=True)
+    assert (artifact.recipe.composition, artifact.recipe.group_size) == (GIVEN, 8)
+    assert artifact.statistics is None
+    unnamed = folder.rename(folder.with_name("c_kv_rcov_phblock_g0"))
+    assert read(unnamed, models).recipe.composition == GIVEN
+    wide = unnamed.rename(folder.with_name("c_kv_rcov_phblock_g128"))
+    with pytest.raises(RotationZooError, match="groups of 128 channels do not divide heads of 32"):
+        read(wide, models)
+
+
+def test_files_that_do_not_fit_are_refused(write, models, tmp_path):
+    folder = write()
+    assert "heads is not known to cache any" in refused(read, folder, models, "heads")
+    (folder / "layer_3.pt").rename(tmp_path / "layer_3.pt")
+    assert "have no latent rotation for layer 3" in refused(read, folder, models)
+    torch.save(2 * torch.eye(RANK), folder / "layer_3.pt")
+    with pytest.raises(RotationZooError, match=r"layer 3 of .* is no orthogonal matrix"):
+        read(folder, models)
+    torch.save(torch.eye(RANK)[:8], folder / "layer_3.pt")  # a subspace that stays exact
+    with pytest.raises(RotationZooError, match=r"layer 3 of .* is no square matrix"):
+        read(folder, models)
+    torch.save({"rotation": torch.eye(RANK), "mean": torch.zeros(RANK)}, folder / "layer_3.pt")
+    assert "has no mean for layer 0" in refused(read, folder, models)
+
+
+@pytest.mark.hostile("malformed")
+def test_a_file_that_runs_code_is_refused(write, models):
+    folder = write()
+    torch.save({"rotation": torch.nn.Linear(2, 2)}, folder / "layer_0.pt")
+    assert "cannot be opened as plain tensors" in refused(read, folder, models)
+
+
+@pytest.mark.hostile("size")
+def test_a_file_that_asks_for_more_than_it_has_is_refused(write, models):
+    folder = write()
+    torch.save(torch.zeros(1).expand(1 << 20, 1 << 20), folder / "layer_0.pt")
+    assert "its tensors ask for" in refused(read, folder, models)
+
+
+def test_non_orthogonal_pairs_are_refused(write, models):
+    def table(layer, matrix, values):
+        return {"rotation": matrix, "q_rotation": 2 * matrix, "transform": {"orthogonal": False}}
+
+    assert "rotations that are not orthogonal" in refused(read, write(entry=table), models)
 
 
 def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa: F811

@@ -1,5 +1,5 @@
 """The `.pt` files of OSCAR's servers, written and read; read too are the bare tables of tensors of
-vLLM.
+vLLM, and folders with a file for each layer's rotation of latents (MLA).
 
 Version 1 has one matrix per layer, version 2 one per KV head, and version 3 adds a key mean. A file
 is `{format_version, objective, source_grouping, layers: {id: {layer_id, rotation, eigenvalues}}}`.
@@ -23,7 +23,7 @@ from rotationzoo.engines.base import Payload, SideMatrices, clip_text
 from rotationzoo.engines.rotation_file import RotationFile, as_mapping
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
-from rotationzoo.sides import SIDES
+from rotationzoo.sides import LATENT, SIDES
 from rotationzoo.storage import folders
 from rotationzoo.storage.disks import check_regular
 
@@ -120,6 +120,7 @@ def _entry(side: SideMatrices, layer: int) -> dict[str, Any]:
 # Objectives that say which side a file holds; the last ones of keys look like those of values.
 _OF_KEYS = re.compile(r"(qqt|ktk)(_|$)|identity-k$|optr_output_aware_(.*_)?k$")
 _OF_VALUES = re.compile(r"(sst|vtv)(_|$)|identity-v$|optr_output_aware_|oscar2_v_")
+_OF_A_LAYER = re.compile(r"layer_\d{1,9}\.pt")
 _COMPANIONS = ("q_rotation", "o_rotation")  # the second matrices of non-orthogonal rotations
 # Name in a file -> name here.
 _TENSORS = {"rotation": "rotation", "eigenvalues": "eigenvalues", "k_mean": "mean"}
@@ -149,8 +150,28 @@ def read_pt(path: Path) -> RotationFile:
     return RotationFile(path, version, side, content, calibration)
 
 
-def _load(path: Path) -> tuple[Mapping[str, Any], _Entries]:
-    """A file's table, and its entries by layer.
+def latent_files(folder: Path) -> list[Path]:
+    """The files of a folder's layers, each with a bare matrix of latents, or with a table of the
+    matrix, its mean and its eigenvalues."""
+    return sorted(each for each in folder.iterdir() if _OF_A_LAYER.fullmatch(each.name))
+
+
+def read_latents(folder: Path) -> RotationFile:
+    """The rotations of latents in a folder. Raises `RotationZooError` as `read_pt` does."""
+    entries: _Entries = {}
+    folder = folder.resolve()
+    for path in latent_files(folder):
+        layer = rotation_file.check_layer(path, path.stem.removeprefix("layer_"))
+        if layer in entries:
+            raise RotationZooError(f"{folder.name} has layer {layer} twice")
+        entries |= _load(path, layer)[1]
+    tensors = _tensors(folder, entries)
+    tensors["mean"] = {layer: mean.flatten() for layer, mean in tensors["mean"].items()}
+    return RotationFile(folder, "latents", LATENT, SideMatrices(objective=folder.name, **tensors))
+
+
+def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Entries]:
+    """A file's table, and its entries by layer; with a `layer`, the file holds that one's alone.
 
     Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
     bytes can ask for terabytes.
@@ -159,9 +180,14 @@ def _load(path: Path) -> tuple[Mapping[str, Any], _Entries]:
     try:
         _check_archive(path)
         on_meta = torch.load(path, map_location="meta", weights_only=True)
-        _check_sizes(path, _entries(path, on_meta))
+        _check_sizes(path, _entries(path, on_meta, layer))
         content = torch.load(path, map_location="cpu", weights_only=True)
-        table, entries = as_mapping(content), _entries(path, content)
+        table, entries = as_mapping(content), _entries(path, content, layer)
+        of_latents = entries.get(layer, {}) if layer is not None else {}
+        match of_latents:  # the inverse transposed of an orthogonal matrix is itself
+            case {"rotation": torch.Tensor() as one, "q_rotation": torch.Tensor() as other}:
+                if one.shape == other.shape and torch.allclose(one, other):
+                    del of_latents["q_rotation"]
     except RotationZooError:
         raise
     except Exception as error:  # pickle and zip files fail in many ways
@@ -212,9 +238,13 @@ def _check_sizes(path: Path, entries: _Entries) -> None:
             raise _no_rotations(path, f"its tensors ask for {total:,} bytes and it has {size:,}")
 
 
-def _entries(path: Path, content: Any) -> _Entries:
+def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
     """The entries of all layers, from a table of layers, a bare table of tensors, or one tensor
     that stacks all layers."""
+    if layer is not None:  # alone in its file, and its mean may have another name
+        content = {layer: content}
+        if "mean" in as_mapping(content[layer]):
+            content[layer] = {**content[layer], "k_mean": content[layer]["mean"]}
     if isinstance(content, torch.Tensor) and content.ndim == 3:
         content = dict(enumerate(content))
     table = as_mapping(as_mapping(content).get("layers", content))
