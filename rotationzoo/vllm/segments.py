@@ -156,8 +156,8 @@ class Reads:
     @classmethod
     def allocate(cls, prompts: int, segments: int, device: torch.device) -> "Reads":
         """One to write to."""
-        shapes = [(prompts,)] * 3 + [(prompts + 1,)] * 2
-        shapes += (segments, prompts + 1), (segments, prompts)
+        one, ends = (prompts,), (prompts + 1,)
+        shapes = one, one, one, ends, ends, (segments, *ends), (segments, *one)
         sizes = [math.prod(shape) for shape in shapes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
         return cls(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
@@ -177,8 +177,8 @@ def find_reads(
     edges = torch.arange(segments, device=contexts.device).int()[:, None] * most - begins
     offsets = torch.minimum(edges.clamp(min=0), contexts)
     counts = (torch.minimum(edges + most, gaps) - offsets).clamp(min=0)
-    bounds = (bounds_of(each) for each in (new, contexts - gaps + new, counts))
-    return Reads(contexts, starts, gaps, *bounds, offsets + starts)
+    own, exact, codes = (bounds_of(each) for each in (new, contexts - gaps + new, counts))
+    return Reads(contexts, starts, gaps, own, exact, codes, offsets + starts)
 
 
 @lru_cache(maxsize=1)  # the pages of all sizes are planned for one step

@@ -238,8 +238,8 @@ class Planner:
             assert target is not None
             target.copy_(source[:rows])
         recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]
-        of_prompts = (each[rows:].int() for each in (contexts, sink, recents, counts))
-        return find_reads(*of_prompts, many, self._segment)
+        held, starts, ends, new = (e[rows:].int() for e in (contexts, sink, recents, counts))
+        return find_reads(held, starts, ends, new, many, self._segment)
 
     def _forget(self, pages: torch.Tensor) -> None:
         """Let these pages have no copies. Page 0 never has any."""
