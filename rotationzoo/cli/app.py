@@ -32,7 +32,7 @@ _GROUPS = {
     "Signatures": "signers issuer require_signature trust_config sign adopt_index",
     "For experts (--for picks most)": "feedback bits key_bits value_bits format rounding sink "
     "recent windows clip pooled rivals uncentered prefill_chunk "
-    "prefill_layout absorb absorbed",
+    "prefill_layout",
 }
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 _VALUES = {int: "N", float: "N", str: "TEXT", Path: "PATH"}

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rotationzoo.cli import options
 from rotationzoo.cli.options import option
-from rotationzoo.cli.output import Output, say, show_lines
-from rotationzoo.cli.progress_bar import show_progress
+from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
 
@@ -34,61 +33,31 @@ def export_command(
         str | None,
         option("llama.cpp: the model that the base was converted from, to compare them."),
     ] = None,
-    absorb: Annotated[
-        str | None, option("Write this model with its values rotated.", metavar="MODEL")
-    ] = None,
-    absorbed: Annotated[
-        Path | None,
-        option("Serve this model, which --absorb wrote for the same rotations.", metavar="FOLDER"),
-    ] = None,
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
     rotationzoo export rotations/Qwen3-8B-oscar --for sglang
 
     rotationzoo export rotations/Qwen3-8B-oscar --for llama.cpp --base Qwen3-8B-Q8_0.gguf
-
-    rotationzoo export rotations/Qwen3-8B-oscar --absorb Qwen/Qwen3-8B -o Qwen3-8B-absorbed
     """
-    if (to is None) == (absorb is None):
+    if to is None:
         raise UsageError(
-            "export writes for one engine, or one model that carries the value rotation",
-            hint="name the engine: --for vllm, or --for sglang",
+            "export writes for one engine", hint="name the engine: --for vllm, or --for sglang"
         )
     from rotationzoo.artifact.store import Artifact
 
-    opened = Artifact.open(artifact)
-    for_llama_cpp = bool(base or model)
-    if to is None:
-        for_engines = pooled or uncentered or clip or windows or absorbed
-        if for_engines or for_llama_cpp:
-            hint = "give the other options with --for"
-            raise UsageError("--absorb goes with --output alone", hint)
-        from rotationzoo.engines.absorb import absorb as write_absorbed
-        from rotationzoo.storage.folders import check_writable
-
-        name = f"{artifact.resolve().name}-absorbed"
-        target = options.follow_link(output) or Path("exports") / name
-        check_writable(target)  # before the weights are fetched
-        with show_progress(out) as progress:
-            write_absorbed(opened, str(absorb), target, progress)
-        out.result({"model": str(target)}, str(target), lambda: say(str(target)))
-        if out.mode == "human":
-            out.note("Its engine needs the keys, too")
-        out.suggest("export", str(artifact), "--for", "sglang", "--absorbed", str(target))
-        return
+    opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
     request = Request(
-        engine=str(to),
+        engine=to,
         output=options.follow_link(output),
         pooled=pooled,
         uncentered=uncentered,
         clip=options.parse_clip(clip),
         windows=options.parse_window(windows),
-        absorbed=absorbed,
         options=Options(base, model),
     )
     if to != "llama.cpp" and for_llama_cpp:

@@ -162,7 +162,7 @@ def _check_order(model: str, rotations: str | None) -> None:
     if rotations is not None or not (Path(model) / "manifest.json").is_file():
         return
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.model.absorbed import model_words
+    from rotationzoo.model.own_name import model_words
 
     line = shell_line("generate", *model_words(Artifact.open(model)), "--rotations", model)
     raise UsageError(f"{model} has rotations and no model", f"give it with its model: {line}")

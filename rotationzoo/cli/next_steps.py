@@ -94,7 +94,7 @@ def suggest_step(
 ) -> None:
     """Suggest what an artifact lacks: an evaluation that it keeps, in the engine that the user
     named, and then the report on it. `model`: as in `suggest_text`."""
-    from rotationzoo.model.absorbed import model_words
+    from rotationzoo.model.own_name import model_words
 
     folder = str(artifact.folder)
     if model is None and artifact.manifest.metrics.evaluation is not None:

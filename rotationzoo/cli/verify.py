@@ -40,7 +40,7 @@ def verify_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
-    from rotationzoo.model.absorbed import model_words
+    from rotationzoo.model.own_name import model_words
     from rotationzoo.zoo.signing.check import check_artifact, make_demand
 
     demand = make_demand(**vars(signatures))
@@ -90,7 +90,7 @@ def _error_of(
     """The error for the problems that were found. Where only the model is another than that of
     imported files, this may be the user's own mistake: the files are bound to a model of which the
     run alone shows that it computes something else."""
-    from rotationzoo.model.absorbed import model_words
+    from rotationzoo.model.own_name import model_words
 
     folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
     if not verification.only_misfits:

@@ -51,8 +51,7 @@ class Payload:
     """The model as the launch command names it."""
     geometry: Geometry
     key: SideMatrices
-    value: SideMatrices | None
-    """None if the model's weights already carry the value rotation."""
+    value: SideMatrices
     clip: tuple[float, float]
     """The clip ratios of keys and of values; 1 means no clipping."""
     group_size: int | None
@@ -70,18 +69,6 @@ class Payload:
     def head_dims(self) -> set[int]:
         """All head dimensions, of keys and of values, that occur in any layer."""
         return head_dims(self.geometry)
-
-    @property
-    def value_or_identity(self) -> SideMatrices:
-        """The value rotations, or identities if the weights carry them.
-
-        Some engines insist on a value rotation, and the identity does nothing.
-        """
-        if self.value is not None:
-            return self.value
-        dims = {layer.index: layer.value_dim for layer in cached_layers(self.geometry)}
-        matrices = {layer: torch.eye(dims[layer]) for layer in self.key.rotation}
-        return SideMatrices(matrices, "identity")
 
 
 @dataclass(frozen=True)

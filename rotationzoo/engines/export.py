@@ -19,7 +19,7 @@ from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.figures import change
-from rotationzoo.model.absorbed import RECORD, model_words, read_record
+from rotationzoo.model.own_name import model_words
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.storage.files import recover, regular_file, sha256, size_of
@@ -73,24 +73,6 @@ def _earlier_files(target: Path) -> list[str]:
     return names
 
 
-def check_absorbed(artifact: Artifact, folder: Path) -> str:
-    """The absolute path of a model whose weights carry the value rotation. Raises
-    `RotationZooError` unless its record names this very artifact."""
-    record = read_record(folder)
-    if record is None:
-        command = f"rotationzoo export {shlex.quote(str(artifact.folder))} --absorb MODEL"
-        raise RotationZooError(
-            f"the weights of {folder} do not carry the value rotation of an artifact: it has no "
-            f"{RECORD}",
-            hint=f"make such a copy with: {command}",
-        )
-    if record.artifact != artifact.identity:
-        raise RotationZooError(
-            f"{folder} carries the value rotation of another artifact", hint="export that one"
-        )
-    return str(folder.absolute())
-
-
 @dataclass(frozen=True)
 class Exported:
     """A finished export."""
@@ -123,8 +105,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
         hint = f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}"
         raise RotationZooError(f"{artifact.folder} is not exported: {problems[0]}", hint)
     reduced = list_reductions(artifact, settled)
-    changed_model = check_absorbed(artifact, request.absorbed) if request.absorbed else None
-    payload = assemble_payload(artifact, settled, changed_model)
+    payload = assemble_payload(artifact, settled)
     with disk_errors(target), folders.temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, request.options)
         notes = [*launch.notes, *_notes_of_artifact(artifact, launch)]

@@ -10,7 +10,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.engines import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
-from rotationzoo.model.absorbed import find_model
+from rotationzoo.model.own_name import find_model
 from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.sides import EVERY_SIDE, rows_of
 from rotationzoo.storage.files import digest
@@ -24,15 +24,13 @@ Provenance = dict[str, str | int | float | bool]
 """Only primitives, so that a `.pt` file loads without running code."""
 
 
-def provenance(
-    artifact: Artifact, pools: bool, uncentered: bool, absorbed: bool, served: Provenance
-) -> Provenance:
+def provenance(artifact: Artifact, pools: bool, uncentered: bool, served: Provenance) -> Provenance:
     """The provenance of an export, with the serving parameters `served`: model, recipe and text of
     a calibration, or what imported files stated. The other flags say how the artifact was reduced:
-    pooled over heads, without means, or without the values, which the weights carry."""
+    pooled over heads, or without means."""
     # The generation id is the same for both sides of an export and differs between artifacts and
     # reductions. An import refuses two files whose ids differ.
-    reduction = f"{artifact.identity} {pools} {uncentered} {absorbed}"
+    reduction = f"{artifact.identity} {pools} {uncentered} False"  # as in earlier exports
     generation = digest(reduction.encode())[:32]
     pooling = "layer" if pools else artifact.recipe.pooling
     manifest, recipe = artifact.manifest, artifact.recipe
@@ -80,8 +78,6 @@ class Request:
     """Clip ratios of keys and of values, instead of the artifact's own."""
     windows: tuple[int, int] | None = None
     """Sink and recent tokens, instead of the artifact's own."""
-    absorbed: Path | None = None
-    """The model, written by `absorb`, whose weights already carry the value rotation."""
     options: Options = field(default_factory=Options)
 
 
@@ -110,9 +106,9 @@ def dropped_means(artifact: Artifact, request: Request) -> list[str]:
     return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
-def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | None) -> Payload:
-    """The engine's payload, for a settled request and the copy of the model whose weights carry the
-    value rotation. Raises `RotationZooError` if rotations should be pooled and cannot be."""
+def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
+    """The engine's payload, for a settled request. Raises `RotationZooError` if rotations should be
+    pooled and cannot be."""
     recipe = artifact.recipe
     pools = request.pooled and artifact.rotations.per_head
     uncentered = dropped_means(artifact, request)
@@ -126,15 +122,15 @@ def assemble_payload(artifact: Artifact, request: Settled, changed_model: str | 
     if recipe.group_size is not None:
         served["group_size"] = recipe.group_size
     return Payload(
-        model=changed_model or _model_to_serve(artifact),
+        model=_model_to_serve(artifact),
         geometry=artifact.geometry,
         key=key,
-        value=None if request.absorbed else value,
+        value=value,
         clip=request.clip,
         group_size=recipe.group_size,
         sink=sink,
         recent=recent,
-        provenance=provenance(artifact, pools, bool(uncentered), bool(request.absorbed), served),
+        provenance=provenance(artifact, pools, bool(uncentered), served),
     )
 
 

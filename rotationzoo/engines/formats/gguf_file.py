@@ -68,7 +68,7 @@ def rotation_tensors(payload: Payload) -> dict[str, np.ndarray]:
     """Tensor name -> the matrix `[D, D]` that the file holds, keys before values."""
     tensors = {}
     for side, matrices in zip(SIDES, (payload.key, payload.value), strict=True):
-        for layer, matrix in matrices.rotation.items() if matrices else ():
+        for layer, matrix in matrices.rotation.items():
             name = f"blk.{layer}.attn_{side[0]}_rot.weight"
             tensors[name] = np.ascontiguousarray(matrix.mT.numpy())
     return tensors

@@ -64,7 +64,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     notes = {
         **payload.provenance,
         "key_objective": payload.key.objective,
-        "value_objective": payload.value.objective if payload.value else "in the weights",
+        "value_objective": payload.value.objective,
     }
     name = f"{base.stem}-rot-kv.gguf"
     gguf_file.write_copy(reader, work / name, tensors, notes)
@@ -164,7 +164,7 @@ def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> L
         environment["LLAMA_KV_CLIP_RATIO"] = clip_text(payload.clip[0], off=1)
         environment["LLAMA_KV_HP_SINK"] = str(payload.sink)
         environment["LLAMA_KV_HP_RECENT"] = str(payload.recent)
-    if architecture == "gemma4" and payload.value is not None:
+    if architecture == "gemma4":
         environment["LLAMA_KV_V_ROT"] = "1"
     notes = {
         "needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)": of_oscar,
@@ -178,8 +178,6 @@ def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> L
         compared: True,
         "keep the base: llama.cpp itself refuses the copy, whose rotations it does not know (wrong "
         "number of tensors)": True,
-        "no value rotation is written: the base must be converted from weights that carry "
-        "it": payload.value is None,
     }
     applying = [note for note, applies in notes.items() if applies]
     return Launch([command], environment, applying)

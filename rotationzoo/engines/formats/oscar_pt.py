@@ -34,13 +34,12 @@ def write_pair(work: Path, final: Path, payload: Payload, prefix: str) -> dict[s
     """Write both sides to `work`, and return the variables that a server reads, whose names begin
     with `prefix`: the paths of the two files in `final`, and the clip ratios.
 
-    With a key mean both sides have version 3, otherwise each has the lowest that can hold it, and
-    so has the identity of values whose rotation is in the weights.
+    With a key mean both sides have version 3, otherwise each has the lowest that can hold it.
     """
-    key, value = payload.key, payload.value_or_identity
+    key, value = payload.key, payload.value
     key_name, value_name = _file_name("k", key), _file_name("v", value)
     version, value_version = _lowest_version(key), _lowest_version(value)
-    if version == 3 and payload.value is not None:  # both files of a run share one name
+    if version == 3:  # both files of a run share one name
         value_version, value_name = version, key_name.replace("k_", "v_", 1)
     write_pt(work / key_name, _content("k", key, payload.provenance, version))
     write_pt(work / value_name, _content("v", value, payload.provenance, value_version))
