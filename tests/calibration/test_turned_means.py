@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.jobs import job
-from support.models import save_family
+from support.models import attention_calls, load_saved, load_tokenizer, save_family
 from support.recipes import QUICK
 from typer.testing import CliRunner
 
@@ -17,9 +17,6 @@ from rotationzoo.cli.app import app
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.linalg.moments import TURNED, sums
-from rotationzoo.model import loading
-from rotationzoo.model.capture import capture, decoder
-from rotationzoo.model.source import find
 from rotationzoo.model.turning import turn_means
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.rows import read_corpus
@@ -37,17 +34,12 @@ def made(tmp_path_factory) -> Artifact:
 @pytest.fixture(scope="module")
 def keys() -> dict[int, torch.Tensor]:
     """Layer -> the keys `[H, rows, T, D]` past the sink."""
-    source = find("demo")
-    rows = read_corpus(TEXT, loading.load_tokenizer(source)).rows
-    model = loading.load(source, loading.load_config(source), "cpu", torch.float32)
-    found: dict[int, torch.Tensor] = {}
-
-    def observe(layer, query, key, *_):
-        found[layer] = key[:, :, RECIPE.sink :].transpose(0, 1).double()
-
-    with torch.no_grad(), capture(model, observe):
-        decoder(model)(input_ids=torch.stack(list(rows)), use_cache=False)
-    return found
+    rows = torch.stack(list(read_corpus(TEXT, load_tokenizer("demo")).rows))
+    calls = attention_calls(load_saved("demo"), [rows])
+    return {
+        layer: key[:, :, RECIPE.sink :].transpose(0, 1).double()
+        for layer, [(_, key, _, _)] in calls.items()
+    }
 
 
 def test_keys_vary_less_about_their_turned_mean(made, keys):

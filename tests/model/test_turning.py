@@ -5,36 +5,24 @@ import torch
 import transformers
 from support import architectures
 from support.architectures import families
-from support.models import save_family
+from support.models import attention_calls, load_saved, save_family
 
-from rotationzoo.model import loading
-from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.model.source import find
 from rotationzoo.model.turning import find_turnings
 
 # All channels are turned, or some; sliding layers have a RoPE of their own.
 TURNED = ("llama", "phi3", "gemma3", "gemma4", "glm4_moe", "minimax_m2", "doge")
-TOKENS = 40
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, pad_token_id=0,
 )  # fmt: skip
 
 
-@torch.no_grad()
-def keys_of(model, row) -> dict[int, torch.Tensor]:
-    """The keys `[1, H, T, D]` of each layer."""
-    keys: dict[int, torch.Tensor] = {}
-    with capture(model, lambda layer, query, key, *_: keys.setdefault(layer, key.double())):
-        model(input_ids=row[None], use_cache=False)
-    return keys
-
-
 def check_turning_back(model) -> None:
     """All positions of a row of one token have the same key before RoPE."""
     turnings = find_turnings(model, geometry_of(model))
-    for layer, key in keys_of(model, torch.full((TOKENS,), 5)).items():
+    for layer, [(_, key, *_)] in attention_calls(model, [torch.full((1, 40), 5)]).items():
+        key = key.double()
         before = turnings[layer].turn_back(key)
         largest = key.abs().max()
         assert (key - key[:, :, :1]).abs().max() > largest / 2
@@ -49,21 +37,18 @@ def test_keys_are_turned_back(name):
 
 @families(("llama", "gemma3", "glm4_moe"))
 def test_frequencies_are_not_rounded_to_a_models_type(name, tmp_path):
-    source, found = find(str(save_family(name, tmp_path))), []
+    folder, found = save_family(name, tmp_path), []
     for dtype in (torch.float32, torch.bfloat16):
-        model = loading.load(source, loading.load_config(source), "cpu", dtype)
+        model = load_saved(folder, dtype)
         found.append(find_turnings(model, geometry_of(model)))
     assert found[0].keys() == found[1].keys() != set()
     for layer, turning in found[0].items():
         assert torch.equal(turning.frequencies, found[1][layer].frequencies)
 
 
-def test_interleaved_pairs_are_turned_back():
+def test_interleaved_pairs_and_scaled_angles_are_turned_back():
     torch.manual_seed(0)
     check_turning_back(transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL)).eval())
-
-
-def test_scaled_angles_are_turned_back():
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     yarn["original_max_position_embeddings"] = 512
     check_turning_back(architectures.build("llama", rope_parameters=yarn))
