@@ -1,7 +1,6 @@
 """Keys are stored without their mean only where attention ignores it: tried on every model,
 whatever it is called."""
 
-import json
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -119,18 +118,6 @@ def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
         assert note.startswith("keys keep their mean, although the recipe oscar centers them: ")
         assert note in card
     assert calibrate(job).identity == made.identity, "the same job"
-
-
-def test_the_command_says_so(folders, inside, tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("sink: 8\nrecent: 8\n", encoding="utf-8")
-    words = ["calibrate", folders("gpt_oss"), "--recipe", recipe, "--tokens", 192, "--length", 32]
-    for more in ((), ("--dry-run", "--restart"), ("--json",)):
-        result = inside(*words, *more)
-        assert result.returncode == 0, result.stderr
-        assert "Note: keys keep their mean" in result.stderr
-    notes = json.loads(inside(*words, "--dry-run", "--json").stdout)["notes"]
-    assert len(notes) == 1
 
 
 def test_only_loaded_weights_may_show_it(folders, tmp_path, monkeypatch):
