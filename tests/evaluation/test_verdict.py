@@ -12,6 +12,7 @@ from support.reports import arm, exact, recall
 from rotationzoo.artifact.scores import LengthScore
 from rotationzoo.evaluation import verdict
 from rotationzoo.evaluation.verdict import holm, judge_window, sign_flip
+from rotationzoo.report.tables import comparison_table
 
 TEXTS = 12
 
@@ -73,6 +74,24 @@ def test_texts_that_give_no_error_give_no_verdict(losses):
     assert not any(row["clear"] for row in verdict["comparisons"])
     errors = [row["standard_error"] for row in verdict["comparisons"]]
     assert (errors == [None]) == (len(losses) == 1)
+
+
+def test_what_feedback_adds_is_paired():
+    """Whatever the arms are called."""
+    made = {"kind": "artifact", "artifact": "a" * 64}
+    arms = {
+        "a": arm("a", [2.0, 3.0], **made),
+        "b": arm("b", [1.0, 1.0], kind="artifact", artifact="b" * 64),
+        "a+pooled": arm("a+pooled", [5.0, 5.0], pooled=True, **made),
+        "c": arm("c", [1.9, 2.7], rounding="feedback", **made),
+    }
+    verdict = judge_window(arms, ["a"], exact([100, 100]))
+    assert [row.other for row in verdict.comparisons] == ["b", "a+pooled"]
+    (added,) = verdict.feedback
+    assert (added.arm, added.answers) == ("c", None)
+    assert added.log_perplexity_difference == pytest.approx(-0.2)
+    assert added.standard_error == pytest.approx(0.1)
+    assert comparison_table(verdict, {}).rows[-1][-2] == "-0.2000 ±0.1000"
 
 
 def answered(correct: str, shift: float = 0.0, wobble: float = 0.01) -> dict:
