@@ -199,7 +199,10 @@ def test_the_default_has_a_budget_that_options_and_engines_leave_out():
         planned(images="photo", bits=2.5)
     for keys in ({"feedback": False}, {"data": {"audio": "sound"}}, {"bits": None}):
         assert from_dict(keys, "the file").bits is None
-    assert from_dict({"key_bits": 3, "value_bits": 2.5}, "the file").bits is None
+    of_file = from_dict({"key_bits": 3, "value_bits": 2.5}, "the file")
+    assert of_file.bits is None
+    chosen = with_budget(of_file, Budget(2.25))
+    assert [chosen.bits, chosen.key_bits, chosen.value_bits] == [2.25, None, None]
     assert from_dict({"value_clip": 0.9}, "the file").bits == 3.0
 
 
@@ -221,11 +224,6 @@ def test_a_default_budget_that_cannot_be_is_left_out_with_a_note(tmp_path):
         assert made.recipe.bits is None
         assert not made.rotations.has_budget
         assert any(says in note for note in made.manifest.notes), made.manifest.notes
-
-
-def test_another_budget_takes_the_place_of_the_files():
-    chosen = with_budget(from_dict({"key_bits": 3, "value_bits": 2.5}, "the file"), Budget(2.25))
-    assert [chosen.bits, chosen.key_bits, chosen.value_bits] == [2.25, None, None]
 
 
 def test_a_cache_stores_every_side_in_its_own_bits(model, made):
