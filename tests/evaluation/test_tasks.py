@@ -22,6 +22,7 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
+from rotationzoo.figures import duration
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import Data
@@ -235,6 +236,11 @@ def test_the_values_of_options():
         TaskSettings(lengths=(1,)).check()
     with pytest.raises(UsageError, match="--questions"):
         TaskSettings(questions=0).check()
+
+
+def test_what_questions_will_take_is_rounded_up():
+    told = {5: "5 seconds", 100: "2 minutes", 5400: "1.5 hours"}
+    assert {seconds: duration(seconds) for seconds in told} == told
 
 
 @pytest.mark.parametrize("keep", [0, 100, -5, math.nan])

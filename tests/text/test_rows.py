@@ -143,11 +143,6 @@ def test_bad_sources(tmp_path, tokenizer):
     with pytest.raises(RotationZooError, match="texts is no file that ends with"):
         read_corpus(small(tmp_path / "texts"), tokenizer)
     assert "line 2 of" in mistake("broken.jsonl", '{"text": "fine"}\n{"text": \n')
-    assert "no column text or messages or conversations: it has body" in mistake(
-        "other.jsonl", '{"body": "x"}\n'
-    )
-    with pytest.raises(RotationZooError, match="there is no file"):
-        read_corpus(small(tmp_path / "absent.jsonl"), tokenizer)
     with pytest.raises(RotationZooError, match="nobody/nothing could not be read"):
         read_corpus(small("nobody/nothing"), tokenizer)
 
