@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support.jobs import SMALL, job
-from support.models import edited_weights, save_tiny
+from support.models import (
+    attention_calls,
+    edited_weights,
+    load_saved,
+    load_tokenizer,
+    save_tiny,
+)
 from support.recipes import QUICK
 from support.tensors import stored_rotations
 
@@ -19,17 +25,12 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import DAMPING
 from rotationzoo.linalg.moments import sums
-from rotationzoo.model import loading
-from rotationzoo.model.capture import capture, decoder
-from rotationzoo.model.source import find
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.text.rows import read_corpus
 
-WINDOWS = {"sink": 4, "recent": 6}
-"""Side -> the share of errors that may be left."""
-RECIPE = QUICK.model_copy(update={"data": SMALL, **WINDOWS})
+RECIPE = QUICK.model_copy(update={"data": SMALL, "sink": 4, "recent": 6})
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +54,14 @@ def made(folder, tmp_path_factory) -> Artifact:
 def captured(folder):
     """Layer -> side -> the stored rows `[KV heads, N, D]`, and those in whose second moment their
     errors count: queries or outputs `[query heads, N, D]`."""
-    source = find(str(folder))
-    text = read_corpus(SMALL, loading.load_tokenizer(source))
-    model = loading.load(source, loading.load_config(source), "cpu", torch.float32)
-    parts = {}
-
-    def observe(layer, query, key, value, output):
-        for side, rows in {"key": (key, query), "value": (value, output)}.items():
-            joined = [each.transpose(0, 1).flatten(1, 2) for each in rows]
-            parts.setdefault(layer, {}).setdefault(side, []).append(joined)
-
-    with torch.no_grad(), capture(model, observe):
-        for rows in text.batches(4):
-            decoder(model)(input_ids=rows, use_cache=False)
+    text = read_corpus(SMALL, load_tokenizer(folder))
     layers = {}
-    for layer, sides in parts.items():
-        joined = {side: zip(*batches, strict=True) for side, batches in sides.items()}
-        layers[layer] = {side: [torch.cat(each, 1) for each in two] for side, two in joined.items()}
+    for layer, calls in attention_calls(load_saved(folder), text.batches(4)).items():
+        query, key, value, output = (
+            torch.cat([rows.transpose(0, 1).flatten(1, 2) for rows in batches], 1)
+            for batches in zip(*calls, strict=True)
+        )
+        layers[layer] = {"key": (key, query), "value": (value, output)}
     return layers
 
 
@@ -107,11 +99,6 @@ def test_an_artifact_with_factors_round_trips_and_verifies(made):
     assert tensors["layers.1.value.feedback"].shape == (2, 16, 16)
     assert tensors["layers.1.key.whitening"].shape == (2, 16, 16)
     assert made.rotations.has_feedback
-    again = fit(sums(made.statistics), made.recipe, made.geometry)
-    for layer, side, rotation in again.each():
-        # Measured 0.
-        stored = tensors[f"layers.{layer}.{side}.feedback"]
-        assert torch.allclose(rotation.feedback, stored, atol=1e-5)
 
 
 def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_path):
@@ -136,7 +123,7 @@ def test_factors_are_shown_and_described(made, inside):
     assert "`layers.N.{key,value}.feedback` (`[KV heads, D, D]`)" in card
 
 
-def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path, inside):
+def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path):
     recipe = PRESETS["hadamard"].model_copy(update={"feedback": True, "data": SMALL})
     assert recipe.needs_statistics
     artifact = calibrate(job(folder, tmp_path / "hadamard", recipe))
@@ -144,43 +131,30 @@ def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path, inside):
     assert artifact.rotations.has_feedback
     with pytest.raises(RotationZooError, match="needs statistics"):
         fit(None, recipe, artifact.geometry)
-    done = inside("export", artifact.folder, "--to", "sglang", "--output", "exported", "--pooled")
-    assert done.returncode == 0, done.stderr
-    files = [path for path in (inside.folder / "exported").iterdir() if path.is_file()]
-    assert not any(b"feedback" in path.read_bytes() for path in files if path.suffix == ".pt")
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("field", "change", "words"),
     [
-        (lambda factor: factor * 1.01, "key feedback not that of the statistics"),
-        (lambda factor: factor.mT, "key feedback not upper triangular"),
-        (lambda factor: -factor, "key feedback without a positive diagonal"),
-        (lambda factor: factor.flip(0), "key feedback not that of the statistics"),
-        (lambda factor: factor.double(), "key feedback of another shape or type"),
-        (lambda factor: None, "key feedback missing"),
+        ("feedback", lambda factor: factor * 1.01, "key feedback not that of the statistics"),
+        ("feedback", lambda factor: factor.mT, "key feedback not upper triangular"),
+        ("feedback", lambda factor: -factor, "key feedback without a positive diagonal"),
+        ("feedback", lambda factor: factor.flip(0), "key feedback not that of the statistics"),
+        ("feedback", lambda factor: factor.double(), "key feedback of another shape or type"),
+        ("feedback", lambda factor: None, "key feedback missing"),
+        ("whitening", lambda whitening: whitening * 1.01, "key whitening not that of"),
     ],
 )
-def test_a_changed_factor_is_reported(made, change, words):
+def test_a_changed_factor_or_whitening_is_reported(made, field, change, words):
     def damage(layer, side, rotation):
         if (layer, side) != (1, "key"):
             return rotation
-        return replace(rotation, feedback=change(rotation.feedback))
+        return replace(rotation, **{field: change(getattr(rotation, field))})
 
     problems = check(made.rotations.replace(damage), made.statistics, made.content).problems
     assert len(problems) == 1
     assert problems[0].startswith(words)
     assert problems[0].endswith("layer 1")
-
-
-def test_a_changed_whitening_is_reported(made):
-    def damage(layer, side, rotation):
-        return replace(rotation, whitening=rotation.whitening * 1.01)
-
-    problems = check(made.rotations.replace(damage), made.statistics, made.content).problems
-    assert {problem.partition(":")[0] for problem in problems} == {
-        "key whitening not that of the statistics", "value whitening not that of the statistics",
-    }  # fmt: skip
 
 
 def test_a_factor_of_another_rotation_is_reported(made):

@@ -1,22 +1,28 @@
-"""What a dry run says of memory, held against what is allocated: term by term, and of a whole
-job."""
+"""What a dry run says of memory, held against what is allocated, and the rows that fit a pass."""
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import architectures
+from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 from support.models import save_tiny
 from support.recipes import QUICK
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration import memory
+from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.memory import Footprint
+from rotationzoo.calibration.memory import SIZED, Footprint, choose_batch
+from rotationzoo.calibration.plan import plan
+from rotationzoo.errors import UsageError
+from rotationzoo.model import placement
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import Data
+from rotationzoo.model.placement import USABLE, memory_limits, place_weights
+from rotationzoo.recipe import Data, Recipe
 
 # Of an estimate to what is allocated. Too little is what a user would find out by a crash.
 LEAST, MOST = 0.9, 1.3
@@ -115,3 +121,122 @@ def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
         == memory.total_memory(on_cpu=True, spread=True)
         == main + 30
     )
+
+
+# ---- the rows of a pass where weights are spread over devices
+
+
+GB = 10**9
+
+
+@pytest.fixture
+def needs():
+    """Rows of 2,048 tokens of a model with the widths of Qwen3-8B."""
+    model = architectures.config(
+        "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36
+    )
+    recipe = Recipe(data=Data(tokens=16 * 2048, length=2048))
+    return Footprint(recipe, [], model, batch=1, item=2, on_cpu=True)
+
+
+def machine(monkeypatch, free: int) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+
+
+def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatch):
+    limits = {"cpu": 4 * GB}
+    expected = {16: 16, 15: 8, 8: 8, 7: 6, 5: 4, 1: 1}
+    for fitting, batch in expected.items():
+        machine(monkeypatch, int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2)
+        assert choose_batch(needs, 100 * GB, limits) == batch
+    machine(monkeypatch, 0)
+    assert choose_batch(needs, 100 * GB, limits) == 1, "and the pass says that it does not fit"
+
+
+def test_what_weights_leave_is_for_the_batch(needs, monkeypatch):
+    """A whole model leaves the rest. One that does not fit gets half of the device, less whatever
+    a user gives it."""
+    largest = needs.pass_bytes(16)
+    machine(monkeypatch, int((20 * GB + largest) / USABLE) + 2)
+    assert choose_batch(needs, 20 * GB, None) == 16
+    assert choose_batch(needs, 10**12, None) == 16
+    machine(monkeypatch, int(2 * largest / USABLE) + 4)
+    assert choose_batch(needs, 10**12, None) == 16
+    machine(monkeypatch, int(largest / USABLE) + 4)
+    assert choose_batch(needs, 10**12, None) == 8
+    assert choose_batch(needs, 10**12, {"cpu": 0}) == 16
+    assert choose_batch(needs, 10**12, {"cpu": largest}) == 1
+
+
+def test_reserved_memory_gets_no_weights(monkeypatch):
+    monkeypatch.setattr(placement, "free_memory", lambda device: 10 * GB)
+    with place_weights("auto", None, reserved=2 * GB) as placed:
+        assert placed.max_memory == {"cpu": 7 * GB}
+    with place_weights("auto", "cpu=3GB", reserved=2 * GB) as placed:
+        assert placed.max_memory == {"cpu": 3 * GB}
+    monkeypatch.setattr(placement.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(placement.torch.cuda, "device_count", lambda: 2)
+    with place_weights("auto", None, reserved=2 * GB) as placed:
+        assert placed.max_memory == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
+
+
+def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "_CONTAINER", tmp_path)
+    whole = placement.free_memory("cpu")
+    assert whole > GB / 10
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("2000000\n")
+    assert placement.free_memory("cpu") == 3_000_000
+    stat = "anon 1200000\nfile 800000\ninactive_file 500000\nactive_file 200000\nshmem 100000\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    assert placement.free_memory("cpu") == 3_700_000, "files that are only cached take no room"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert placement.free_memory("cpu") > GB / 10
+
+
+def test_amounts_are_read_as_accelerate_reads_them():
+    assert memory_limits("auto", "0=4GiB,cpu=1.5GB,") == {0: 4 << 30, "cpu": 1_500_000_000}
+
+
+def test_devices_that_are_unknown_or_named_twice_or_not_here_are_refused():
+    with pytest.raises(UsageError, match="knows no device 'gpu'"):
+        memory_limits("auto", "gpu=4GiB")
+    with pytest.raises(UsageError, match="names cpu twice"):
+        memory_limits("auto", "cpu=4GiB,cpu=1GB")
+    with (
+        pytest.raises(UsageError, match="names GPU 99, and this machine has"),
+        place_weights("auto", "99=4GiB,cpu=1GB"),
+    ):
+        pass
+
+
+def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
+    """What is free changes from run to run, and a checkpoint counts batches."""
+    model = save_tiny(tmp_path / "model", num_hidden_layers=4)
+    spread = job(
+        model, tmp_path, batch=SIZED, dtype="float32", device_map="auto", max_memory="cpu=150KB"
+    )
+    expected = calibrate(replace(spread, output=tmp_path / "expected", batch=3))
+    monkeypatch.setattr(Footprint, "pass_bytes", lambda needs, batch: batch * 100)
+    room = [int((150_000 + 300) / USABLE) + 2]
+    monkeypatch.setattr(memory, "free_memory", lambda device: room[0])
+    assert SMALL.tokens // SMALL.length == 8
+    assert plan(spread).job.batch == 3
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(spread, interrupt_after(1))
+    room[0] = 10**12
+    assert plan(spread).job.batch == 3
+    assert plan(replace(spread, restart=True)).job.batch == 8
+    artifact = calibrate(spread)
+    assert rotation_bytes(artifact) == rotation_bytes(expected)
+    assert artifact.content["run"]["batch"] == 3
+    # The finished artifact is that of this job, whatever is free now.
+    before = (artifact.folder / "manifest.json").stat().st_mtime_ns
+    assert calibrate(spread).folder.joinpath("manifest.json").stat().st_mtime_ns == before
+
+
+def test_the_plan_says_how_many_rows(inside):
+    words = ["calibrate", "demo", "--dry-run", "--json", "--device", "cpu", "--length", "2048"]
+    assert json.loads(inside(*words).stdout)["batch"] == 4
+    assert json.loads(inside(*words, "--device-map", "auto").stdout)["batch"] == 16
+    assert json.loads(inside(*words, "--device-map", "auto", "--batch", "5").stdout)["batch"] == 5

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import OffloadedWeightsLoader
 from support import architectures
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
-from support.models import edit_config, edited_weights, save_family, save_tiny
+from support.models import edit_config, edited_weights, load_saved, save_family, save_tiny
 from support.tensors import stored_statistics
 
 from rotationzoo.calibration import plan as plans
@@ -63,9 +63,7 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
     assert rotation_bytes(plain) == rotation_bytes(spread)
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3-vlm", "qwen3_5-vlm", "gemma4", "gpt_oss", "mimo_v2_flash", "lfm2"]
-)
+@pytest.mark.parametrize("name", ["gemma3-vlm", "qwen3_5-vlm", "gemma4", "mimo_v2_flash", "lfm2"])
 def test_other_families_from_disk_to_a_sound_artifact(name, tmp_path):
     """Saved as their makers save them and loaded by name: vision towers, shared caches, sinks,
     unequal head dimensions."""
@@ -90,53 +88,49 @@ def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(
     assert rotation_bytes(artifact) == rotation_bytes(expected)
 
 
-def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(tiny, tmp_path):
+def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(tiny, copied_tiny, tmp_path):
     """A head that is not in the weights would be random, and so would its predictions."""
-    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    with edited_weights(folder) as weights:
+    with edited_weights(copied_tiny) as weights:
         del weights["lm_head.weight"]
     expected = calibrate(job(tiny, tmp_path / "expected"))
-    assert rotation_bytes(calibrate(job(folder, tmp_path))) == rotation_bytes(expected)
-    source = find(str(folder))
+    assert rotation_bytes(calibrate(job(copied_tiny, tmp_path))) == rotation_bytes(expected)
     with pytest.raises(RotationZooError, match=r"lm_head\.weight is missing from its weights"):
-        loading.load(source, loading.load_config(source), "cpu", torch.float32)
+        load_saved(copied_tiny)
 
 
-def test_weights_that_are_not_complete(tiny, tmp_path):
-    def spoil(name, change):
-        folder = Path(shutil.copytree(tiny, tmp_path / name))
-        change(folder)
-        with pytest.raises(RotationZooError) as caught:
-            calibrate(job(folder, tmp_path))
-        assert not (tmp_path / "out").exists()
-        return str(caught.value)
-
-    def drop_one(folder):
-        with edited_weights(folder) as weights:
-            del weights["model.layers.1.self_attn.q_proj.weight"]
-
-    def write(data: bytes):
-        return lambda folder: (folder / "model.safetensors").write_bytes(data)
-
-    whole = (tiny / "model.safetensors").read_bytes()
-    assert "model.layers.1.self_attn.q_proj.weight is missing" in spoil("dropped", drop_one)
-    assert "could not be loaded" in spoil("cut", write(whole[:-1000]))
-    pointer = b"version https://git-lfs.github.com/spec/v1\n"
-    assert "no safetensors file" in spoil("pointer", write(pointer))
-    assert "no safetensors file" in spoil("empty", write(b""))
-    gone = spoil("gone", lambda folder: (folder / "model.safetensors").unlink())
-    assert "no complete safetensors weights" in gone
+def drop_one(file: Path) -> None:
+    with edited_weights(file.parent) as weights:
+        del weights["model.layers.1.self_attn.q_proj.weight"]
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (drop_one, "model.layers.1.self_attn.q_proj.weight is missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1000]), "could not be loaded"),
+        (lambda file: file.write_text("version https://git-lfs.github.com"), "no safetensors file"),
+        (lambda file: file.write_bytes(b""), "no safetensors file"),
+        (Path.unlink, "no complete safetensors weights"),
+    ],
+    ids=["a tensor", "the end", "a pointer", "empty", "gone"],
+)
+def test_weights_that_are_not_complete(spoil, says, copied_tiny, tmp_path):
+    spoil(copied_tiny / "model.safetensors")
+    with pytest.raises(RotationZooError, match=says):
+        calibrate(job(copied_tiny, tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(
+    copied_tiny, tmp_path, monkeypatch
+):
     """Before the weights are read."""
     monkeypatch.setattr(loading, "load", None)
-    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    with edited_weights(edit_config(folder, vocab_size=100)) as weights:
+    with edited_weights(edit_config(copied_tiny, vocab_size=100)) as weights:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             weights[name] = weights[name][:100].clone()
     with pytest.raises(RotationZooError, match=r"makes token 2,0\d\d, and its embedding has 100"):
-        calibrate(job(folder, tmp_path))
+        calibrate(job(copied_tiny, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -148,18 +142,17 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(tiny, tmp_path,
         ("model_type", None),
     ],
 )
-def test_damaged_configs_get_a_sentence(key, value, tiny, tmp_path):
-    model = Path(shutil.copytree(tiny, tmp_path / "model"))
-    edit_config(model, **{key: value})
+def test_damaged_configs_get_a_sentence(key, value, copied_tiny, tmp_path):
+    edit_config(copied_tiny, **{key: value})
     with pytest.raises(RotationZooError) as caught:
-        calibrate(job(model, tmp_path))
+        calibrate(job(copied_tiny, tmp_path))
     assert caught.value.hint
     assert "\n" not in str(caught.value)
 
 
-def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
+def test_code_of_a_model_is_never_run(copied_tiny, tmp_path, monkeypatch):
     """Nor asked about: the question could be answered by whatever stands on stdin."""
-    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    model = copied_tiny
     (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
     for name, classes in {
         "config.json": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.C"},
@@ -210,10 +203,8 @@ def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, m
         if part in config
     }
     edit_config(folder, **nested, **{key: implementation})
-    source = find(str(folder))
-    loaded = loading.load_config(source)
-    built = loading.load(source, loaded, "cpu", torch.float32)
-    for model in (loading.on_meta(loaded, plain.name), built):
+    config = loading.load_config(find(str(folder)))
+    for model in (loading.on_meta(config, plain.name), load_saved(folder)):
         configs = [module.config for module in model.modules() if hasattr(module, "config")]
         assert {config._attn_implementation for config in configs} <= {"sdpa", "eager"}
     assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(plain.made)
@@ -222,10 +213,6 @@ def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, m
 def test_a_soft_cap_is_never_dropped(tmp_path):
     """sdpa, which transformers 5.17 chooses for Gemma 2, would ignore it without a word."""
     architectures.build("gemma2", attn_implementation=None).save_pretrained(tmp_path)
-    source = find(str(tmp_path))
-    config = loading.load_config(source)
-    for model in (
-        loading.on_meta(config, "gemma2"),
-        loading.load(source, config, "cpu", torch.float32),
-    ):
+    config = loading.load_config(find(str(tmp_path)))
+    for model in (loading.on_meta(config, "gemma2"), load_saved(tmp_path)):
         assert model.config._attn_implementation == "eager"

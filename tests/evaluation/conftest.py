@@ -9,6 +9,7 @@ from support.reports import short_probes
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.codec import feedback
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import PRESETS, without_budget
 
@@ -17,6 +18,14 @@ from rotationzoo.recipe.loading import PRESETS, without_budget
 def one_short_prompt():
     """For the fixtures of a module too."""
     with short_probes():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_range():
+    """Error feedback tries one range of rows in place of four, which take four times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feedback, "RANGES", (1.0,))
         yield
 
 

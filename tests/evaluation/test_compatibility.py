@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from rotationzoo.engines.absorb import absorb
 from support.engine_artifacts import exported
 from support.models import edit_config, edited_weights, save_tiny
 from support.reports import evaluate
@@ -19,7 +20,6 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.codec.formats import FINE, SGLANG, VLLM
-from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import float16_notes
 from rotationzoo.evaluation.prepare import Evaluation
@@ -38,14 +38,17 @@ SMALL = Data(tokens=1024, length=256)
 ONE_ROW = Data(tokens=512, length=512)
 
 
-def test_an_artifact_of_other_weights_is_refused_unless_it_is_wanted(tmp_path):
-    model = save_tiny(tmp_path / "other")
-    artifact = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "made")).folder
-    twin = save_tiny(tmp_path / "twin")
-    with edited_weights(twin) as weights:
+def job_of(model, *artifacts, text=ONE_ROW, **options) -> Evaluation:
+    """An evaluation that is quick: without questions, and without attention compared."""
+    folders = [getattr(artifact, "folder", artifact) for artifact in artifacts]
+    quick = {"windows": [(4, 16)], "queries": 0, "tasks": TaskSettings(()), "device": "cpu"}
+    return Evaluation(str(model), folders, text, **quick | options)
+
+
+def test_an_artifact_of_other_weights_is_refused_unless_it_is_wanted(calibrated, copied_tiny):
+    with edited_weights(copied_tiny) as weights:
         weights["model.layers.0.self_attn.q_proj.weight"] *= 2
-    options = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
-    job = Evaluation(str(twin), [artifact], ONE_ROW, **options)
+    job = job_of(copied_tiny, calibrated)
     with pytest.raises(RotationZooError, match="made for other weights") as refused:
         evaluate(job)
     assert refused.value.hint.endswith("or add --anyway")
@@ -69,48 +72,44 @@ def test_keys_far_from_zero_want_scales_in_float32(mean, is_far):
         assert float16_notes([artifact], other, SIDES) == []
 
 
-def test_an_artifact_that_was_calibrated_on_the_text_is_noted(tmp_path):
-    model = save_tiny(tmp_path / "model")
-    made = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "made")).folder
-    seen = SMALL.model_copy(update={"source": str(BUNDLED)})
-    options = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()), baselines=())
-    job = Evaluation(str(model), [made], seen, **options)
-    assert "made was calibrated on this very text" in evaluate(job)["notes"]
+def test_an_artifact_that_was_calibrated_on_the_text_is_noted(calibrated, tiny):
+    seen = calibrated.recipe.data.model_copy(update={"source": str(BUNDLED)})
+    report = evaluate(job_of(tiny, calibrated, text=seen, baselines=()))
+    assert "out was calibrated on this very text" in report["notes"]
 
 
-def test_what_does_not_fit_is_refused_before_the_weights(artifacts, tmp_path, tiny):
+def test_what_does_not_fit_is_refused_before_the_weights(calibrated, tmp_path, tiny):
     with pytest.raises(RotationZooError, match="made for a model of other layers"):
-        evaluate(Evaluation(str(tiny), artifacts[:1], SMALL))
+        evaluate(Evaluation("demo", [calibrated.folder], SMALL))
     with pytest.raises(RotationZooError, match="are too short"):
         evaluate(Evaluation("demo", [], SMALL))
     with pytest.raises(RotationZooError, match="is no artifact"):
         evaluate(Evaluation("demo", [tmp_path], SMALL))
 
 
-def test_rows_of_a_default_length_are_made_long_enough_for_the_windows(tiny, inside):
-    text = Data(tokens=512, length=64)
-    options = dict(windows=[(16, 100)], queries=0, tasks=TaskSettings(()), device="cpu")
-    with pytest.raises(RotationZooError, match="texts of 64 tokens are too short"):
-        evaluate(Evaluation(str(tiny), [], text, **options))
-    report = evaluate(Evaluation(str(tiny), [], text, fit_length=True, **options))
-    assert (report["text"]["length"], report["text"]["rows"]) == (256, 2)
+@pytest.mark.parametrize(
+    ("windows", "tokens", "length", "fitted"),
+    [
+        ((16, 100), 512, 64, 256),  # long enough for the windows
+        ((64, 256), 1024, 2048, 512),  # no more than the model has positions
+    ],
+)
+def test_rows_of_a_default_length_fit_windows_and_positions(tiny, windows, tokens, length, fitted):
+    text = Data(tokens=tokens, length=length)
+    job = job_of(tiny, text=text, windows=[windows])
+    with pytest.raises(RotationZooError, match=f"texts of {length} tokens are (too short|longer)"):
+        evaluate(job)
+    report = evaluate(replace(job, fit_length=True))
+    assert (report["text"]["length"], report["text"]["rows"]) == (fitted, 2)
 
 
-def test_rows_of_a_default_length_have_no_more_tokens_than_the_model_has_positions(tiny, inside):
-    """It has 512, fewer than the 2,048 of the default and the 4,096 that the windows ask for."""
-    options = dict(windows=[(64, 256)], queries=0, tasks=TaskSettings(()), device="cpu")
-    text = Data(tokens=1024, length=2048)
-    report = evaluate(Evaluation(str(tiny), [], text, fit_length=True, **options))
-    assert (report["text"]["length"], report["text"]["rows"]) == (512, 2)
-    result = inside("evaluate", tiny, "--windows", "64/256", "--length", 2048)
-    assert "texts of 2048 tokens are longer than the 512 positions" in result.stderr
+def test_no_length_fits_windows_longer_than_the_positions(tiny, inside):
     result = inside("evaluate", tiny, "--windows", "128/2048")
     assert "texts of 512 tokens are too short" in result.stderr
 
 
 LONG = Data(tokens=1024, length=512)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
-OPTIONS = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_rows_longer_than_the_positions_name_the_flag(model, tmp_path):
         calibrate(Job(str(model), Recipe(data=LONG), tmp_path / "out"))
     assert refusal.value.hint == "add: --length 256, or --rope-scaling yarn:2"
     with pytest.raises(RotationZooError, match="texts of 512 tokens are longer") as refusal:
-        evaluate(Evaluation(str(model), [], LONG, **OPTIONS))
+        evaluate(job_of(model, text=LONG))
     assert refusal.value.hint == "add: --length 256, or --rope-scaling yarn:2"
 
 
@@ -145,15 +144,15 @@ def test_the_manifest_has_the_scaling(scaled):
 
 
 def test_evaluate_scales_as_the_artifact_was_calibrated(model, scaled):
-    report = evaluate(Evaluation(str(model), [scaled.folder], LONG, **OPTIONS))
+    report = evaluate(job_of(model, scaled, text=LONG))
     assert report["rope_scaling"] == "yarn:2:256"
     # Random weights predict worse than chance, which is noted, too.
     assert report["notes"][0] == "the model's RoPE is scaled by yarn:2"
     assert len(report["notes"]) == 2
     with pytest.raises(RotationZooError, match="with the rope scaling yarn:2, not yarn:4"):
-        evaluate(Evaluation(str(model), [scaled.folder], LONG, rope_scaling="yarn:4", **OPTIONS))
+        evaluate(job_of(model, scaled, text=LONG, rope_scaling="yarn:4"))
     with pytest.raises(UsageError, match="--rope-scaling must be written as"):
-        evaluate(Evaluation(str(model), [], LONG, rope_scaling="4", **OPTIONS))
+        evaluate(job_of(model, text=LONG, rope_scaling="4"))
 
 
 def test_positions_that_are_those_of_the_config_need_not_be_said(model, scaled):
@@ -166,9 +165,8 @@ def test_positions_that_are_those_of_the_config_need_not_be_said(model, scaled):
 
 
 def test_an_artifact_without_the_scaling_is_noted(model, tmp_path):
-    short = Recipe(data=Data(tokens=1024, length=256))
-    plain = calibrate(Job(str(model), short, tmp_path / "plain")).folder
-    report = evaluate(Evaluation(str(model), [plain], LONG, rope_scaling="yarn:2", **OPTIONS))
+    plain = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "plain"))
+    report = evaluate(job_of(model, plain, text=LONG, rope_scaling="yarn:2"))
     assert "plain was calibrated without that scaling" in report["notes"]
 
 

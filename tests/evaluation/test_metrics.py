@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import architectures
 from support.architectures import WINDOW
+from support.models import attention_calls
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
@@ -17,7 +18,6 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.metrics import Buckets, Metrics
-from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
 from rotationzoo.recipe.loading import PRESETS
@@ -134,16 +134,7 @@ def measure_layer(model, trial: Trial, texts=TEXTS, arm="random"):
 def calls_of(model, texts=TEXTS):
     """Query, key and value `[H, T, D]` of the layer in the exact model, text by text, and what it
     returns, `[H_q, T, D]`."""
-    calls = []
-
-    def keep(layer, *tensors):
-        if layer == LAYER:
-            calls.append([tensor[0].double() for tensor in tensors])
-
-    with torch.no_grad(), capture(model, keep):
-        for ids in texts:
-            model(input_ids=ids, use_cache=False)
-    return calls
+    return [[rows[0].double() for rows in call] for call in attention_calls(model, texts)[LAYER]]
 
 
 def plain_kl(model, arm: Arm, window: int | None) -> float:

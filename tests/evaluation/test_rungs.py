@@ -10,13 +10,13 @@ from support.reports import AUTO, SIZE, decide_on, draw_answers
 from rotationzoo.api import calibrate, evaluate
 from rotationzoo.artifact.scores import Action, Decision
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec import feedback
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import decision as decisions
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.rungs import choose_rung, find_rungs, open_rungs
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
+pytestmark = pytest.mark.usefixtures("one_range")
 SMALL = {"tokens": 1024, "length": 512, "device": "cpu"}
 """Text of the model `induction`, which is quick to read."""
 
@@ -82,14 +82,6 @@ def test_what_is_chosen_keeps_as_much_in_19_of_20_seeds(shares, fewest):
         if each.action == "serve" and (fewest is None or int(each.arm) < fewest)
     ]
     assert len(wrong) <= 0.05 * seeds
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_range():
-    """Error feedback tries one range of rows in place of four, which take four times as long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feedback, "RANGES", (1.0,))
-        yield
 
 
 @pytest.fixture(scope="module")

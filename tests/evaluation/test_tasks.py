@@ -22,11 +22,13 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
+from rotationzoo.figures import duration
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.report.card import render_card
 
+pytestmark = pytest.mark.usefixtures("one_range")
 LENGTH, SHORT = 512, 352
 TEXT = Data(tokens=LENGTH, length=LENGTH)
 
@@ -184,21 +186,15 @@ def test_the_next_command(capsys):
     assert following(["a/b"], artifacts, "ask", more_questions=96) == more
 
 
-def test_the_command_line(inside, induction, tiny):
-    words = ["--tokens", 256, "--length", 256, "--windows", "16/64"]
-    words += ["--device", "cpu"]
-    shown = inside(
-        "evaluate", induction, *words, "--tasks", "needles", "--lengths", LENGTH, "--questions", 2
-    )
+def test_the_command_line(inside, induction):
+    words = "--tokens 256 --length 256 --windows 16/64 --device cpu --tasks needles"
+    shown = inside("evaluate", induction, *words.split(), "--lengths", LENGTH, "--questions", 2)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     table = lines.index("recall by task")
     assert lines[table + 1].split() == ["arm", "needles"]
     arms = [line.split()[0] for line in lines[table + 2 : table + 6]]
     assert arms == ["exact", "identity", "hadamard", "random"]
-    shown = inside("evaluate", tiny, *words, "--tasks", "none", "--json")
-    silent = json.loads(shown.stdout)
-    assert silent["exact"]["tasks"] == silent["arms"]["identity"]["tasks"] == {}
 
 
 def test_the_values_of_options():
@@ -213,6 +209,11 @@ def test_the_values_of_options():
         TaskSettings(lengths=(1,)).check()
     with pytest.raises(UsageError, match="--questions"):
         TaskSettings(questions=0).check()
+
+
+def test_what_questions_will_take_is_rounded_up():
+    told = {5: "5 seconds", 100: "2 minutes", 5400: "1.5 hours"}
+    assert {seconds: duration(seconds) for seconds in told} == told
 
 
 @pytest.mark.parametrize("keep", [0, 100, -5, math.nan])

@@ -1,5 +1,4 @@
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from rotationzoo.geometry import cached_layers, shifted_layers
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import geometry as geometries
 from rotationzoo.model import loading
-from rotationzoo.model.capture import Call, capture, check_transparent, decoder, intercept
+from rotationzoo.model.capture import capture, check_transparent, decoder
 from rotationzoo.model.geometry import geometry_of, geometry_on_meta
 from rotationzoo.recipe import Recipe
 
@@ -136,15 +135,6 @@ def test_other_models_and_towers_are_left_alone():
     assert layers == [0, 1, 2, 3]
 
 
-def test_intercept_replaces_the_output():
-    model = architectures.build("qwen3")
-    plain = read_whole(model, IDS)
-    with intercept(model, Call.run):
-        assert torch.equal(read_whole(model, IDS), plain)
-    with intercept(model, lambda call: replace(call, value=2 * call.value).run()):
-        assert not torch.allclose(read_whole(model, IDS), plain)
-
-
 def test_a_capture_that_changes_the_model_is_refused():
     model = architectures.build("qwen3")
     norm = decoder(model).norm
@@ -160,18 +150,23 @@ def test_a_capture_that_changes_the_model_is_refused():
         check_transparent(model, IDS)
 
 
-def test_two_attentions_in_a_layer_are_refused():
-    """Differential attention reads its values in two halves, neither of which is what the cache
-    stores."""
-    config = transformers.DiffLlamaConfig(**{**architectures.BASE, "num_key_value_heads": 2})
-    with pytest.raises(UnsupportedModel, match="more than once in a layer"):
-        geometry_on_meta(loading.on_meta(config, "difflama"))
+@pytest.mark.parametrize(
+    ("family", "options", "says"),
+    [
+        # Differential attention reads its values in two halves, neither of which is stored.
+        ("DiffLlama", architectures.BASE, "more than once in a layer"),
+        ("Mamba", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64), "code of its own"),
+        ("Bert", dict(architectures.BASE, is_decoder=False), "encoder"),
+        ("ViT", {}, "not a causal language model"),
+    ],
+)
+def test_what_has_no_cache_that_a_rotation_fits_is_refused(family, options, says):
+    config = getattr(transformers, f"{family}Config")(**options)
+    with pytest.raises(UnsupportedModel, match=says):
+        geometry_on_meta(loading.on_meta(config, family))
 
 
-def test_models_without_attention_or_with_a_part_called_decoder():
-    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64)
-    with pytest.raises(UnsupportedModel, match="code of its own"):
-        geometry_on_meta(loading.on_meta(mamba, "mamba"))
+def test_a_model_with_a_part_called_decoder():
     odd = transformers.ModernBertDecoderConfig(**architectures.BASE, cls_token_id=1, sep_token_id=2)
     assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 4
 
@@ -203,14 +198,6 @@ def test_attention_that_needs_values_is_left_to_the_weights():
     model = loading.on_meta(architectures.config("llama"), "llama")
     model.model.layers[1].self_attn.k_proj.forward = lambda rows: rows[rows.sum(-1) > 0]
     assert geometry_on_meta(model) is None
-
-
-def test_encoders_are_refused():
-    bert = transformers.BertConfig(**architectures.BASE, is_decoder=False)
-    with pytest.raises(UnsupportedModel, match="encoder"):
-        geometry_on_meta(loading.on_meta(bert, "bert"))
-    with pytest.raises(UnsupportedModel, match="not a causal language model"):
-        loading.on_meta(transformers.ViTConfig(), "vit")
 
 
 @pytest.mark.parametrize("meta", [True, False])

@@ -4,6 +4,7 @@ folders and repositories, and refused where transformers would read something el
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -26,8 +27,6 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.model.loading import load, load_config, load_tokenizer
 from rotationzoo.model.source import find, weights_fingerprint
 from rotationzoo.recipe import Data
-
-TEXT = "The cat sat on the mat, and\n    the dog did not."
 
 
 def write_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path:
@@ -89,28 +88,16 @@ def test_a_file_calibrates_as_its_safetensors_do(llama, file, artifact, tmp_path
     assert model.weights_fingerprint != expected.manifest.model.weights_fingerprint
 
 
-def test_weights_and_tokens_are_those_of_the_model(llama, file):
-    source, other = find(str(file)), find(str(llama))
-    loaded, expected = (
-        load(each, load_config(each), "cpu", torch.float32) for each in (source, other)
-    )
-    weights = dict(expected.named_parameters())
-    assert weights.keys() == dict(loaded.named_parameters()).keys()
-    assert all(torch.equal(each, weights[name]) for name, each in loaded.named_parameters())
-    ids, others = (load_tokenizer(each)(TEXT).input_ids for each in (source, other))
-    assert ids == others
-    assert load(source, load_config(source), "cpu", "auto").dtype == torch.bfloat16
-
-
 def test_an_artifact_belongs_to_the_file_and_to_no_other(llama, file, artifact, tmp_path):
     assert verify(artifact, str(file), None).problems == []
     other = write_model(llama, tmp_path / "other.gguf", scale=1.01)
     assert "made for other weights" in verify(artifact, str(other), None).problems[0]
-    data = Data(tokens=800, length=400)
+    data = Data(tokens=400, length=400)
     of_file, of_other = (
         Evaluation(str(each), [artifact.folder], data, device="cpu") for each in (file, other)
     )
-    assert evaluate(of_file).exact.perplexity > 1
+    exact = evaluate(of_file).exact.perplexity
+    assert exact == evaluate(replace(of_file, model=str(llama), artifacts=[])).exact.perplexity
     with pytest.raises(RotationZooError, match="made for other weights"):
         evaluate(of_other)
 
@@ -121,6 +108,7 @@ def test_the_plan_counts_dequantized_weights(file):
     assert known.refusal is None
     assert known.weights_bytes == file.stat().st_size
     assert known.peak_memory_bytes > 4 * loaded
+    assert load(known.source, known.config, "cpu", "auto").dtype == torch.bfloat16
 
 
 def test_files_in_folders_and_repositories_are_found(zoo, llama, file, tmp_path):

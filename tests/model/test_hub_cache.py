@@ -58,17 +58,16 @@ def test_it_is_said_who_redirects_to_a_host_that_is_down(zoo):
 
 
 @pytest.mark.parametrize(
-    ("named", "revision"),
+    ("named", "revision", "offline"),
     [
-        ("c" * 40, "main"),
-        (None, "main"),
-        ("{head}\n", "main"),
-        ("{head}", "v9"),
-        ("{head}", "d" * 40),
-        ("{head}", "a-part"),
+        ("c" * 40, "main", False),
+        (None, "main", True),
+        ("{head}\n", "main", False),
+        ("{head}", "v9", True),
+        ("{head}", "d" * 40, False),
+        ("{head}", "a-part", True),
     ],
 )
-@pytest.mark.parametrize("offline", [True, False])
 def test_what_is_cached_is_offered(zoo, cached, monkeypatch, named, revision, offline):
     """`named` is what the cache's file of the main branch says, if it is there."""
     head, file = zoo.hf.head(MODEL), cached / "refs" / "main"

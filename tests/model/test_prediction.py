@@ -93,9 +93,6 @@ def test_a_cache_has_the_name_that_the_model_gives_it(kind, name):
     assert cache_argument(kind(), cache) == {name: cache}
     assert given_cache({name: cache, "use_cache": True}) is cache
     assert returned_cache(SimpleNamespace(**{name: cache})) is cache
-
-
-def test_a_call_may_have_no_cache():
     assert given_cache({"input_ids": 1}) is None
     assert returned_cache(SimpleNamespace(logits=1)) is None
 

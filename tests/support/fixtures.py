@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,6 +59,12 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def copied_tiny(tiny, tmp_path) -> Path:
+    """A copy of the tiny model, to change."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rotationzoo.model import loading
+from rotationzoo.model.capture import capture, decoder
+from rotationzoo.model.source import find
 from rotationzoo.recipe import Data
 from support.places import ROOT
 
@@ -91,6 +95,32 @@ def edited_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
     weights = load_file(path)
     yield weights
     save_file(weights, path, metadata={"format": "pt"})
+
+
+def load_saved(
+    folder: Path | str, dtype: torch.dtype | str = torch.float32
+) -> transformers.PreTrainedModel:
+    """A saved model, as the commands load it."""
+    source = find(str(folder))
+    return loading.load(source, loading.load_config(source), "cpu", dtype)
+
+
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a saved model."""
+    return loading.load_tokenizer(find(str(folder)))
+
+
+@torch.no_grad()
+def attention_calls(
+    model: transformers.PreTrainedModel, batches: Iterable[torch.Tensor]
+) -> dict[int, list[tuple[torch.Tensor, ...]]]:
+    """Layer -> for each batch, the queries, keys, values and outputs `[rows, heads, T, D]` of its
+    attention."""
+    calls = defaultdict(list)
+    with capture(model, lambda layer, *rows: calls[layer].append(rows)):
+        for ids in batches:
+            decoder(model)(input_ids=ids, use_cache=False)
+    return calls
 
 
 def write_jsonl(path: Path, records: Iterable[dict]) -> Path:

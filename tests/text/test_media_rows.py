@@ -217,10 +217,10 @@ def test_what_is_no_image_is_refused(sentence, gemma3, tmp_path):
 
 @pytest.mark.hostile("size")
 def test_a_bomb_of_pixels_is_refused(gemma3, tmp_path):
-    """A small file that says it has 20,000 x 20,000 pixels."""
+    """A small file that says it has 14,000 x 14,000 pixels."""
     from PIL import Image
 
-    tiny = Image.new("1", (20_000, 20_000))
+    tiny = Image.new("1", (14_000, 14_000))
     file = io.BytesIO()
     tiny.save(file, "PNG")
     (tmp_path / "bomb.png").write_bytes(file.getvalue())

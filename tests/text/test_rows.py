@@ -1,9 +1,15 @@
-"""Documents packed into token rows, and what a fingerprint covers."""
+"""Files and data sets of text, packed into token rows, and what a fingerprint covers."""
 
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from support.models import TEXTS, small, tokenizer_that_starts_with
+from support.models import TEXTS, demo_tokenizer, small, tokenizer_that_starts_with, write_jsonl
 
+from rotationzoo.errors import RotationZooError
+from rotationzoo.text import documents
 from rotationzoo.text.rows import read_corpus
 
 
@@ -75,3 +81,102 @@ def test_batches_hold_rows_of_equal_length(jsonl, tokenizer):
     corpus = read_corpus(small(jsonl), tokenizer)
     assert [tuple(batch.shape) for batch in corpus.batches(3)] == [(3, 64), (3, 64), (2, 64)]
     assert torch.equal(torch.cat(corpus.batches(3)), torch.stack(corpus.rows))
+
+
+# ---- what becomes token ids
+
+
+def test_messages_need_a_chat_template(tmp_path, tokenizer):
+    chat = {"messages": [{"role": "user", "content": "words"}]}
+    with pytest.raises(RotationZooError, match="no chat template"):
+        read_corpus(small(write_jsonl(tmp_path / "chat.jsonl", [chat])), tokenizer)
+
+
+def test_text_that_cannot_be_tokenized(tmp_path, tokenizer):
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
+    with pytest.raises(RotationZooError, match="cannot be tokenized"):
+        read_corpus(small(tmp_path / "half.jsonl"), tokenizer)
+
+
+def test_a_chat_that_does_not_fit_the_template(tmp_path):
+    strict = demo_tokenizer()
+    strict.chat_template = "{{ raise_exception('no system role') }}"
+    chat = {"messages": [{"role": "system", "content": "x"}]}
+    path = write_jsonl(tmp_path / "chat.jsonl", [chat])
+    words = "does not fit the model's chat template: no system role"
+    with pytest.raises(RotationZooError, match=words):
+        read_corpus(small(path), strict)
+
+
+# ---- files and data sets of text: what is read, and what is refused
+
+
+def test_text_and_parquet_and_another_column(jsonl, tokenizer, tmp_path):
+    plain = tmp_path / "text.txt"
+    plain.write_text("\n".join(TEXTS))
+    assert len(read_corpus(small(plain), tokenizer).rows) == 8
+    table = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"body": TEXTS}), table)
+    assert len(read_corpus(small(table, column="body"), tokenizer).rows) == 8
+    with pytest.raises(
+        RotationZooError, match="no column text or messages or conversations: it has body"
+    ):
+        read_corpus(small(table), tokenizer)
+
+
+def test_bad_sources(tmp_path, tokenizer):
+    def mistake(name, content):
+        path = tmp_path / name
+        path.write_text(content)
+        with pytest.raises(RotationZooError) as caught:
+            read_corpus(small(path), tokenizer)
+        return str(caught.value)
+
+    assert "holds no text" in mistake("empty.jsonl", "")
+    assert "holds no text" in mistake("blank.jsonl", '{"text": ""}\n')
+    assert "holds no text" in mistake("empty.txt", "")
+    assert re.fullmatch(
+        r"short.txt has \d+ tokens, too few for a row of 64", mistake("short.txt", "a few words")
+    )
+    assert "no file that ends with .jsonl, .txt, .parquet" in mistake("table.csv", "text\nhello\n")
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(RotationZooError, match="texts is no file that ends with"):
+        read_corpus(small(tmp_path / "texts"), tokenizer)
+    assert "line 2 of" in mistake("broken.jsonl", '{"text": "fine"}\n{"text": \n')
+    with pytest.raises(RotationZooError, match="nobody/nothing could not be read"):
+        read_corpus(small("nobody/nothing"), tokenizer)
+
+
+@pytest.mark.parametrize("content", [5, ["a"], {"a": 1}, [{"from": "human"}]])
+def test_content_that_is_no_text(content, tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "odd.jsonl", [{"text": content}])
+    shown = content[0] if isinstance(content, list) else content
+    says = re.escape(f"has {shown!r} where a text or a list of chat messages should be")
+    with pytest.raises(RotationZooError, match=says):
+        read_corpus(small(path), tokenizer)
+
+
+def test_text_that_is_not_utf_8(tmp_path, tokenizer):
+    (tmp_path / "latin.txt").write_bytes("na\xefve".encode("latin-1"))
+    with pytest.raises(RotationZooError, match="no UTF-8 text"):
+        read_corpus(small(tmp_path / "latin.txt"), tokenizer)
+
+
+def test_only_as_much_is_read_as_may_be_used(tmp_path, tokenizer, monkeypatch):
+    """A text file comes in pieces, also where it has no line ends, and a long one is not read to
+    its end."""
+    path = tmp_path / "long.txt"
+    path.write_text("word " * 400_000)
+    pieces = [record["text"] for record in documents._pieces(path)]
+    assert "".join(pieces) == path.read_text()
+    assert max(map(len, pieces)) <= 2 * documents._PIECE
+    read_so_far = []
+
+    def count_pieces(path):
+        for piece in pieces:
+            read_so_far.append(piece)
+            yield {"text": piece}
+
+    monkeypatch.setattr(documents, "_pieces", count_pieces)
+    assert read_corpus(small(path), tokenizer).tokens == 512
+    assert len(read_so_far) < len(pieces)
