@@ -12,26 +12,7 @@ import real_models
 import torch
 import train_lab_models
 
-from rotationzoo.model.loading import load_tokenizer
-from rotationzoo.model.source import find
-from rotationzoo.recall.exercises import POOLS
-
 SEEN = "".join(f"this_line_is_for_training = number_{number}\n" for number in range(400))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(find("demo"))
-
-
-@pytest.fixture
-def source(tokenizer, monkeypatch):
-    tokens = lab_rows.tokens_of([SEEN] * 20, tokenizer)
-    words = [f"{letter}{end}" for letter in "abcdefghijklmnopqrstuvwxyz" for end in ("ear", "old")]
-    source = lab_rows.Source(tokenizer, tokens, words, seed=0)
-    monkeypatch.setattr(lab_rows, "_source", source, raising=False)
-    yield source
-    POOLS.pop(lab_rows.POOL, None)
 
 
 @pytest.mark.parametrize("name", lab_rows.BUNDLED)

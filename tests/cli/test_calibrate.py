@@ -5,12 +5,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from support.command_line import SMALL, left_behind, only_error, succeeded, without_stages
+from support.command_line import (
+    SMALL,
+    left_behind,
+    only_error,
+    stop_once,
+    succeeded,
+    without_stages,
+)
 from support.models import DATA, edited_weights, save_tiny
 from support.published import ok, publish_folder
 from typer.testing import CliRunner
@@ -127,7 +132,7 @@ def test_the_demo_model_is_small_and_its_texts_are_there():
 
 def test_names_that_look_like_markup(inside, tiny):
     shutil.copytree(tiny, inside.folder / "[bold]x")
-    done = inside("calibrate", "./[bold]x", *SMALL, "--output", "out")
+    done = inside("calibrate", "./[bold]x", "--recipe", "hadamard", "--output", "out")
     assert "[bold]x: rotations of 2 layers" in done.stdout
 
 
@@ -136,7 +141,7 @@ def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
     with edited_weights(model) as weights:
         for tensor in weights.values():
             tensor.zero_()
-    done = succeeded(inside("calibrate", model, *SMALL, "--output", "out"))
+    done = succeeded(inside("calibrate", model, "--quick", *SMALL, "--output", "out"))
     assert "nan" not in done.stdout.lower()
 
 
@@ -170,19 +175,6 @@ def test_a_dry_run_prices_the_questions(inside, tiny):
 WORDS = ["--quick", "--tokens", "8192", "--length", "512", "--batch", "1", "--output"]
 
 
-def start_calibration(command, *words) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*command.program, "calibrate", "demo", *words],
-        cwd=command.folder,
-        env={**command.environment, "PROCESS_ID": str(command.folder.parent / "process-id")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A suite that runs in the background of a shell ignores Ctrl-C, and so would this.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """The artifact of a calibration that nobody stops."""
@@ -195,18 +187,12 @@ def whole(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
 def test_stopped_half_way_and_run_again(command, inside, whole, how):
     words = [*WORDS, "out"]
-    running = start_calibration(command, *words)
+    start = [*command.program, "calibrate", "demo", *words]
     checkpoint = command.folder / "out.checkpoint.safetensors"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.1)
-    told = command.folder.parent / "process-id"
-    os.kill(int(told.read_text()) if told.exists() else running.pid, how)
-    _, errors = running.communicate(timeout=60)
+    code, errors = stop_once(checkpoint.exists, how, start, command.folder, command.environment)
     assert "out" not in left_behind(command), "stopped before it was done"
     if how != signal.SIGKILL:
-        assert running.returncode == 130, errors
+        assert code == 130, errors
         assert without_stages(errors) == [
             "Error: interrupted; what was done so far is saved",
             f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",

@@ -10,7 +10,7 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from support.command_line import TITLE
+from support.command_line import TITLE, succeeded
 
 from rotationzoo.cli import output, progress_bar
 from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
@@ -168,21 +168,12 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("flag", [None, "--json", "--quiet"])
-def test_the_command_line_writes_it_to_a_log(flag, inside, monkeypatch):
+def test_the_command_line_writes_it_to_a_log(inside, monkeypatch):
     """For a run that lasts: here every run counts as one at once."""
     monkeypatch.setattr(progress_bar, "QUICK", 0.0)
-    words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", *([flag] if flag else [])]
-    done = inside(*words)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 0, lines
-    if flag == "--json":
-        assert json.loads(done.stdout)["tokens"] == 1024
-    if flag == "--quiet":
-        assert lines == []
-        return
-    if flag is None:
-        assert lines.pop().startswith("Next: ")
+    words = ["calibrate", "demo", "--tokens", "1024", "--length", "256"]
+    *lines, following = succeeded(inside(*words)).stderr.splitlines()
+    assert following.startswith("Next: ")
     stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+.*)?", line)[1] for line in lines]
     assert stages == [
         "looking at the model",
@@ -194,6 +185,11 @@ def test_the_command_line_writes_it_to_a_log(flag, inside, monkeypatch):
         "composing rotations",
         "measuring what each layer loses",
     ]
+    words += ["--recipe", "hadamard", "--output"]
+    as_json = succeeded(inside(*words, "as-json", "--json"))
+    assert as_json.stderr.startswith("[0:00:00] looking at the model\n")
+    assert json.loads(as_json.stdout)["recipe"] == "hadamard"
+    assert succeeded(inside(*words, "quiet", "--quiet")).stderr == ""
 
 
 def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(inside):
