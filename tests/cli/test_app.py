@@ -180,9 +180,6 @@ def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, err
     assert "\x1b" not in asked_for
 
 
-# ---- in one process alone
-
-
 def test_one_of_several_processes_is_refused(inside, monkeypatch):
     """torchrun would have each of them do the whole command, into the same folder."""
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():

@@ -64,8 +64,9 @@ ln -s my-model MODEL
 # With `extdebug`, bash skips a command for which the trap fails. All is one line, because the lines
 # of a script are those of its page.
 START = (
-    'is_not_run() { for entry in "${NOT_RUN[@]}"; do '
-    '[[ $BASH_COMMAND == "$entry"* ]] && return; done; false; }; '
+    "is_not_run() { local entry command=$BASH_COMMAND; "
+    "while [[ $command =~ ^[A-Z_]+=[^\\ ]*\\ (.*) ]]; do command=${BASH_REMATCH[1]}; done; "
+    'for entry in "${NOT_RUN[@]}"; do [[ $command == "$entry"* ]] && return; done; false; }; '
     "shopt -s extdebug; trap '! is_not_run' DEBUG; "
     "trap 'echo \"Line $LINENO fails: $BASH_COMMAND\" >&2' ERR; "
 )
