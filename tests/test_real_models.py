@@ -188,7 +188,6 @@ def test_a_frame_subtracts_means_and_adds_them_again(whitened):
     assert (frame.read(rows, [2, 8], 7) - rows)[:, 1].abs().max() < 0.1
 
 
-@pytest.mark.thorough
 def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     tmp_path, tiny, whitened, monkeypatch, capsys
 ):
