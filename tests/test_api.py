@@ -20,34 +20,27 @@ from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import Pulled
 
-SLOW = {
-    "torch",
-    "transformers",
-    "datasets",
-    "modelscope",
-    "huggingface_hub",
-    "safetensors",
-    "numpy",
-}
+SLOW = {"torch", "transformers", "datasets", "modelscope", "safetensors", "numpy"}
 QUICK = """
 import rotationzoo
 dir(rotationzoo)
 rotationzoo.__version__
 from rotationzoo.codec import formats
 from rotationzoo.codec.engines import ENGINE_NAMES
-from rotationzoo.cli.app import app
-app(["--help"], standalone_mode=False)
+from rotationzoo.cli.app import main
+mistakes = "--recipe oscr", "--bits 2", "--key-bits 3", "--bits abc"
+for words in ("", "--help", *(f"calibrate demo {options}" for options in mistakes)):
+    assert "huggingface_hub" not in sys.modules or "demo" in words
+    try:
+        main(words.split())
+    except SystemExit as stopped:
+        assert bool(stopped.code) == ("demo" in words)
 """
 
 
 def test_no_slow_library_is_imported_before_it_is_needed():
     _, imported = run_apart(QUICK)
     assert not imported & SLOW
-
-
-def test_the_first_name_imports_what_it_needs():
-    _, imported = run_apart("from rotationzoo import Rotations")
-    assert "torch" in imported
 
 
 def test_the_public_names():
@@ -112,13 +105,6 @@ def test_a_loaded_model_is_not_loaded_in_another_way(options, message):
         api.calibration_job("demo", tokenizer="here")
 
 
-def test_what_cannot_be_honoured_is_refused(tmp_path):
-    with pytest.raises(RotationZooError, match="there is no recipe 'oscars'"):
-        calibrate("demo", output=tmp_path / "out", recipe="oscars")
-    with pytest.raises(RotationZooError, match="is no artifact"):
-        evaluate("demo", tmp_path)
-
-
 def test_what_people_call_shows_every_option_and_says_what_it_is():
     for public in (calibrate, evaluate, generate, pull, RotatedCache):
         parameters = signature(public).parameters
@@ -175,17 +161,6 @@ def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
         saved = evaluate("demo", other, save=True, **short)
     assert saved["sides"] == ["key", "value"]
     assert "evaluation.json" in Artifact.open("other").manifest.files
-
-
-def test_pull_returns_the_artifact(zoo, made, tmp_path):
-    assert zoo.run("push", made, "someone/zoo", "--to", "huggingface", "--json").returncode == 0
-    artifact = pull("demo", repo="someone/zoo", hub="huggingface", folder=tmp_path / "pulled")
-    assert artifact.folder == tmp_path / "pulled"
-    assert artifact.identity == Artifact.open(made).identity
-    again = pull("demo", repo="someone/zoo", hub="huggingface", folder=tmp_path / "pulled")
-    assert again.rotations.orthogonality_error < 1e-6
-    with pytest.raises(RotationZooError, match="has no rotation for other"):
-        pull("other", repo="someone/zoo", hub="huggingface")
 
 
 def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_path):

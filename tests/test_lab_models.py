@@ -11,28 +11,8 @@ import pytest
 import real_models
 import torch
 import train_lab_models
-from torch._dynamo.testing import CompileCounter
-
-from rotationzoo.model.loading import load_tokenizer
-from rotationzoo.model.source import find
-from rotationzoo.recall.exercises import POOLS
 
 SEEN = "".join(f"this_line_is_for_training = number_{number}\n" for number in range(400))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(find("demo"))
-
-
-@pytest.fixture
-def source(tokenizer, monkeypatch):
-    tokens = lab_rows.tokens_of([SEEN] * 20, tokenizer)
-    words = [f"{letter}{end}" for letter in "abcdefghijklmnopqrstuvwxyz" for end in ("ear", "old")]
-    source = lab_rows.Source(tokenizer, tokens, words, seed=0)
-    monkeypatch.setattr(lab_rows, "_source", source, raising=False)
-    yield source
-    POOLS.pop(lab_rows.POOL, None)
 
 
 @pytest.mark.parametrize("name", lab_rows.BUNDLED)
@@ -43,14 +23,6 @@ def test_files_of_the_bundled_texts_are_left_out_in_other_releases_too(name, tmp
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "installed.py").write_text(SEEN)
     assert lab_rows.read_sources([tmp_path]) == [SEEN]
-
-
-def test_the_demo_model_fits_its_package_and_its_positions():
-    model = train_lab_models.new_model(
-        train_lab_models.MODELS["demo"], train_lab_models.Size(), 0, 2048
-    )
-    assert 2 * sum(p.numel() for p in model.parameters()) < 6_000_000
-    assert model.config.max_position_embeddings == 8192
 
 
 ONE_OF_EACH_TYPE = {lab.model_type: name for name, lab in train_lab_models.MODELS.items()}
@@ -68,18 +40,6 @@ def test_the_loss_of_training_is_that_of_the_model(name):
         torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)
         weights[:, 32:] = 3
         assert train_lab_models.loss_of(model, ids, weights) != loss
-
-
-def test_the_loss_is_compiled_as_a_whole():
-    lab, size = train_lab_models.MODELS["llama"], train_lab_models.SMALL
-    model = train_lab_models.new_model(lab, size, 0, 2048)
-    counter = CompileCounter()
-    torch.compiler.reset()
-    compiled = torch.compile(train_lab_models.loss_of, backend=counter)
-    ids = torch.randint(2048, (1, 384))
-    given = model, ids, torch.ones_like(ids)
-    torch.testing.assert_close(compiled(*given), train_lab_models.loss_of(*given))
-    assert counter.frame_count == 1
 
 
 def test_a_real_models_file_is_joined_from_packages_and_compared_with_its_checksum(

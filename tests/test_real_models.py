@@ -88,11 +88,6 @@ def test_a_chat_asks_in_turns_for_the_needles_of_its_text():
             assert question.distance >= cache.recent
 
 
-def test_halves_share_no_seed():
-    seeds = [split.seed(length) for split in SPLITS.values() for length in LENGTHS]
-    assert len(set(seeds)) == len(seeds)
-
-
 def test_more_questions_begin_with_the_same_ones(tokenizer):
     cache = CacheLayout()
     few, more, later = (

@@ -40,17 +40,6 @@ for words in (
     assert not imported & {"transformers", "accelerate", "datasets", "scipy"}
 
 
-def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = inside("--help").stdout
-    journey = (
-        "demo plan calibrate inspect verify evaluate generate validate report export import list "
-        "pull push regenerate"
-    )
-    places = [shown.index(f"\n  {name} ") for name in journey.split()]
-    assert places == sorted(places)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_60_lines_and_shows_every_option_in_groups(inside, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
@@ -189,41 +178,6 @@ def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, err
     asked_for = inside("inspect", "x").stderr
     assert "Traceback" in asked_for
     assert "\x1b" not in asked_for
-
-
-# ---- JSON of a command that fails
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        ("inspect nowhere", 1, "nowhere is no artifact"),
-        ("calibrate ./nowhere", 1, "there is no folder ./nowhere"),
-        ("calibrate", 2, "Missing argument 'model'"),
-        ("calibrate demo --device x", 2, "'--device': 'x' is not one of 'auto', 'cpu', 'cuda'"),
-        (
-            "calibrate demo --tokens 0",
-            2,
-            "Invalid value for '--tokens': it must be greater than or equal to 1",
-        ),
-        ("calibrate demo --dtype int4", 2, "Invalid value for '--dtype': 'int4' is not one of"),
-        ("calibrate demo --packing tight", 2, "packing = 'tight'"),
-        ("calibrate demo --output .", 2, "no folder that can be replaced"),
-        ("calibrate demo --max-memory cpu=1GiB", 2, "--max-memory needs a device map"),
-        ("calibrate demo --device-map auto --max-memory cpu", 2, "has no amount"),
-        ("calibrate demo --device-map foo", 2, "there is no device map 'foo'"),
-        ("nonsense", 2, "No such command 'nonsense'"),
-    ],
-)
-def test_json_that_fails_is_an_object_with_the_error(inside, words, code, says):
-    result = inside(*words.split(), "--json")
-    assert result.returncode == code
-    content = json.loads(result.stdout)
-    assert set(content) == {"error", "hint"}
-    assert says in content["error"]
-    first = result.stderr.splitlines()[0]
-    assert first == f"Error: {content['error']}", "people read it where they always do"
-    assert only_error(inside(*words.split()), code) == result.stderr
 
 
 def test_one_of_several_processes_is_refused(inside, monkeypatch):

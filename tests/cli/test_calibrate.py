@@ -1,13 +1,26 @@
-"""`calibrate` as a user meets it: an empty folder, models and texts from everywhere."""
+"""`calibrate` as a user meets it: an empty folder, models and texts from everywhere, and a job that
+is stopped and goes on where it was."""
 
 import json
 import os
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
-from support.command_line import SMALL, left_behind, only_error, succeeded
+from support.command_line import (
+    SMALL,
+    left_behind,
+    only_error,
+    stop_once,
+    succeeded,
+    without_stages,
+)
 from support.models import DATA, edited_weights, save_tiny
 from support.published import ok, publish_folder
+from typer.testing import CliRunner
+
+from rotationzoo.cli.app import app
 
 KEYS = {"artifact", "model", "revision", "recipe", "layers", "tokens", "seconds"}
 
@@ -119,7 +132,7 @@ def test_the_demo_model_is_small_and_its_texts_are_there():
 
 def test_names_that_look_like_markup(inside, tiny):
     shutil.copytree(tiny, inside.folder / "[bold]x")
-    done = inside("calibrate", "./[bold]x", *SMALL, "--output", "out")
+    done = inside("calibrate", "./[bold]x", "--recipe", "hadamard", "--output", "out")
     assert "[bold]x: rotations of 2 layers" in done.stdout
 
 
@@ -128,7 +141,7 @@ def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
     with edited_weights(model) as weights:
         for tensor in weights.values():
             tensor.zero_()
-    done = succeeded(inside("calibrate", model, *SMALL, "--output", "out"))
+    done = succeeded(inside("calibrate", model, "--quick", *SMALL, "--output", "out"))
     assert "nan" not in done.stdout.lower()
 
 
@@ -154,3 +167,40 @@ def test_a_dry_run_prices_the_questions(inside, tiny):
     # Five tasks of 128 questions, 8 or fewer in a prompt, through the exact cache and five others.
     assert priced >= 5 * 128 / 8 * 100 * 6
     assert f"asks questions in rounds: at most {priced:,} tokens" in inside(*words).stdout
+
+
+# ---- interrupted
+
+WORDS = ["--quick", "--tokens", "8192", "--length", "512", "--batch", "1", "--output"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The artifact of a calibration that nobody stops."""
+    folder = tmp_path_factory.mktemp("whole") / "whole"
+    done = CliRunner().invoke(app, ["calibrate", "demo", *WORDS, str(folder)])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+def test_stopped_half_way_and_run_again(command, inside, whole, how):
+    words = [*WORDS, "out"]
+    start = [*command.program, "calibrate", "demo", *words]
+    checkpoint = command.folder / "out.checkpoint.safetensors"
+    code, errors = stop_once(checkpoint.exists, how, start, command.folder, command.environment)
+    assert "out" not in left_behind(command), "stopped before it was done"
+    if how != signal.SIGKILL:
+        assert code == 130, errors
+        assert without_stages(errors) == [
+            "Error: interrupted; what was done so far is saved",
+            f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",
+        ]
+    assert [name for name in left_behind(command) if not name.endswith(".lock")] in (
+        ["out.checkpoint.safetensors"],
+        ["out.checkpoint.safetensors", "out.checkpoint.safetensors.partial"],
+    )
+    succeeded(inside("calibrate", "demo", *words))
+    assert not [name for name in left_behind(command) if "checkpoint" in name]
+    for name in ("rotations.safetensors", "statistics.safetensors"):
+        assert (command.folder / "out" / name).read_bytes() == (whole / name).read_bytes()

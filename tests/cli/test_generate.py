@@ -61,8 +61,10 @@ def test_without_a_prompt_only_the_demo_has_one(inside, made, tiny):
 
 
 def test_quiet_prints_nothing_else(inside, made, expected):
-    shown = inside("generate", "demo", "--rotations", made, "--prompt", PROMPT, *SMALL, "--quiet")
+    words = ["generate", "demo", "--rotations", made, "--prompt", PROMPT, *SMALL, "--quiet"]
+    shown = inside(*words)
     assert (shown.stdout, shown.stderr) == (expected + "\n", "")
+    assert "makes two" in only_error(inside(*words, "--compare"), 2)
 
 
 def test_json_is_one_object_with_these_keys(inside, made, expected, tmp_path):
@@ -165,15 +167,6 @@ def test_what_is_no_prompt(inside, content, says, monkeypatch):
     with (inside.folder / "prompt").open() as piped:
         monkeypatch.setattr(sys, "stdin", piped)
         assert f"Error: standard input {says}" in only_error(inside(*words), 2)
-
-
-def test_two_prompts_and_no_file(inside, made, tiny):
-    words = ["generate", tiny, "--rotations", "none"]
-    assert "two prompts" in only_error(inside(*words, "-p", "x", "-f", "y"), 2)
-    assert "y cannot be read: No such file" in only_error(inside(*words, "-f", "y"), 2)
-    assert "makes two" in only_error(inside(*words, "-p", "x", "--quiet", "--compare"), 2)
-    error = only_error(inside("generate", made, "-p", "x"), 2)
-    assert f"rotationzoo generate demo --rotations {made}" in error
 
 
 def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):

@@ -129,8 +129,3 @@ def test_a_command_is_in_one_piece(terminal, capsys, start):
     say(f"Hint: go on with: {command}")
     assert screen.getvalue().splitlines() == ["Hint: go on with:", f"  {command}"]
     capsys.readouterr()
-
-
-def test_a_file_gets_whole_lines(capsys):
-    say(LEGEND)
-    assert capsys.readouterr().out == f"{LEGEND}\n"

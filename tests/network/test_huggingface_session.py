@@ -1,26 +1,8 @@
 """The sessions of huggingface_hub: who uses them is known to them, and to nothing else."""
 
-import contextlib
-
 import huggingface_hub
 
-from rotationzoo.network.huggingface_session import Use, asking_huggingface, limit_sessions
-
-
-def test_who_asks_is_known_inside_the_block_alone():
-    sessions = limit_sessions()
-    before = list(sessions.uses)
-    with asking_huggingface("http://one.example"):
-        with asking_huggingface("http://two.example", repeats=True):
-            endpoints = [use.endpoint for use in sessions.uses[len(before) :]]
-            assert endpoints == ["http://one.example", "http://two.example"]
-            assert sessions.uses[-1] == Use("http://two.example", repeats=True)
-        assert [use.repeats for use in sessions.uses[len(before) :]] == [False]
-    assert sessions.uses == before
-    with contextlib.suppress(KeyError), asking_huggingface():
-        assert sessions.uses[-1].endpoint == huggingface_hub.constants.ENDPOINT
-        raise KeyError
-    assert sessions.uses == before, "also after an error"
+from rotationzoo.network.huggingface_session import asking_huggingface, limit_sessions
 
 
 def test_a_client_that_is_made_anew_has_the_same_limits():

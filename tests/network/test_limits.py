@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.errors import HubError
 from rotationzoo.network import limits
 
 
@@ -30,33 +30,6 @@ def test_a_call_that_takes_longer_is_left_to_itself(caplog, monkeypatch):
     assert time.monotonic() - started < 5
     answered.set()
     assert caplog.messages.count("Waiting for slow.example") == 1, "each host is named once"
-
-
-def test_chunks_end_with_an_error_at_the_limit():
-    assert list(limits.limit_chunks([b"ab", b"cd"], 4, "it")) == [b"ab", b"cd"]
-    chunks = limits.limit_chunks([b"ab", b"cde"], 4, "it")
-    assert next(chunks) == b"ab"
-    with pytest.raises(HubError, match="it sent more than 4 bytes"):
-        next(chunks)
-    late = limits.limit_chunks([b"ab"], 4, "it", seconds=-1.0)
-    with pytest.raises(HubError, match="it sent no more than 2 bytes"):
-        next(late)
-
-
-def test_a_file_is_saved_and_the_errors_of_disk_and_network_are_kept_apart(tmp_path):
-    limits.save_chunks([b"ab", b"cd"], tmp_path / "folder" / "file", 4, "it")
-    assert (tmp_path / "folder" / "file").read_bytes() == b"abcd"
-    with pytest.raises(HubError, match="sent more than 3 bytes"):
-        limits.save_chunks([b"ab", b"cd"], tmp_path / "file", 3, "it")
-    with pytest.raises(RotationZooError, match="file cannot be written"):
-        limits.save_chunks([b"ab"], tmp_path / "file" / "file", 4, "it")
-
-    def broken():
-        yield b"ab"
-        raise ConnectionResetError("the network's")
-
-    with pytest.raises(ConnectionResetError):
-        limits.save_chunks(broken(), tmp_path / "file", 4, "it")
 
 
 def test_a_compressed_answer_is_refused():

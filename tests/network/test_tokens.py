@@ -1,4 +1,6 @@
-"""Tokens as text: what is kept out of everything that is printed."""
+"""Tokens: what is kept out of everything that is printed, and which addresses may see one.
+
+zoo/hubs/test_hubs.py has those of storage."""
 
 import pytest
 
@@ -29,3 +31,25 @@ def test_a_token_that_was_checked_is_kept_out_wherever_it_came_from():
         tokens.check_token("two words-of-a-token", "A_VARIABLE")
     assert "two" not in str(error.value)
     assert tokens.check_token(" \n", "A_VARIABLE") is None
+
+
+def test_an_origin_is_scheme_host_and_port():
+    assert tokens.origin("https://Hub.example/a?b") == tokens.origin("https://hub.example:443")
+    assert tokens.origin("http://hub.example") == ("http", "hub.example", 80)
+    assert tokens.origin("http://user@hub.example:81/x") == ("http", "hub.example", 81)
+
+
+@pytest.mark.parametrize(
+    ("url", "trusted"),
+    [
+        ("https://hub.example/api", True),
+        ("https://mirror.example:8443/api", True),
+        ("https://mirror.example/api", False),
+        ("http://hub.example/api", False),
+        ("https://hub.example.evil.example/api", False),
+        ("https://hub.example@evil.example/api", False),
+    ],
+)
+def test_only_the_origins_of_the_endpoints_are_trusted(url, trusted):
+    assert tokens.is_at(url, ["https://hub.example", "https://mirror.example:8443"]) is trusted
+    assert not tokens.is_at(url, [])

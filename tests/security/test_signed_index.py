@@ -145,7 +145,7 @@ def test_what_has_ended_is_not_signed_again_unseen(zoo, made, keys, words, later
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
 
 
-def test_each_push_counts_up_and_renews_what_ends_soon(zoo, made, keys, words, later):
+def test_each_push_counts_up_and_says_when_it_ends(zoo, made, keys):
     push = ["push", made, ZOO, "--sign", keys.ours, "--json"]
     ok(zoo.run(*push))
     first = statement_of(zoo)
@@ -153,15 +153,7 @@ def test_each_push_counts_up_and_renews_what_ends_soon(zoo, made, keys, words, l
     assert (first.hub, first.repo) == ("huggingface", ZOO)
     assert abs(datetime.date.fromisoformat(first.expires) - day).days <= 1, "midnight may pass"
     ok(zoo.run("push", made, ZOO, "--no-statistics", "--sign", keys.ours, "--json"))
-    second = statement_of(zoo)
-    assert second.counter > first.counter
-    later(120)
-    folder = ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))["path"]
-    ok(zoo.run("push", folder, ZOO, "--sign", keys.ours, "--json"))
-    assert statement_of(zoo).expires > second.expires
-    later(181)
-    zoo.forget()
-    ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
+    assert statement_of(zoo).counter > first.counter
 
 
 def test_the_counter_rises_where_the_clock_is_behind(zoo, made, keys):

@@ -1,9 +1,12 @@
 """What tests of the command line ask of a run: its one error, and the files that it left."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +49,30 @@ def run_apart(program: str, **options) -> tuple[list[str], set[str]]:
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, **options)
     *lines, modules = done.stdout.splitlines()
     return lines, set(modules.split())
+
+
+def stop_once(
+    ready: Callable[[], bool], how: int, words: list, folder: Path, environment: dict
+) -> tuple[int, str]:
+    """Start a process of the command line, and send it the signal `how` as soon as it is ready.
+    Returns its exit code and what it wrote to stderr."""
+    told = folder.parent / "process-id"
+    running = subprocess.Popen(
+        [*map(str, words)],
+        cwd=folder,
+        env={**environment, "PROCESS_ID": str(told)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background of a shell ignores Ctrl-C, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 120
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(int(told.read_text()) if told.exists() else running.pid, how)
+    _, errors = running.communicate(timeout=60)
+    return running.returncode, errors
 
 
 def left_behind(command) -> list[str]:

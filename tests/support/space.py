@@ -80,8 +80,7 @@ def _free_port() -> int:
 
 @contextmanager
 def running_space(log, seconds: int | None = None) -> Iterator[SimpleNamespace]:
-    """`hub`, `address`, and `ask(path, form, cookie, sender)`, which returns status, headers and
-    text. `sender` is the site of the form, as a browser names it.
+    """`hub`, `address`, and `ask(path, form, cookie)`, which returns status, headers and text.
 
     The Space has a token of its owner, and writes to the file `log`. It waits `seconds` for a
     request, or as long as it does otherwise.
@@ -107,9 +106,9 @@ def running_space(log, seconds: int | None = None) -> Iterator[SimpleNamespace]:
             )  # fmt: skip
         address = f"http://127.0.0.1:{port}"
 
-        def ask(path: str, form: dict | None = None, cookie="", sender="same-origin"):
+        def ask(path: str, form: dict | None = None, cookie=""):
             method = "GET" if form is None else "POST"
-            headers = {"Cookie": cookie, "Sec-Fetch-Site": sender}
+            headers = {"Cookie": cookie, "Sec-Fetch-Site": "same-origin"}
             options = dict(data=form, headers=headers, allow_redirects=False, timeout=_SECONDS)
             answer = requests.request(method, address + path, **options)
             return answer.status_code, answer.headers, answer.text

@@ -55,28 +55,21 @@ def test_a_503_on_each_request_in_turn(zoo, made, place, command):
 
 
 LASTING = [
-    ("/storage/", 503, "answered 503"),
-    ("/resolve/.*manifest", 401, "refused access"),
-    ("/resolve/.*manifest", 404, "Hugging Face"),
+    ("huggingface", "/storage/", 503, "answered 503"),
+    ("huggingface", "/resolve/.*manifest", 401, "refused access"),
+    ("huggingface", "/resolve/.*manifest", 404, "Hugging Face"),
+    ("huggingface", "/storage/", "cut", "broke off"),
+    ("huggingface", "/storage/", "flip", "sha256 differs"),
+    ("modelscope", "/storage/", "flip", "sha256 differs"),
 ]
 
 
-@pytest.mark.parametrize(("pattern", "fault", "words"), LASTING)
-def test_pull_says_what_lasts_and_leaves_nothing(zoo, listed, pattern, fault, words):
-    zoo.hf.faults += [Fault("GET", pattern, fault, 99), Fault("HEAD", pattern, fault, 99)]
-    assert words in refused(zoo.run("pull", "demo", "--index", listed))
-    assert nothing_left(zoo)
-    zoo.hf.faults.clear()
-    ok(zoo.run("pull", "demo", "--index", listed, "--json"))
-
-
-@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
-def test_a_flipped_bit_is_found(zoo, made, place, tmp_path):
-    listed = tmp_path / "zoo_index.json"
+@pytest.mark.parametrize(("place", "pattern", "fault", "words"), LASTING)
+def test_pull_says_what_lasts_and_leaves_nothing(zoo, made, tmp_path, place, pattern, fault, words):
+    hub, listed = zoo.hf if place == "huggingface" else zoo.ms, tmp_path / "zoo_index.json"
     ok(zoo.run("push", made, ZOO, "--to", place, "--index", listed, "--json"))
-    hub = zoo.hf if place == "huggingface" else zoo.ms
-    hub.faults.append(Fault("GET", "/storage/", "flip", 99))
-    refused(zoo.run("pull", "demo", "--index", listed))
+    hub.faults += [Fault("GET", pattern, fault, 99), Fault("HEAD", pattern, fault, 99)]
+    assert words in refused(zoo.run("pull", "demo", "--index", listed))
     assert nothing_left(zoo)
     hub.faults.clear()
     ok(zoo.run("pull", "demo", "--index", listed, "--json"))

@@ -26,7 +26,6 @@ def test_what_is_not_there(zoo, tmp_path):
     assert "is no index" in refused(zoo.run("list", "--index", tmp_path / "bad.json"))
     (tmp_path / "new.json").write_text('{"schema": 99, "entries": []}')
     assert "schema 99" in refused(zoo.run("list", "--index", tmp_path / "new.json"))
-    assert "regenerate --plan" in refused(zoo.run("regenerate"), code=2)
 
 
 def test_what_is_published_and_not_pulled_is_listed_with_what_it_is(zoo):
@@ -127,14 +126,3 @@ def test_rotations_for_scaled_rope_are_pulled_by_who_asks_for_them():
     assert "its rotations are for: yarn:4; or make one" in refusal.value.hint
     with pytest.raises(UsageError, match="--rope-scaling must be written as"):
         choose(PLAIN, scaling="4")
-
-
-def test_an_index_says_what_scaling_rotations_are_for(zoo, made, tmp_path):
-    """As their manifest does, or they are refused."""
-    ok(zoo.run("push", made, ZOO, "--index", tmp_path / "mine.json", "--json"))
-    content = index.read(tmp_path / "mine.json")
-    assert content.entries[0].rope_scaling is None
-    scaled = content.entries[0].model_copy(update={"rope_scaling": "yarn:4"})
-    (tmp_path / "mine.json").write_text(index.Index(entries=[scaled]).text())
-    text = refused(zoo.run("pull", "demo", "--index", tmp_path / "mine.json"))
-    assert "with another rope scaling than its manifest has" in text

@@ -1,12 +1,9 @@
 """The commands in processes of their own: as a user runs them, killed, and on a full disk."""
 
-import os
 import signal
-import subprocess
-import time
 
 import pytest
-from support.command_line import succeeded
+from support.command_line import stop_once, succeeded
 from support.hubs.hub import Fault
 from support.published import ZOO, hub_environment
 
@@ -22,24 +19,14 @@ def environment(command, zoo, tmp_path) -> dict[str, str]:
     [("push", "{made}", ZOO), ("pull", "demo", "--repo", ZOO, "--local-dir", "here")],
     ids=["push", "pull"],
 )
-def test_killed_in_the_middle(zoo, program, environment, made, tmp_path, words):
+def test_killed_in_the_middle(zoo, program, environment, made, words):
     if words[0] == "pull":
         succeeded(zoo.run("push", made, ZOO))
     words = [word.format(made=made) for word in words]
     slow = Fault("PUT" if words[0] == "push" else "GET", "/storage/", 503, 99)
     zoo.hf.faults.append(slow)
-    told = tmp_path / "process-id"
-    process = subprocess.Popen(
-        [*program, *words],
-        cwd=zoo.folder,
-        env=environment | {"PROCESS_ID": str(told)},
-        stderr=subprocess.PIPE,
-    )
-    deadline = time.monotonic() + 60
-    while slow.count == 99 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(int(told.read_text()) if told.exists() else process.pid, signal.SIGKILL)
-    process.wait()
+    start = [*program, *words]
+    stop_once(lambda: slow.count < 99, signal.SIGKILL, start, zoo.folder, environment)
     assert slow.count < 99, "it was in the middle"
     assert not (zoo.folder / "here").exists()
     zoo.hf.faults.clear()

@@ -34,7 +34,7 @@ def test_a_pinned_pull_is_not_moved_by_a_later_commit(zoo, made, tmp_path):
     assert len(zoo.hf.requests) == requests, "offline by pinned revision"
 
 
-def test_files_that_were_changed_after_they_were_pulled_are_fetched_again(zoo, made):
+def test_changed_files_are_fetched_again_and_somebody_elses_folder_is_not_replaced(zoo, made):
     ok(zoo.run("push", made, ZOO, "--json"))
     pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
     path = Path(pulled["path"]) / "rotations.safetensors"
@@ -42,10 +42,6 @@ def test_files_that_were_changed_after_they_were_pulled_are_fetched_again(zoo, m
     path.write_bytes(b"x" + good[1:])
     ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
     assert path.read_bytes() == good
-
-
-def test_somebody_elses_folder_is_not_replaced(zoo, made):
-    ok(zoo.run("push", made, ZOO, "--json"))
     (zoo.folder / "mine").mkdir()
     (zoo.folder / "mine" / "notes.txt").write_text("important")
     assert "holds other files" in refused(
@@ -57,9 +53,8 @@ def test_somebody_elses_folder_is_not_replaced(zoo, made):
     assert verify(Artifact.open(zoo.folder / "theirs")).ok
 
 
-def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path):
-    """What the makers publish is imported, bound to its model and exported; our own is exported as
-    it is."""
+def test_a_pull_goes_on_to_an_engine(zoo, tiny, tmp_path):
+    """What the makers publish is imported, bound to its model and exported."""
     publish_oscar_pair(zoo, tmp_path)
     zoo.hf.create("Qwen/Qwen3-8B")
     zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
@@ -72,10 +67,6 @@ def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path):
     assert ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json")) == done
     assert "one rotation per KV head" not in zoo.run("pull", "Qwen/Qwen3-8B").stderr
     assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
-
-    ok(zoo.run("push", made, ZOO, "--json"))
-    own = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "sglang", "--json"))
-    assert own["path"] == "exports/demo-oscar-sglang"
 
 
 def test_a_pull_for_an_engine_that_reads_artifacts_says_how_to_start_it(zoo, made):
@@ -107,6 +98,7 @@ def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):
 
     ok(zoo.run("push", made, ZOO, "--json"))
     done = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "sglang", "--json"))
+    assert done["path"] == "exports/demo-oscar-sglang"
     words = shlex.split(done["command"][0])
     assert Path(words[words.index("--model-path") + 1]) == DEMO
     assert not [note for note in done["notes"] if "MODEL" in note]

@@ -208,6 +208,7 @@ LISTED = {
     "recipe": "best",
     "recipe_sha256": "0" * 64,
     "geometry": [{"index": 0}],
+    "rope_scaling": "yarn:4",
 }
 
 

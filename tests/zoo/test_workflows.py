@@ -2,13 +2,15 @@
 what they should."""
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from itertools import chain
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -28,10 +30,9 @@ FILES = [*sorted((ROOT / ".github" / "workflows").glob("*.yml")), FLEET]
 NAMES = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 
-@NAMES
-def test_the_workflow_is_one_that_github_takes(path):
+def test_the_workflows_are_ones_that_github_takes():
     words = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
-    done = subprocess.run([sys.executable, *words, path], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words, *FILES], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -39,12 +40,17 @@ def test_the_workflow_is_one_that_github_takes(path):
 def test_actions_are_pinned_and_nothing_is_pasted_into_a_script(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    for step in chain.from_iterable(job["steps"] for job in workflow["jobs"].values()):
-        if "uses" in step:
-            assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"])
-        assert "${{" not in step.get("run", ""), "values reach scripts as variables alone"
-        if step.get("uses", "").startswith("actions/checkout@"):
-            assert step["with"]["persist-credentials"] is False
+    for name, job in workflow["jobs"].items():
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"])
+            assert "${{" not in step.get("run", ""), "values reach scripts as variables alone"
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False
+        # `needs.NAME` of a job that is not in `needs` is empty, and nothing says so.
+        needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
+        read = set(re.findall(r"needs\.(\w+)", json.dumps(job)))
+        assert read <= set(needed), f"{name} reads {read - set(needed)}"
 
 
 def jobs(name: str) -> dict[str, dict]:
@@ -74,27 +80,31 @@ def test_only_the_publisher_holds_credentials(name):
     assert "self-hosted" not in json.dumps(publisher)
 
 
-def test_what_nobody_has_merged_goes_to_no_other_hub():
+def kinds_of(job: dict) -> list[str]:
+    """The actions and the scripts of a job, in order."""
+    return [step.get("uses", step.get("run", "")).partition("@")[0] for step in job["steps"]]
+
+
+def test_what_is_merged_and_signed_alone_goes_to_the_other_hub():
     assert "MODELSCOPE" not in json.dumps(jobs("regenerate"))
+    content = yaml.safe_load((ROOT / ".github" / "workflows" / "mirror.yml").read_text())
+    assert "/.github/workflows/regenerate.yml@" in content["env"]["SIGNER"]
 
 
 def test_a_release_follows_a_tag_and_its_publisher_runs_no_code_of_the_checkout():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     assert workflow[True] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
     assert "secrets." not in json.dumps(workflow)
-    steps = workflow["jobs"]["publish"]["steps"]
-    assert [step.get("uses", "run").partition("@")[0] for step in steps] == [
+    publish = workflow["jobs"]["publish"]
+    # What is tested and published is what was built.
+    compare = scripts("release", "test")[0]
+    assert kinds_of(publish) == [
         "actions/download-artifact",
-        "run",
+        compare,
         "actions/attest-build-provenance",
         "pypa/gh-action-pypi-publish",
     ]
-
-
-def test_what_a_release_tests_and_publishes_is_what_was_built():
-    assert set(jobs("release")["publish"]["needs"]) == {"build", "test"}
-    (compare,) = scripts("release", "publish")
-    assert scripts("release", "test")[0] == compare
+    assert set(publish["needs"]) == {"build", "test"}
     build, add_up = scripts("release", "build")[-2:]
     assert build.endswith("python scripts/tools/build_package.py dist")
     assert add_up.startswith("sha256sum dist/*")
@@ -102,29 +112,12 @@ def test_what_a_release_tests_and_publishes_is_what_was_built():
 
 def test_the_publisher_attests_what_was_checked():
     """After the hashes were compared, and before anything that was downloaded runs."""
-    kinds = [
-        step.get("uses", step.get("run", "")).partition("@")[0]
-        for step in jobs("regenerate")["publish"]["steps"]
-    ]
+    kinds = kinds_of(jobs("regenerate")["publish"])
     attest = kinds.index("actions/attest-build-provenance")
     assert "sha256sum --check" in kinds[attest - 1]
     assert "pip install" in kinds[attest + 1]
     step = jobs("regenerate")["publish"]["steps"][attest]
     assert step["with"] == {"subject-checksums": "SHA256SUMS"}
-
-
-def test_the_mirror_takes_what_the_other_workflow_has_signed():
-    content = yaml.safe_load((ROOT / ".github" / "workflows" / "mirror.yml").read_text())
-    assert "/.github/workflows/regenerate.yml@" in content["env"]["SIGNER"]
-
-
-@NAMES
-def test_a_job_knows_the_jobs_that_it_reads(path):
-    """`needs.NAME` of a job that is not in `needs` is empty, and nothing says so."""
-    for name, job in yaml.safe_load(path.read_text())["jobs"].items():
-        needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
-        read = set(re.findall(r"needs\.(\w+)", json.dumps(job)))
-        assert read <= set(needed), f"{name} reads {read - set(needed)}"
 
 
 @pytest.mark.parametrize("name", PUBLISHERS)
@@ -162,6 +155,10 @@ def test_the_lock_holds_what_the_package_needs(name):
         assert wanted.specifier.contains(locked[package]), f"{package} {locked[package]}"
 
 
+# In place of pip, whose part is tried in tests above.
+WHEEL = "mkdir -p wheel && echo wheel > wheel/rotationzoo.whl"
+
+
 @pytest.fixture
 def runner(command, program, tmp_path):
     """The checkout of a workflow: the shell runs its lines with `rotationzoo` on the path, against
@@ -173,15 +170,13 @@ def runner(command, program, tmp_path):
         (command.folder / "scripts").symlink_to(ROOT / "scripts")
         bin_folder = tmp_path / "bin"
         bin_folder.mkdir()
-        # pip's part is tried in tests above
-        wheel = "mkdir -p wheel && echo wheel > wheel/rotationzoo.whl"
         python = f"exec {sys.executable}"
         commands = {
             # Whoever publishes or fetches trusts a local Sigstore, where the test has one.
             "rotationzoo": f'case "$1" in push|pull) set -- "$@" $TRUST;; esac\n'
             f'exec {shlex.join(program)} "$@"',
             "python": f'case "$1" in *fetch_signed.py) set -- "$@" $TRUST;; esac\n{python} "$@"',
-            "pip": wheel,
+            "pip": WHEEL,
         }
         for name, line in commands.items():
             (bin_folder / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -190,21 +185,22 @@ def runner(command, program, tmp_path):
         environment |= {"ZOO": "someone/zoo", "TRUST": ""}
         environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
 
-        def run(script: str, fails: bool = False, **variables: str) -> str:
-            done = subprocess.run(
-                ["bash", "-e", "-o", "pipefail", "-c", script],
-                cwd=command.folder,
-                env=environment | variables,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert (done.returncode != 0) == fails, done.stdout + done.stderr
-            return done.stdout + done.stderr
+        run = partial(run_script, command.folder, environment)
+        output = tmp_path / "github-output"
+        yield SimpleNamespace(run=run, hf=hf, ms=ms, folder=command.folder, output=output)
 
-        yield SimpleNamespace(
-            run=run, hf=hf, ms=ms, folder=command.folder, output=tmp_path / "github-output"
-        )
+
+def run_script(folder: Path, environment: dict, script: str, fails=False, **variables: str) -> None:
+    """Run a step as GitHub does, which fails if that is expected."""
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", script],
+        cwd=folder,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
 
 
 def scripts(name: str, job: str) -> list[str]:
@@ -250,6 +246,9 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
     signing = {"TRUST": f"--trust-config {sigstore.trust}", **sigstore.job}
     change_weights(runner, "someone/model")
     runner.hf.create("someone/zoo")  # by hand: a trusted publisher cannot make one
+    # A plan that is known in part goes on.
+    unknown = CONFIG.replace("someone/model", "someone/gone")
+    (runner.folder / "configs" / "gone.yaml").write_text(unknown)
     first = plan(runner)
     (row,) = json.loads(first["matrix"])["include"]
     assert (first["any"], row["model"], row["name"]) == ("true", "someone/model", "someone__model")
@@ -332,16 +331,18 @@ CHANGES = ["a file", "a file and its sum", "no file is left", "one more", "a lin
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("name", SUMMED)
 @pytest.mark.parametrize("changes", CHANGES)
-def test_what_was_changed_on_its_way_to_the_publisher_is_not_published(runner, name, changes):
+def test_what_was_changed_on_its_way_to_the_publisher_is_not_published(tmp_path, name, changes):
     job, path = SUMMED[name]
-    built = runner.folder / path
+    built = tmp_path / path
     built.parent.mkdir(parents=True)
     built.write_text("as it was built")
-    *_, add_up = scripts(name, job)
-    runner.run(add_up, GITHUB_OUTPUT=str(runner.output))
-    sums = runner.output.read_text().strip().removeprefix("sums=")
+    output = tmp_path / "github-output"
+    run = partial(run_script, tmp_path, os.environ | {"GITHUB_OUTPUT": str(output)})
+    add_up = scripts(name, job)[-1].replace("pip wheel", f"{WHEEL} #")
+    run(add_up)
+    sums = output.read_text().strip().removeprefix("sums=")
     compare = scripts(name, "publish")[0]
-    runner.run(compare, SUMS=sums)
+    run(compare, SUMS=sums)
     if changes == "one more":
         built.with_name("evil").write_text("which nobody built")
     elif changes == "a link more":
@@ -349,16 +350,7 @@ def test_what_was_changed_on_its_way_to_the_publisher_is_not_published(runner, n
     else:
         built.write_text("as it arrived")
     if changes == "a file and its sum":
-        runner.run(add_up, GITHUB_OUTPUT=str(runner.output))
+        run(add_up)
     if changes == "no file is left":
         built.unlink()
-    runner.run(compare, fails=True, SUMS=sums)
-
-
-def test_a_plan_that_is_known_in_part_goes_on(runner):
-    (runner.folder / "configs" / "gone.yaml").write_text(
-        CONFIG.replace("someone/model", "someone/gone")
-    )
-    runner.hf.create("someone/zoo")
-    (row,) = json.loads(plan(runner)["matrix"])["include"]
-    assert row["model"] == "someone/model"
+    run(compare, fails=True, SUMS=sums)

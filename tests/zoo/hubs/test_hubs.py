@@ -1,8 +1,6 @@
 """What is one hub: a row and a module each, and a file server; and who is told the token."""
 
 import shutil
-import subprocess
-import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -10,39 +8,13 @@ from pathlib import Path
 
 import pytest
 from support.command_line import succeeded
-from support.hubs import folder
 from support.places import ROOT
 from support.published import ZOO, ok, point_clients, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.modelscope import may_see_token
 from rotationzoo.zoo.hubs.protocol import HUBS, Hub, open_hub
-
-
-@pytest.fixture
-def with_folder_hub(command):
-    """The command line in a process of its own that has a third hub."""
-    variables = command.environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-
-    def run(*words) -> dict:
-        start = [sys.executable, folder.__file__, *map(str, words), "--json"]
-        options = dict(cwd=command.folder, env=variables, capture_output=True, text=True)
-        return ok(subprocess.run(start, **options))
-
-    return run
-
-
-@pytest.mark.thorough
-def test_a_new_hub_takes_a_module_and_a_row(with_folder_hub, command, made):
-    tag = with_folder_hub("push", made, ZOO, "--to", "folder")["hubs"]["folder"]["revision"]
-    content = command.folder / "hub" / ZOO / tag / index.NAME
-    assert '"hub": "folder"' in content.read_text()
-    words = ["pull", "demo", "--repo", ZOO, "--from", "folder", "--local-dir", "here"]
-    pulled = with_folder_hub(*words)
-    assert (pulled["hub"], pulled["revision"]) == ("folder", tag)
-    assert verify(Artifact.open(command.folder / "here"), "demo").ok
 
 
 @pytest.mark.parametrize("name", HUBS)

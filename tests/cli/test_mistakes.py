@@ -1,0 +1,156 @@
+"""Mistakes: one sentence on stderr, the same in JSON, and nothing left behind."""
+
+import errno
+import json
+import os
+
+import pytest
+from support.command_line import left_behind, only_error
+
+from rotationzoo.storage import locks
+from rotationzoo.words import counted
+
+MISTAKES = [
+    ("nonsense", 2, "No such command 'nonsense'"),
+    ("calibrat demo", 2, "Did you mean 'calibrate'"),
+    ("inspect nowhere", 1, "nowhere is no artifact"),
+    ("calibrate", 2, "Missing argument 'model'"),
+    ("calibrate ./nowhere", 1, "there is no folder ./nowhere"),
+    ("calibrate empty", 1, "empty is no model: the folder has no config.json"),
+    ("calibrate models/Qwen", 1, "nor a folder (did you mean 'models/Qwen3'?)"),
+    ("calibrate demo --revision main", 1, "on this machine, which has no revision 'main'"),
+    ("calibrate demo --data other.jsonl --column bodi", 1, "no column bodi: it has body"),
+    ("calibrate demo --data other.jsonl --column bodi --dry-run", 1, "no column bodi: it has body"),
+    ("calibrate demo --recipe groups.yaml", 1, "groups of 48 channels do not divide heads of 64"),
+    ("calibrate demo --output occupied", 1, "occupied exists and is no artifact"),
+    ("calibrate demo --output .", 2, "no folder that can be replaced"),
+    ("calibrate demo --device x", 2, "'--device': 'x' is not one of 'auto', 'cpu', 'cuda'"),
+    ("calibrate demo --tokens 0", 2, "value for '--tokens': it must be greater than or equal to 1"),
+    ("calibrate demo --dtype int4", 2, "Invalid value for '--dtype': 'int4' is not one of"),
+    ("calibrate demo --packing tight", 2, "packing = 'tight'"),
+    ("calibrate demo --bits 2", 2, "bits = 2.0 is no budget of more than 2 and at most 4 bits"),
+    ("calibrate demo --key-bits 3 --value-bits 20", 2, "value_bits = 20.0 is no budget of"),
+    ("calibrate demo --key-bits 3", 2, "give bits, or key_bits and value_bits together"),
+    ("calibrate demo --bits 2.5 --key-bits 3", 2, "give bits, or key_bits and value_bits"),
+    ("calibrate demo --bits abc", 2, "Invalid value for '--bits': "),
+    ("calibrate demo --keep 0", 2, "--keep is percent of the answers, above 0 and below 100"),
+    ("calibrate demo --lengths 512", 2, "--lengths are of the questions for --keep"),
+    ("calibrate demo --max-memory cpu=1GiB", 2, "--max-memory needs a device map"),
+    ("calibrate demo --device-map auto --max-memory cpu", 2, "has no amount"),
+    ("calibrate demo --device-map foo", 2, "there is no device map 'foo'"),
+    ("evaluate demo --format sglan", 2, "(did you mean 'sglang'?)"),
+    ("evaluate {made} demo", 2, "as: rotationzoo evaluate demo {made}"),
+    ("evaluate {made} owner/model --for vllm", 2, "evaluate owner/model {made} --for vllm"),
+    ("evaluate {made}/ ./some-model/ --save", 2, "evaluate some-model {made}/ --save"),
+    ("evaluate {made} {made}/ demo", 2, "evaluate demo {made} {made}"),
+    ("evaluate {made} --save", 2, "evaluate MODEL {made} --save"),
+    ("evaluate {made} --save", 2, " has rotations, and the model comes before them"),
+    ("evaluate demo {made} --for llama.cpp", 2, "codebook of its own"),
+    ("generate demo --rotations {made} --for llama.cpp", 2, "codebook of its own"),
+    ("generate {made} -p x", 2, "rotationzoo generate demo --rotations {made}"),
+    ("generate demo --rotations none -p x -f y", 2, "two prompts"),
+    ("generate demo --rotations none -f y", 2, "y cannot be read: No such file"),
+    ("report demo {made}", 2, "report takes the rotations alone"),
+    ("export {made} --engine vllm", 2, "did you mean '--for'?"),
+    ("export {made} --for vllm -o out", 2, "vllm reads the folder as it is"),
+    ("export x --to lama.cpp", 2, "(did you mean 'llama.cpp'?)"),
+    ("serve demo {made} --dry-run", 2, "rotationzoo serve MODEL --rotations FOLDER"),
+    ("serve demo --rotations nothing --dry-run", 1, "nothing is no artifact"),
+    ("plan demo --gpu h300", 2, "did you mean"),
+    ("plan demo --context 0", 2, "--context"),
+    ("plan demo --rope-scaling yarn", 2, "must be written as yarn:4"),
+    ("plan demo --format gguf", 2, "'fine', 'vllm', 'sglang', 'mlx'"),
+    ("plan demo --bits 2.5 --format vllm", 2, "rows of the format vllm have the same"),
+    ("plan demo --bits 2.1", 1, "less than codes of 2 bits take with their scales, 2.25"),
+    ("list --from hugginface", 2, "(did you mean 'huggingface'?)"),
+    ("push {made} zoo --dry-run", 2, "zoo is no repository"),
+    ("push {made} a/b/c --dry-run", 2, "a/b/c is no repository"),
+    ("push {made} ../b --dry-run", 2, "../b is no repository"),
+    ("push {made} me/zoo --adopt-index", 2, "--adopt-index"),
+    ("regenerate", 2, "regenerate --plan"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "says"), MISTAKES)
+def test_a_mistake_is_one_sentence_and_the_same_in_json(inside, made, words, code, says):
+    (inside.folder / "empty").mkdir()
+    (inside.folder / "models/Qwen3").mkdir(parents=True)
+    (inside.folder / "occupied").mkdir()
+    (inside.folder / "occupied" / "file").write_text("mine")
+    (inside.folder / "groups.yaml").write_text("group_size: 48\n")
+    (inside.folder / "other.jsonl").write_text('{"body": "x"}\n')
+    before = left_behind(inside)
+    words = words.format(made=made).split()
+    result = inside(*words, "--json")
+    assert result.returncode == code
+    content = json.loads(result.stdout)
+    assert set(content) == {"error", "hint"}
+    assert says.format(made=made) in f"{content['error']}\n{content['hint']}\n"
+    assert "Input should" not in content["error"]
+    first = result.stderr.splitlines()[0]
+    assert first == f"Error: {content['error']}", "people read it where they always do"
+    assert only_error(inside(*words), code).splitlines()[0] == first
+    assert left_behind(inside) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "export ROTATIONS --to sglang -o PLACE",
+        "export ROTATIONS --absorb no-such-model -o PLACE",
+        "import no-such-file -o PLACE",
+        "calibrate demo --recipe hadamard -o PLACE",
+    ],
+)
+@pytest.mark.parametrize("place", ["/proc/here", "/proc/no/such"])
+def test_a_place_that_cannot_be_written_is_refused_at_once(
+    inside, artifact, monkeypatch, words, place
+):
+    """Not after a wait for another process that might be writing there."""
+    monkeypatch.setattr(locks, "WAIT", 2.0)
+    words = [{"ROTATIONS": artifact, "PLACE": place}.get(word, word) for word in words.split()]
+    says = only_error(inside(*words))
+    assert says.startswith(f"Error: {place} cannot be written: ")
+
+
+@pytest.mark.parametrize(
+    ("number", "helps"),
+    [
+        (errno.ENOSPC, "make room, or "),
+        (errno.EROFS, "mount it for writing, or "),
+        (errno.EACCES, "check who may read and write there, or "),
+        (errno.EPERM, "check who may read and write there, or "),
+        (errno.EIO, ""),
+    ],
+)
+def test_only_a_full_disk_is_called_full(inside, monkeypatch, number, helps):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks, "_open", refuse)
+    says = only_error(inside("calibrate", "demo", "--recipe", "hadamard", "-o", "out"))
+    error = f"Error: out cannot be written: {os.strerror(number)}\n"
+    assert says == f"{error}Hint: {helps}choose another place with --output\n"
+
+
+@pytest.mark.parametrize("command", ["calibrate", "plan", "evaluate", "serve"])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("./my-modle", " (did you mean './my-model'?)"),
+        ("FOLDER/my-modle/", " (did you mean 'FOLDER/my-model'?)"),
+        ("~/my-modle", " (did you mean '~/my-model'?)"),
+        ("./another", ""),
+    ],
+)
+def test_a_mistyped_folder_of_a_model(inside, monkeypatch, command, typed, meant):
+    monkeypatch.setenv("HOME", str(inside.folder))
+    (inside.folder / "my-model").mkdir()
+    typed, meant = (text.replace("FOLDER", str(inside.folder)) for text in (typed, meant))
+    says = only_error(inside(command, typed))
+    assert says.startswith(f"Error: there is no folder {typed}{meant}\n")
+
+
+def test_one_is_not_many():
+    assert counted(1, "prompt") == "1 prompt"
+    assert [counted(0, "text"), counted(1024, "token")] == ["0 texts", "1,024 tokens"]
