@@ -26,7 +26,7 @@ def test_bytes_are_those_of_the_published_table():
     assert bound_of(Shape(8, 102_400), "fine") == 8 * (102_080 * 640 + 320 * 4096)
 
 
-@pytest.mark.parametrize("format", ["sglang", "vllm", "mlx", "fine"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "fine"])
 def test_random_pages_can_be_read(format):
     layout = PageLayout(2, 64, 1, 64, SIMULATED[format])
     restored = layout.dequantize(layout.view(random_pages(layout, 20, "cpu")))

@@ -1,8 +1,6 @@
 """Folders of strangers: links, and names that lead out of them."""
 
 import json
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,6 @@ from support.command_line import edited_manifest, put_file, refused, succeeded
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, folders
 from rotationzoo.writer import add_files, check_writable
@@ -240,26 +237,3 @@ def test_an_export_keeps_what_it_did_not_write(inside, folder):
     (out / "export.json").write_text(json.dumps(record))
     assert inside(*words).returncode == 0
     assert (out / "notes" / "a.txt").read_text() + (out / "main.py").read_text() == "minemine too"
-
-
-# ---- models whose files are links
-
-
-@pytest.mark.hostile("link")
-def test_a_model_is_copied_without_what_its_links_lead_to(small, docs, tmp_path):
-    model = Path(shutil.copytree(small.parent / "tiny", tmp_path / "model"))
-    (model / "notes.txt").symlink_to(docs.file)
-    with pytest.raises(RotationZooError, match=r"notes\.txt leads out of its folder"):
-        absorb(Artifact.open(small), str(model), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-    cache = tmp_path / "models--a--b"  # as the hub's client keeps models
-    (cache / "snapshots").mkdir(parents=True)
-    (model / "notes.txt").unlink()
-    model.rename(cache / "blobs")
-    snapshot = cache / "snapshots" / ("0" * 40)
-    snapshot.mkdir()
-    for path in (cache / "blobs").iterdir():
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    copied = absorb(Artifact.open(small), str(snapshot), tmp_path / "out")
-    assert not [path for path in copied.iterdir() if path.is_symlink()]

@@ -59,7 +59,7 @@ MISTAKES = [
     ("plan demo --gpu h300", 2, "did you mean"),
     ("plan demo --context 0", 2, "--context"),
     ("plan demo --rope-scaling yarn", 2, "must be written as yarn:4"),
-    ("plan demo --format gguf", 2, "'fine', 'vllm', 'sglang', 'mlx'"),
+    ("plan demo --format gguf", 2, "'fine', 'vllm', 'sglang'"),
     ("plan demo --bits 2.5 --format vllm", 2, "rows of the format vllm have the same"),
     ("plan demo --bits 2.1", 1, "less than codes of 2 bits take with their scales, 2.25"),
     ("list --from hugginface", 2, "(did you mean 'huggingface'?)"),

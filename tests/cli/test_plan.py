@@ -62,9 +62,8 @@ def test_the_budget_that_calibrate_spends_is_planned(inside, qwen3_8b, bits, nam
 
 
 @pytest.mark.parametrize("windows", [[], ["--sink", "8", "--recent", "128"]])
-@pytest.mark.parametrize("format", ["sglang", "mlx"])
-def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made, format, windows):
-    planned = inside("plan", "demo", "--format", format, *windows, "--json")
+def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made, windows):
+    planned = inside("plan", "demo", "--format", "sglang", *windows, "--json")
     export = shlex.split(json.loads(planned.stdout)["commands"][-1])
     export[export.index("rotations/demo-oscar-quick")] = str(made)
     succeeded(inside(*export[1:], "-o", "exported"))

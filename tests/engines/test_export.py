@@ -4,10 +4,8 @@ own codes with it."""
 import json
 
 import gguf
-import numpy as np
 import pytest
-from support import engine_readers as engines
-from support.engine_artifacts import WRITTEN, base_for, check_engine, exported, layers_of, rows_of
+from support.engine_artifacts import WRITTEN, base_for, check_engine, exported
 
 from rotationzoo.engines.base import Options
 from rotationzoo.errors import RotationZooError
@@ -80,35 +78,6 @@ def test_other_geometries_are_served_or_refused(family, engine, made, tmp_path):
     with pytest.raises(RotationZooError, match=reason):
         exported(engine, artifact, tmp_path)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("engine", WRITTEN)
-def test_engines_that_need_no_value_rotation(engine, made, tmp_path):
-    artifact = made(head_dim=32)
-    model = tmp_path / "a model"
-    model.mkdir()
-    for record, words in (
-        (None, "has no rotationzoo.json"),
-        ({"artifact": "0" * 64}, "of another artifact"),
-    ):
-        if record:
-            (model / "rotationzoo.json").write_text(json.dumps(record))
-        with pytest.raises(RotationZooError, match=words):
-            exported(engine, artifact, tmp_path, absorbed=model)
-    (model / "rotationzoo.json").write_text(json.dumps({"artifact": artifact.identity}))
-    done = exported(engine, artifact, tmp_path, absorbed=model)
-    layer = layers_of(artifact)[1]
-    rows = rows_of(layer, "value").numpy()
-    rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
-    if engine == "llama.cpp":
-        with pytest.raises((KeyError, IndexError)):
-            rotate("value", 1, rows)
-    else:
-        assert np.array_equal(rotate("value", 1, rows), rows)
-    if engine == "sglang":
-        assert "v_rotation_identity.pt" in done.files, "under its own name"
-    if engine in ("sglang", "vllm-oscar"):
-        assert f"'{model}'" in done.launch.command[0], "that model, and quoted"
 
 
 def test_the_command_prints_what_starts_the_engine(made, inside):

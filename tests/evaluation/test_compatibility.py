@@ -1,8 +1,6 @@
 """Artifacts, layers and texts that do not fit the model, and RoPE that is scaled: what is refused,
 what is noted, and what is followed."""
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from rotationzoo.engines.absorb import absorb
 from support.engine_artifacts import exported
-from support.models import edit_config, edited_weights, save_tiny
+from support.models import edited_weights, save_tiny
 from support.reports import evaluate
 
 from rotationzoo import RotatedCache
@@ -183,20 +180,6 @@ def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
 def test_an_export_says_that_the_server_must_scale(scaled, tmp_path):
     notes = " ".join(exported("sglang", scaled, tmp_path).launch.notes)
     assert "calibrated with the rope scaling yarn:2: the server must scale too" in notes
-
-
-def test_a_copy_of_the_model_has_the_scaling_or_is_not_written(model, scaled, tmp_path):
-    with pytest.raises(RotationZooError, match=r"yarn:2, and a copy of .* would run without") as no:
-        absorb(scaled, str(model), tmp_path / "copy")
-    assert not (tmp_path / "copy").exists()
-    # What the hint says.
-    assert "put the scaling into config.json" in no.value.hint
-    folder = Path(shutil.copytree(model, tmp_path / "model"))
-    rope = json.loads((folder / "config.json").read_text())["rope_parameters"] | YARN
-    edit_config(folder, rope_parameters=rope, max_position_embeddings=512)
-    artifact = calibrate(Job(str(folder), Recipe(data=LONG), tmp_path / "out"))
-    copy = absorb(artifact, str(folder), tmp_path / "copy")
-    assert scaling_of(load_config(find(str(copy)))) == "yarn:2:256"
 
 
 def test_membership_runs_the_model_with_the_scaling(model, scaled):

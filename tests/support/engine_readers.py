@@ -97,22 +97,6 @@ def store_vllm(rows: np.ndarray, clip: float, group: int):
     return codes, consecutive(codes)
 
 
-def quantize_mlx(rows: np.ndarray, clip: float, group: int):
-    """Codes `[..., D]` and the scales and zeros of groups as mlx-lm's `int2_quantize` makes them
-    (pull request 1789): sorted index within each group, in float32 until they are stored."""
-    groups = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group)
-    threshold = np.sort(np.abs(groups), -1)[..., min(int(clip * group + 1e-6), group - 1), None]
-    groups = np.clip(groups, -threshold, threshold)
-    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
-    scale = np.maximum(
-        np.maximum(high - low, np.float32(1e-8)) / np.float32(3), np.abs(low) / np.float32(32768)
-    )
-    zero = -low / scale
-    codes = np.clip(np.floor(groups / scale + zero + np.float32(0.5)), 0, 3)
-    stored = [numbers.squeeze(-1).astype(np.float16) for numbers in (scale, zero)]
-    return codes.astype(np.uint8).reshape(rows.shape), *stored
-
-
 def store_q2_0(rows: np.ndarray, clip: float, group: int):
     """llama.cpp's q2_0: standard deviation of each block of 32, four levels with thresholds at 0
     and +-0.6745 of it."""
