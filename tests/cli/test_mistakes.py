@@ -97,7 +97,6 @@ def test_a_mistake_is_one_sentence_and_the_same_in_json(inside, made, words, cod
     "words",
     [
         "export ROTATIONS --to sglang -o PLACE",
-        "export ROTATIONS --absorb no-such-model -o PLACE",
         "import no-such-file -o PLACE",
         "calibrate demo --recipe hadamard -o PLACE",
     ],
