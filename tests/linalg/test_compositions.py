@@ -180,8 +180,8 @@ def test_random_rotations_follow_their_seed():
 
 USED = [64, 80, 96, 112, 128, 160, 192, 224, 256, 512, 576]
 # Orders whose Paley factor needs a field of prime power order: 28 = 27 + 1, 52 = 2 (25 + 1), 100 =
-# 2 (49 + 1), 344 = 343 + 1.
-PRIME_POWER = [28, 52, 100, 104, 344]
+# 2 (49 + 1).
+PRIME_POWER = [28, 52, 100]
 
 
 @pytest.mark.parametrize("order", [1, 2, 4, 12, 20, 36, *USED, *PRIME_POWER])

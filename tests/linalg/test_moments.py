@@ -129,14 +129,6 @@ def test_pieces_add_up_to_the_number():
         assert torch.equal(sum(piece.double() for piece in pieces), x.double())
 
 
-def test_pieces_are_needed():
-    """Rows rounded to bfloat16 would not do for float32 rows, nor for those that weights scale."""
-    x = uneven_rows(0, dtype=torch.float32)
-    exact, _ = both(x)
-    _, rounded = both(x.bfloat16())
-    assert largest_error(exact, rounded) > 1e-5
-
-
 def test_sums_of_runs_are_added_in_float64():
     """Float32 cannot hold 2^34 + 1, the sum of a group of large rows and a small row."""
     x = torch.full((1, 1024, 2), 4096.0)
@@ -185,11 +177,6 @@ def test_truncating_accumulators_stay_within_the_bound(monkeypatch):
     monkeypatch.setattr(run_sums, "_multiply", truncated_product)
     error = largest_error(*both(uneven_rows(0, heads=1, count=1024)))
     assert 1e-7 < error < RUN * 2**-23  # measured 2.8e-7, of 1.5e-5
-
-
-def test_a_truncated_product_is_exact_where_float32_is():
-    left = torch.arange(-8.0, 8.0).view(1, 2, 8)
-    assert torch.equal(truncated_product(left, left.mT), left @ left.mT)
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(torch.bfloat16, 2), (torch.float32, 4)])
