@@ -1,21 +1,15 @@
 """How often the files of an artifact are opened, and who knows the names of what is in them."""
 
-import ast
 import hashlib
-import re
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-from support.places import ROOT
 from support.published import ok
 
 from rotationzoo.artifact import tensor_check
 from rotationzoo.artifact.layout import rotation_tensors, split_name, tensor_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.export import export
-from rotationzoo.engines.payload import Request
 
 TENSORS = ("rotations.safetensors", "statistics.safetensors")
 
@@ -57,15 +51,6 @@ def test_an_artifact_is_hashed_once_and_read_once(made, opened):
     assert of_tensors(opened) == ONCE
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm-oscar"])
-def test_an_export_hashes_and_reads_once(made, tmp_path, opened, engine):
-    request = Request(engine, tmp_path / "out")
-    if engine == "vllm-oscar":
-        request = replace(request, pooled=True, windows=(0, 0))
-    export(Artifact.open(made), request)
-    assert of_tensors(opened) == ONCE
-
-
 def test_what_is_pulled_is_hashed_and_read_once_and_handed_to_the_export(zoo, made, opened):
     ok(zoo.run("push", made, "someone/zoo", "--to", "huggingface", "--json"))
     pull = ("pull", "demo", "--repo", "someone/zoo", "--from", "huggingface", "--to", "sglang")
@@ -82,21 +67,3 @@ def test_names_are_split_as_they_are_put_together(made):
     names = rotation_tensors(Artifact.open(made).rotations)
     assert len(names) == 4 * (5 + 6), "only keys have a mean"
     assert all(tensor_name(*split_name(name)) == name for name in names)
-
-
-# It spells names of models' weights.
-FOREIGN = {"engines/absorb.py"}
-
-
-def test_one_module_knows_the_names_of_tensors():
-    """Code that says `layers.3.key.rotation`, or takes such a name apart, is in `layout` alone;
-    the model card shows two of them to its readers."""
-    fields = "rotation|clip|eigenvalues|second_moment|key_energy|count"
-    pattern = re.compile(rf"^layers\.|\.layers\.|^\.({fields})$")
-    who = set()
-    for path in sorted((ROOT / "rotationzoo").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            text = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(text, str) and pattern.search(text):
-                who.add(path.relative_to(ROOT / "rotationzoo").as_posix())
-    assert who - FOREIGN == {"artifact/layout.py"}

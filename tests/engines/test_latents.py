@@ -223,7 +223,7 @@ def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
 
 def test_the_launch_line_of_the_page(made, tmp_path):  # noqa: F811
     page = PAGE.read_text(encoding="utf-8")
-    artifact = made("deepseek_v3", QUICK, kv_lora_rank=512)
+    artifact = made("deepseek_v3", QUICK, kv_lora_rank=512, num_hidden_layers=1)
     done = export(artifact, Request("sglang-mla", tmp_path / "out"))
     line = launch_line(done.launch).replace(str(done.path.absolute()), "FOLDER")
     assert line.replace("tiny/deepseek_v3", "MODEL") in page

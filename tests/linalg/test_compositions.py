@@ -67,8 +67,8 @@ def test_an_eigenbasis_is_made_by_one_thread(monkeypatch, set_threads):
     assert (threads, torch.get_num_threads()) == ([1], 3)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dim", [160, 192, 256, 512])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dim", [160, 256])
 def test_what_is_whitened_comes_back(dim, threads, set_threads):
     """After an eigenbasis, MKL's LU factorization of a batch failed from 160 channels on."""
     set_threads(threads)

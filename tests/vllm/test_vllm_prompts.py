@@ -5,33 +5,28 @@ import torch
 from support.codec import on_gpu
 
 from rotationzoo.codec.attention import Scores
-from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
+from rotationzoo.vllm.prompts import Packed, TorchAttention
 from rotationzoo.vllm.segments import plan_codes, plan_exact
 
 
-def test_every_token_is_read_once():
+@pytest.mark.parametrize(
+    ("most", "groups"), [(8, [1, 2, 3, 4, 5]), (24, [2, 3, 4, 5])], ids=["one by one", "together"]
+)
+def test_every_token_is_read_once(most, groups):
     """Prompts without a context, in the sink alone, within the windows, and beyond them."""
     contexts, starts, recents = [0, 2, 9, 30, 21], [0, 2, 4, 4, 0], [0, 2, 5, 22, 21]
     new = [9, 2, 3, 4, 5]
     known, count = torch.tensor(contexts), torch.tensor(new)
     numbers = [torch.tensor(each, dtype=torch.int32) for each in (starts, recents, contexts)]
-    exact = [*plan_exact(known, count, 12, *numbers, most=8)]
+    exact = [*plan_exact(known, count, 12, *numbers, most=most)]
     codes = [*plan_codes(known, *numbers[:2], most=8)]
-    assert [group.prompts for group in exact] == [slice(i, i + 1) for i in range(5)]
-    wide = [*plan_exact(known, count, 12, *numbers, most=24)]
-    assert [group.prompts for group in wide] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
-    tokens = [(group.tokens.start, group.tokens.stop) for group in wide]
-    assert tokens == [(0, 11), (11, 14), (14, 18), (18, 23)]
-    assert [group.bounds.tolist() for group in wide] == [[0, 9, 11], [0, 3], [0, 4], [0, 5]]
+    assert [group.prompts.stop for group in exact] == groups
     read = []
     for group in exact:
-        read += [(group.prompts.start, each) for each in group.read.positions()[1].tolist()]
-    assert read == [
-        (prompt, at)
-        for prompt, context in enumerate(contexts)
-        for at in range(context + new[prompt])
-        if at < starts[prompt] or at >= recents[prompt]
-    ]
+        assert group.tokens.stop == sum(new[: group.prompts.stop])
+        assert group.bounds.diff().tolist() == new[group.prompts]
+        prompts, positions = group.read.positions()
+        read += zip((prompts + group.prompts.start).tolist(), positions.tolist(), strict=True)
     for segment in codes:
         read += zip(*(each.tolist() for each in segment.positions()), strict=True)
     assert sorted(read) == [
@@ -39,7 +34,7 @@ def test_every_token_is_read_once():
         for prompt, context in enumerate(contexts)
         for at in range(context + new[prompt])
     ]
-    for segment in (*codes, *(group.read for group in (*exact, *wide))):
+    for segment in (*codes, *(group.read for group in exact)):
         held = segment.bounds.diff()
         assert int(held.sum()) <= segment.room
         assert int(held.max()) <= segment.longest
@@ -60,19 +55,6 @@ def draw(dim, device, seed=0) -> list[torch.Tensor]:
     shapes = (sum(QUERIES), 4, dim), (sum(KEYS), 2, dim), (sum(KEYS), 2, dim)
     rows = (torch.randn(shape, generator=generator) for shape in shapes)
     return [each.to(device, torch.bfloat16) for each in rows]
-
-
-def test_nothing_read_is_merged_with_something_read():
-    query, key, value = (each.float() for each in draw(16, "cpu"))
-    attention, scores = TorchAttention(), Scores(0.25)
-    own, keys = packed(QUERIES, query), packed(KEYS, key, value)
-    read = attention.attend(own, keys, scores, False, torch.empty_like(query))
-    assert read.totals[:, :5].eq(-torch.inf).all()
-    assert not read.output[:5].any()
-    nothing = Read(torch.zeros_like(query), torch.full_like(read.totals, -torch.inf))
-    merged = attention.merge(read, nothing, torch.empty_like(query))
-    assert torch.equal(merged.output, read.output)
-    assert torch.equal(merged.totals, read.totals)
 
 
 @on_gpu
