@@ -112,25 +112,6 @@ def test_a_window_shows_what_full_attention_would_show_of_it():
         assert stored <= window // 8 + 2, "blocks before the window are freed"
 
 
-def test_candidates_are_taken_back_exactly():
-    """The rule for assisted decoding, and that slack is enough: calls of a token and candidates,
-    after each of which some are taken back."""
-    arm, windows = ARMS["groups"], CacheLayout(sink=2, recent=4)
-    layer, naive = layer_of(arm, windows, slack=5), NaiveLayer(arm, windows)
-    for each in (layer, naive):
-        feed(each, draw(1, 13), [13])
-        each.activate_past_recording()
-    generator = torch.Generator().manual_seed(2)
-    for step in range(25):
-        candidates = int(torch.randint(0, 6, (), generator=generator))
-        rejected = int(torch.randint(0, candidates + 1, (), generator=generator))
-        rows = draw(1, candidates + 1, seed=step)
-        assert_same([layer.update(*rows)], [naive.update(*rows)])
-        layer.crop(-rejected)
-        naive.crop(-rejected)
-    assert layer.streams[0].exact_tokens <= 4 + 5 + 1
-
-
 def test_what_is_quantized_is_not_taken_back():
     layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=4))
     feed(layer, draw(1, 20), [20])

@@ -25,7 +25,7 @@ from rotationzoo.linalg.error_feedback import DAMPING, factorize, whitening
 from rotationzoo.linalg.hadamard import bit_reversal, hadamard
 from rotationzoo.linalg.orthogonality import invert, orthogonality_error
 
-DIMS = [64, 80, 96, 112, 128, 192, 256, 512]
+DIMS = [64, 80, 112, 128, 192, 256]
 AROUND_EIGENBASIS = [name for name in COMPOSITIONS if needs_statistics(name)]
 
 
