@@ -4,7 +4,6 @@ import ast
 import hashlib
 import re
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from support.places import ROOT
@@ -14,8 +13,6 @@ from rotationzoo.artifact import tensor_check
 from rotationzoo.artifact.layout import rotation_tensors, split_name, tensor_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.export import export
-from rotationzoo.engines.payload import Request
 
 TENSORS = ("rotations.safetensors", "statistics.safetensors")
 
@@ -54,15 +51,6 @@ def test_an_artifact_is_hashed_once_and_read_once(made, opened):
         assert verify(artifact).ok
         assert artifact.rotations[0].key.matrix.shape == (2, 64, 64)
         assert artifact.statistics[0]["query"].count > 0
-    assert of_tensors(opened) == ONCE
-
-
-@pytest.mark.parametrize("engine", ["sglang", "vllm-oscar"])
-def test_an_export_hashes_and_reads_once(made, tmp_path, opened, engine):
-    request = Request(engine, tmp_path / "out")
-    if engine == "vllm-oscar":
-        request = replace(request, pooled=True, windows=(0, 0))
-    export(Artifact.open(made), request)
     assert of_tensors(opened) == ONCE
 
 

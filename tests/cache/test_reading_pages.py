@@ -1,5 +1,5 @@
 """Decoding steps that read the pages of a 2-bit cache, against those that read restored rows, and
-what reading rows takes beside the rows."""
+what reading rows takes beside the rows; and the same on a GPU."""
 
 import copy
 import threading
@@ -10,24 +10,29 @@ import pytest
 import torch
 from support import architectures, caches
 from support.caches import distance, random_arm, with_factors, with_means
+from support.codec import gpu
 from support.float64 import CLOSE, all_in_float64
 from support.memory import allocated
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rotationzoo.artifact.fit import fit
+from rotationzoo.cache import stream as stream_module
 from rotationzoo.cache.decoding_step import LazyRows, MaskCheck
+from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.cache.paged_attention import PageReader
-from rotationzoo.cache.stream import READ_TOGETHER, Blocks, Reach, Stream
-from rotationzoo.codec.attention import PackedSide
-from rotationzoo.codec.formats import FORMATS, SGLANG
+from rotationzoo.cache.stream import READ_TOGETHER, Reach, Stream
+from rotationzoo.codec import attention, cuda_attention
+from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.pages import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import Layer
 from rotationzoo.model.capture import capture
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
 
 WINDOWS = CacheLayout(sink=2, recent=5)
@@ -36,7 +41,8 @@ PROMPT = IDS[:1, :18]
 
 
 def empty(model, reading, arm=None, windows=WINDOWS):
-    return caches.cache_for(model, arm or random_arm(model), windows, reading=reading)
+    # With so small blocks, tables of addresses grow more than once.
+    return caches.cache_for(model, arm or random_arm(model), windows, reading=reading, block=4)
 
 
 @pytest.fixture
@@ -63,73 +69,45 @@ def decode(model, cache, ids=IDS):
     return caches.read_in_calls(model, cache, ids, [4, *[1] * (ids.shape[1] - 4)])
 
 
-# The layers of each family that read pages, their own or those of another layer, and how the model
-# is built. 15 of 22 tokens have quantized tokens before them.
+# The layers of each family that read pages, their own or those of another layer, how the model is
+# built, and what is stored. 15 of 22 tokens have quantized tokens before them.
 EAGER = {"attn_implementation": "eager"}
 FAMILIES = [
-    ("llama", 4, {}),
-    ("llama", 4, EAGER),
-    ("phi3", 0, {}),  # sliding windows alone
-    ("qwen3", 4, {"num_key_value_heads": 1}),
-    ("gemma2", 2, EAGER),
-    ("gemma4", 2, {}),
-    ("gpt_oss", 1, EAGER),
-    ("qwen3_next", 1, {}),
-    ("doge", 0, {}),  # computes its masks from the values
-    ("deepseek_v3", 0, {}),  # no kernel reads latents
+    *(("llama", 4, {}, codec) for codec in ("sglang", "vllm", "mlx", "groups", "feedback")),
+    ("llama", 4, EAGER, "sglang"),
+    ("phi3", 0, {}, "sglang"),  # sliding windows alone
+    ("qwen3", 4, {"num_key_value_heads": 1}, "sglang"),
+    ("gemma2", 2, EAGER, "sglang"),
+    ("gemma4", 2, {}, "sglang"),
+    ("gpt_oss", 1, EAGER, "sglang"),
+    ("qwen3_next", 1, {}, "sglang"),
+    ("doge", 0, {}, "sglang"),  # computes its masks from the values
+    ("deepseek_v3", 0, {}, "sglang"),  # no kernel reads latents
 ]
 
 
-@pytest.mark.parametrize(("name", "layers", "changes"), FAMILIES)
-def test_pages_are_read_as_rows_are(name, layers, changes, reads):
+@pytest.mark.parametrize(("name", "layers", "changes", "codec"), FAMILIES)
+def test_pages_are_read_as_rows_are(name, layers, changes, codec, reads):
     if not architectures.available(name):
         pytest.skip("not in this transformers")
     model = architectures.build(name, torch.float64, **changes)
-    rows = decode(model, empty(model, "rows"))
+    rotations = random_arm(model).rotations
+    windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
+    arm = RotatedCodec(rotations, group_size=4 if codec == "groups" else None)
+    if codec == "feedback":
+        arm = RotatedCodec(with_factors(with_means(rotations)), rounding="feedback")
+    rows = decode(model, empty(model, "rows", arm, windows))
     assert not reads["pages"]
     steps = reads.pop("rows")
-    pages = decode(model, empty(model, "pages"))
+    pages = decode(model, empty(model, "pages", arm, windows))
     assert reads["pages"] == 15 * layers
     assert reads["rows"] == steps - 15 * {"gemma4": 1}.get(name, layers), "one shares its cache"
     assert distance(pages, rows) <= CLOSE
     assert distance(rows, caches.read_whole(model, IDS)) > 0.01
 
 
-@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "groups", "feedback"])
-def test_every_codec_is_read_as_rows_are(codec, reads):
-    model = architectures.build("llama", torch.float64)
-    rotations = random_arm(model).rotations
-    windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
-    arm = RotatedCodec(rotations, group_size=4 if codec == "groups" else None)
-    if codec == "feedback":
-        arm = RotatedCodec(with_factors(with_means(rotations)), rounding="feedback")
-    rows, pages = (decode(model, empty(model, each, arm, windows)) for each in ("rows", "pages"))
-    assert reads["pages"] > 40
-    assert distance(pages, rows) <= CLOSE
-
-
 def generate(model, cache, ids=PROMPT, **options):
     return caches.generate(model, cache, ids, 8, **options)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.parametrize("how", ["greedy", "beams", "padded", "candidates"])
-def test_generate_writes_the_same(name, how, reads):
-    model, ids, options = architectures.build(name, torch.float64), PROMPT, {}
-    if how == "beams":
-        options = {"num_beams": 3, "num_return_sequences": 3}
-    elif how == "candidates":
-        options = {"prompt_lookup_num_tokens": 3}
-    elif how == "padded":
-        # All of the last row fits into its exact windows at first.
-        ids, starts = IDS.repeat(2, 1)[:3, :18], torch.tensor([[0], [5], [13]])
-        options = {"attention_mask": (torch.arange(18) >= starts).long()}
-    expected = generate(model, empty(model, "rows"), ids, **options)
-    reads.clear()
-    assert torch.equal(generate(model, empty(model, "pages"), ids, **options), expected)
-    assert reads["pages"] >= 6
-    if name == "llama":  # without sliding windows
-        assert reads["rows"] == 0
 
 
 def test_a_cropped_and_a_copied_cache_go_on(reads):
@@ -261,69 +239,100 @@ def test_flash_attention_hides_later_tokens_without_a_mask(reads):
     assert distance(read, expected) <= CLOSE
 
 
-def test_the_table_of_addresses_follows_the_blocks():
-    layout = PageLayout(2, 16, 1, 8, SGLANG)
-    blocks = Blocks(layout)
-
-    def expected():
-        side = PackedSide(list(blocks.table.values()), layout, torch.eye(16))
-        return side.addresses()
-
-    tables = []
-    for number in range(6):
-        blocks.allocate(number, 3, torch.device("cpu"))
-        table = blocks.addresses()
-        assert torch.equal(table[:, : number + 1], expected())
-        tables.append(table.data_ptr())
-    assert len(set(tables)) < 4, "it grows by doubling"
-    other = copy.deepcopy(blocks)
-    assert other.addresses()[0, 0] == other.table[0].data_ptr() != blocks.table[0].data_ptr()
-    blocks.select(torch.tensor([2, 0]))
-    assert torch.equal(blocks.addresses()[:, :6], expected())
-
-
 # ---- few blocks are restored at a time
-
-
-HEADS, DIM, BLOCK = 2, 32, 128
-SIZES = {"sink": 4, "recent": 8}
-
-
-def stream_of(arm, format, tokens, batch=1):
-    rows = torch.randn(batch, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(1))
-    storage = CacheSettings(arm, CacheLayout(FORMATS[format], **SIZES), block=BLOCK)
-    stream = Stream(storage, 0, rows.bfloat16(), rows.bfloat16())
-    later = Reach(tokens - SIZES["recent"], 0)
-    stream.update(rows.bfloat16(), rows.flip(2).bfloat16(), Reach(0, 0), later, None)
-    return stream
-
-
-def rotations_of_a_layer():
-    return fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)])
 
 
 @torch.no_grad()
 def test_a_long_context_takes_little_beside_its_rows():
     """Measured: 5.5 blocks of float32 rows beside both sides; with eight blocks together, and
     those restored before them still held, 44."""
-    stream = stream_of(RotatedCodec(rotations_of_a_layer()), "sglang", 100 * BLOCK)
-    most, _, rows = allocated(stream.read)
-    one = 4 * HEADS * BLOCK * DIM
-    beside = (most - sum(each.nbytes for each in rows)) / one
+    heads, dim, block, recent = 2, 32, 128, 8
+    rotations = fit(None, PRESETS["random"], [Layer(0, 0, heads, heads, dim, dim)])
+    layout = CacheLayout(SGLANG, sink=4, recent=recent)
+    rows = torch.randn(1, heads, 100 * block, dim).bfloat16()
+    stream = Stream(CacheSettings(RotatedCodec(rotations), layout, block=block), 0, rows, rows)
+    stream.update(rows, rows, Reach(0, 0), Reach(100 * block - recent, 0), None)
+    most, _, read = allocated(stream.read)
+    beside = (most - sum(each.nbytes for each in read)) / (4 * heads * block * dim)
     assert 0 < beside <= 3 * READ_TOGETHER["value"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+# ---- on a GPU
+
+
+def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
+    """With the definition in its place."""
+    model, calls = architectures.build("llama"), []
+
+    def attend(*arguments):
+        calls.append(arguments)
+        return attention.attend(*arguments)
+
+    arm = RotatedCodec(fit(None, PRESETS["random"], geometry_of(model)))
+    empties = [
+        caches.cache_for(model, arm, WINDOWS, reading=reading, block=32)
+        for reading in ("auto", "auto", "rows")
+    ]
+    rows = decode(model, empties[0])
+    assert not calls, "there is none on a CPU"
+    monkeypatch.setattr(cuda_attention, "attend", attend)
+    monkeypatch.setattr(stream_module, "kernels_run_on", lambda device: True)
+    pages = decode(model, empties[1])
+    assert len(calls) == 4 * 15
+    assert torch.equal(decode(model, empties[2]), rows)
+    assert len(calls) == 4 * 15
+    # Measured: 1.3e-6.
+    assert (pages - rows).abs().max() <= 2e-5 * rows.abs().max()
+
+
+def layer_on(device, codec):
+    """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
+    rotations = with_factors(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
+    arm = RotatedCodec(
+        rotations, rounding="feedback" if codec in ("feedback", "fine") else "nearest"
+    )
+    format = {"feedback": SGLANG, "fine": FINE}.get(codec) or FORMATS[codec]
+    windows = CacheLayout(format, sink=4, recent=32)
+    layer = RotatedLayer(CacheSettings(arm, windows), 0, Padding())
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(1, 2, 201, 128, generator=generator).to(device, torch.bfloat16)
+    query = torch.randn(1, 8, 1, 128, generator=generator).to(device, torch.bfloat16)
+    layer.update(rows[:, :, :200], rows[:, :, :200])
+    return layer, rows[:, :, 200:], query
+
+
+def take_step(layer, token):
+    keys, _ = layer.update(token, token, masks=MaskCheck())
+    assert isinstance(keys, LazyRows)
+    return keys.step
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "fine", "feedback"])
 @torch.no_grad()
-def test_blocks_read_together_are_those_read_alone(format, monkeypatch):
-    stream = stream_of(RotatedCodec(rotations_of_a_layer(), 16), format, 7 * BLOCK + 5, batch=3)
-    for start in (0, 2, 3 * BLOCK, 7 * BLOCK):
-        together = stream.read(start)
-        with monkeypatch.context() as patch:
-            for side in READ_TOGETHER:
-                patch.setitem(READ_TOGETHER, side, 1)
-            alone = stream.read(start)
-        for rows, expected in zip(together, alone, strict=True):
-            assert rows.shape == (3, HEADS, stream.length - start, DIM)
-            # A product of other rows beside it may differ in its last bit.
-            torch.testing.assert_close(rows, expected)
+def test_a_step_reads_the_same_on_a_gpu(codec, device):
+    layer, token, query = layer_on(device, codec)
+    step = take_step(layer, token)
+    output = step.attend(query, Scores(0.1)).float()
+    (stream,) = layer.streams
+    head, tail = stream.windows()
+    expected = attention.attend(query.float(), stream.packed(), head, tail, Scores(0.1))
+    assert (output - expected).norm() <= 5e-3 * expected.norm(), "in bfloat16"
+    rows = scaled_dot_product_attention(query, *step.rows, scale=0.1, enable_gqa=True)
+    assert (output - rows).norm() <= 2e-2 * expected.norm(), "rows are bfloat16 too"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("codec", ["sglang", "fine", "feedback"])
+@torch.no_grad()
+def test_a_decoding_step_waits_for_nothing(codec, device):
+    layer, token, query = layer_on(device, codec)
+    take_step(layer, token).attend(query, Scores(0.1))  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):  # until the second block begins
+            output = take_step(layer, token).attend(query, Scores(0.1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output.isfinite().all()

@@ -10,9 +10,9 @@ import torch
 from support.codec import on_gpu
 from support.decode_cases import DIMS, Case, Drawing, error_of, reference
 
-from rotationzoo.codec import cuda_attention, int2
+from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import PackedSide, attend
-from rotationzoo.codec.formats import FINE, FORMATS
+from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.pages import PageLayout
 
 RATIOS = (1, 2, 4, 5, 7, 8, 12, 16)
@@ -258,20 +258,3 @@ def test_a_page_is_where_its_layout_says():
     half = torch.frombuffer(bytearray(page), dtype=torch.float16)
     assert half[codes // 2 :][:numbers].tolist() == list(range(numbers))
     assert half[(codes + aligned) // 2 :][:numbers].tolist() == [-n for n in range(numbers)]
-
-
-@pytest.mark.parametrize("format", [*FORMATS.values(), FINE], ids=[*FORMATS, "fine"])
-def test_rows_of_every_format_come_back_from_pages(format):
-    layout = PageLayout(3, 64, 2, 8, format)
-    rows = torch.randn(2, 3, 8, 64, generator=torch.Generator().manual_seed(0))
-    stored = int2.quantize(rows, 1.0, 32, format)
-    packed = replace(stored, codes=int2.pack(stored.codes, format))
-    block = layout.empty(2)
-    for section, part in zip(layout.view(block), layout.split(packed), strict=True):
-        section[:] = part
-    assert torch.equal(layout.dequantize(layout.view(block)), int2.dequantize(stored, format))
-    codes = packed.codes[1, 0, 0]
-    assert torch.equal(block[1, :16], codes[:16])
-    third_bits = 3 * 8 * 16
-    assert layout.starts[1] == third_bits
-    assert torch.equal(block[1, third_bits:][: len(codes) - 16], codes[16:])

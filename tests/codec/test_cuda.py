@@ -1,5 +1,5 @@
-"""The CUDA codec: compiled for three GPU generations where nvcc is there, and equal to its
-definition where a GPU is."""
+"""The CUDA encoders: compiled for three GPU generations where nvcc is there, and equal to their
+definitions where a GPU is."""
 
 import math
 import shutil
@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 import torch
 from support.codec import assert_stored, on_gpu, spilled_registers
+from support.encoders import FORMATS, SHAPES, factors, sample
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.comparison import edge_rows
+from rotationzoo.checks.comparison import draw_rows
 from rotationzoo.checks.kernel import validate_kernel
-from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, int2
+from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, feedback, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.errors import RotationZooError
 
-ONE_SCALE = replace(FINE, fine_channels=0)
-FORMATS = int2.FORMATS | {
-    "fine": FINE,
-    "one scale": ONE_SCALE,
-    "4 bits": replace(ONE_SCALE, bits=4),
-}
-FORMATS |= {"8 bits": replace(int2.FORMATS["vllm"], bits=8)}
 # Every type, format, and way to split a row among lanes at least once, clipped, with and without a
 # rotation.
 COMPILED = [
@@ -57,16 +51,41 @@ def test_no_register_is_spilled(variant, tmp_path):
     assert all(", 0 bytes spill stores, 0 bytes spill loads" in line for line in spills), spills
 
 
-def test_shapes_that_the_kernel_does_not_take_are_refused():
-    float32, float64 = torch.float32, torch.float64
-    for dim, group, dtype in ((72, 72, float32), (1024, 128, float32), (64, 64, float64)):
-        with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of"):
-            cuda.Variant(dim, group, dtype, clips=True).macros()
-    three = replace(FORMATS["sglang"], bits=3)
-    assert not cuda_encoder.supports(cuda.Variant(64, 64, torch.float32, three))
-    for format in (three, replace(FINE, fine_channels=8), replace(FINE, bits=4)):
-        with pytest.raises(RotationZooError, match="third bits of a multiple of 16 channels"):
-            cuda.Variant(64, 64, torch.float32, format).macros()
+THREE = replace(int2.SGLANG, bits=3)
+SHAPE, THIRDS = "the CUDA kernel has no rows of", "third bits of a multiple of 16 channels"
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype", "format", "problem"),
+    [
+        (72, 72, torch.float32, int2.SGLANG, SHAPE),
+        (1024, 128, torch.float32, int2.SGLANG, SHAPE),
+        (64, 64, torch.float64, int2.SGLANG, SHAPE),
+        (64, 64, torch.float32, THREE, THIRDS),
+        (64, 64, torch.float32, replace(FINE, fine_channels=8), THIRDS),
+        (64, 64, torch.float32, replace(FINE, bits=4), THIRDS),
+    ],
+)
+def test_shapes_that_the_kernels_do_not_take_are_refused(dim, group, dtype, format, problem):
+    variant, rows = cuda.Variant(dim, group, dtype, format), torch.ones(1, 3, dim, dtype=dtype)
+    assert not cuda_encoder.supports(variant)
+    for encode in (
+        lambda: cuda_rows.quantize(rows, 0.9, group, format),
+        lambda: cuda_rows.quantize_with_feedback(rows, torch.eye(dim)[None], group, format),
+    ):
+        with pytest.raises(RotationZooError, match=problem):
+            encode()
+
+
+def test_what_the_kernels_do_not_quantize():
+    bisected = cuda.Variant(128, 128, torch.float32, int2.SIMULATED["sglang-bisected"])
+    assert not cuda_encoder.supports(bisected)
+    assert cuda_encoder.supports(replace(bisected, format=int2.SGLANG))
+    assert not cuda_encoder.kernels_run_on(torch.device("cpu"))
+    with pytest.raises(RotationZooError, match=r"is \[1, 64, 64\] and not \[2, 64, 64\]"):
+        cuda_rows.quantize_with_feedback(torch.ones(2, 3, 64), torch.eye(64)[None])
+    with pytest.raises(RotationZooError, match="is not finite"):
+        cuda_rows.quantize_with_feedback(torch.ones(1, 3, 64), torch.full((1, 64, 64), torch.inf))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without cuda.core")
@@ -78,14 +97,7 @@ def test_a_missing_package_is_named(monkeypatch):
     assert "cuda-core" in failure.value.hint
 
 
-def sample(dim: int, dtype: torch.dtype, count: int = 203) -> torch.Tensor:
-    """Two heads of rows with tails, behind edge rows."""
-    generator = torch.Generator().manual_seed(dim)
-    largest = min(int2.LARGEST, torch.finfo(dtype).max) * 0.99
-    edges = edge_rows(dim, largest).expand(2, -1, -1)
-    normal = torch.randn(2, count, dim, generator=generator)
-    spread = normal * torch.randn(2, count, 1, generator=generator).exp()
-    return torch.cat([edges, spread], dim=1).to(dtype)
+RATIOS = torch.tensor([0.96, 0.5, 1.0, 0.92, 0.03])
 
 
 @on_gpu
@@ -95,23 +107,59 @@ def sample(dim: int, dtype: torch.dtype, count: int = 203) -> torch.Tensor:
 )
 @pytest.mark.parametrize("dtype", cuda.TYPES, ids=str)
 def test_codes_and_values_are_those_of_the_definition(device, dim, group, dtype, format):
-    rows = sample(dim, dtype)
-    for clip in (1.0, torch.tensor([0.96, 0.5])):
-        packed = cuda_rows.quantize(rows.to(device), clip, group, FORMATS[format])
-        ratio = clip[:, None] if isinstance(clip, torch.Tensor) else clip
-        expected = int2.quantize(rows, ratio, group, FORMATS[format])
-        assert_stored(packed, expected, FORMATS[format])
-        definition = int2.dequantize(expected, FORMATS[format])
+    rows, format = sample(dim, dtype), FORMATS[format]
+    for clip, ratio in ((1.0, 1.0), (RATIOS, RATIOS[:, None])):
+        packed = cuda_rows.quantize(rows.to(device), clip, group, format)
+        expected = int2.quantize(rows, ratio, group, format)
+        assert_stored(packed, expected, format)
+        definition = int2.dequantize(expected, format)
         for dtype_back in cuda.TYPES:
             values = cuda_rows.dequantize(packed, dtype_back).cpu()
             wanted = definition.to(dtype_back)
             assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
 
 
+# ---- a thread a row, or a block a row where there are few
+
+EACH_KERNEL = pytest.mark.parametrize("few", [0, 10**9], ids=["a thread a row", "a block a row"])
+
+
+@on_gpu
+@EACH_KERNEL
+@pytest.mark.parametrize(("dim", "group", "dtype", "format"), SHAPES)
+def test_codes_with_feedback_are_those_of_the_definition(
+    device, dim, group, dtype, format, few, monkeypatch
+):
+    monkeypatch.setattr(cuda_encoder, "_FEW", few)
+    rows, factor = sample(dim, dtype), factors(dim)
+    packed = cuda_rows.quantize_with_feedback(rows.to(device), factor, group, format)
+    expected = feedback.quantize(rows, factor, group, format)
+    assert_stored(packed, expected, format)
+    assert torch.equal(cuda_rows.dequantize(packed).cpu(), int2.dequantize(expected, format))
+    moved = feedback.quantize(rows.to(device), factor.to(device), group, format)
+    assert_stored(packed, moved, format)
+
+
+@on_gpu
+@EACH_KERNEL
+@pytest.mark.parametrize("number", [math.nan, math.inf, -2e18])
+def test_rows_outside_the_domain_are_refused(device, number, few, monkeypatch):
+    monkeypatch.setattr(cuda_encoder, "_FEW", few)
+    rows = torch.ones(1, 300, 128, device=device)
+    rows[0, 217, 100] = number
+    for encode in (
+        lambda: cuda_rows.quantize(rows.bfloat16(), 1.0),
+        lambda: cuda_rows.quantize(rows.bfloat16(), 0.9),
+        lambda: cuda_rows.quantize_with_feedback(rows, factors(128)[:1]),
+    ):
+        with pytest.raises(RotationZooError, match="not finite or exceeds"):
+            encode()
+
+
 @on_gpu
 @pytest.mark.parametrize("dim", [80, 128, 256])
 def test_rotating_in_the_kernel(device, dim):
-    rows = sample(dim, torch.bfloat16)[:, 8:]
+    rows = draw_rows(None, 2, 203, dim, seed=dim).bfloat16()
     rotation = torch.linalg.qr(
         torch.randn(2, dim, dim, generator=torch.Generator().manual_seed(1))
     )[0]
@@ -131,26 +179,15 @@ def test_rotating_in_the_kernel(device, dim):
 
 
 @on_gpu
-@pytest.mark.parametrize("number", [math.nan, math.inf, -2e18])
-def test_rows_outside_the_domain_are_refused(device, number):
-    rows = torch.ones(1, 300, 128, dtype=torch.bfloat16)
-    rows[0, 217, 100] = number
-    for clip in (1.0, 0.9):
-        with pytest.raises(RotationZooError, match="not finite or exceeds"):
-            cuda_rows.quantize(rows.to(device), clip)
-
-
-@on_gpu
-def test_the_definition_is_the_same_on_a_gpu(device):
-    rows = sample(128, torch.float32)
-    for format in FORMATS.values():
-        on_cpu = int2.quantize(rows, 0.92, 32, format)
-        on_device = int2.quantize(rows.to(device), 0.92, 32, format)
-        assert torch.equal(on_cpu.codes, on_device.codes.cpu())
-        assert torch.equal(on_cpu.scale, on_device.scale.cpu())
-        assert torch.equal(on_cpu.offset, on_device.offset.cpu())
-        values = int2.dequantize(on_device, format).cpu()
-        assert torch.equal(int2.dequantize(on_cpu, format), values)
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_definition_is_the_same_on_a_gpu(device, format):
+    rows, format = sample(128, torch.float32), FORMATS[format]
+    on_cpu = int2.quantize(rows, 0.92, 32, format)
+    on_device = int2.quantize(rows.to(device), 0.92, 32, format)
+    for part in ("codes", "scale", "offset"):
+        assert torch.equal(getattr(on_cpu, part), getattr(on_device, part).cpu())
+    values = int2.dequantize(on_device, format).cpu()
+    assert torch.equal(int2.dequantize(on_cpu, format), values)
 
 
 EVERY = """
@@ -185,33 +222,46 @@ def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, b
     assert wrong.item() == 0
 
 
+# ---- validation of an artifact
+
+
 @on_gpu
 def test_validation_of_an_artifact(device, made, tmp_path):
     artifact = Artifact.open(shutil.copytree(made, tmp_path / "artifact"))
     report = validate_kernel(artifact, rows=64)
     assert report["on_gpu"]
     assert report["codes_equal"]
+    layers, heads = 4, 2
+    assert report["feedback_rows"] == layers * heads * 2 * 64, "keys and values"
     card = (artifact.folder / "README.md").read_text()
     assert "`int2.cu` gave codes and values bit-equal to the definition" in card
+    for source in (cuda.SOURCE, cuda.FEEDBACK_SOURCE):
+        assert (artifact.folder / source.name).read_bytes() == source.read_bytes()
     assert Artifact.open(artifact.folder).damaged_files() == []
 
 
+WRONG = {
+    "SOURCE": {"by.divide(x), offset), 0.5f)": "by.divide(x), offset), 0.49f)"},
+    "FEEDBACK_SOURCE": {
+        "total[r] < total[0]": "total[r] <= 0.9f * total[0]",
+        "totals[r] < least": "totals[r] <= 0.9f * least",
+    },
+}
+
+
 @on_gpu
-def test_a_kernel_that_differs_is_found(device, made, tmp_path, monkeypatch):
-    wrong = tmp_path / "wrong.cu"
-    wrong.write_text(
-        cuda.SOURCE.read_text().replace(
-            "by.divide(x), offset), 0.5f)", "by.divide(x), offset), 0.49f)"
-        )
-    )
-    monkeypatch.setattr(cuda, "SOURCE", wrong)
+@pytest.mark.parametrize("source", WRONG)
+def test_a_kernel_that_differs_is_found(source, device, made, tmp_path, monkeypatch):
+    text = getattr(cuda, source).read_text()
+    for right, wrong in WRONG[source].items():
+        text = text.replace(right, wrong)
+    (tmp_path / "wrong.cu").write_text(text)
+    monkeypatch.setattr(cuda, source, tmp_path / "wrong.cu")
     cuda.compiled.cache_clear()
     artifact = Artifact.open(shutil.copytree(made, tmp_path / "artifact"))
+    place = r"layers\.\d\.key, head \d, row \d+"
     try:
-        with pytest.raises(
-            RotationZooError,
-            match=r"layers\.0\.key, head \d, row \d+: the kernel's code is \d and the",
-        ):
+        with pytest.raises(RotationZooError, match=f"{place}: the kernel's code is \\d and the"):
             validate_kernel(artifact, rows=256)
     finally:
         cuda.compiled.cache_clear()

@@ -6,7 +6,6 @@ import math
 import shutil
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -64,53 +63,46 @@ def test_every_format_and_head_dimension_is_supported(format, dim):
     assert not supports(*layouts(format, dim), torch.float64)
 
 
-def test_what_is_not_supported():
-    plain, _ = layouts("vllm", 128)
-    assert not supports(plain, replace(plain, heads=4), FLOAT)
-    assert not supports(plain, replace(plain, format=LAYOUTS["sglang"]), FLOAT)
-    for changes in ({"groups": 16}, {"tokens": 48}, {"dim": 120}, {"dim": 272}):
-        assert not supports(*[replace(plain, **changes)] * 2, FLOAT)
+@pytest.mark.parametrize(
+    ("format", "key", "value", "supported"),
+    [
+        ("vllm", {}, {"heads": 4}, False),
+        ("vllm", {}, {"format": LAYOUTS["sglang"]}, False),
+        *(
+            ("vllm", each, each, False)
+            for each in ({"groups": 16}, {"tokens": 48}, {"dim": 120}, {"dim": 272})
+        ),
+        ("fine", {}, {"fine": 80}, True),
+        ("fine", {"fine": 8}, {"fine": 8}, False),
+        ("fine", {"groups": 16}, {"groups": 16}, False),  # of 8 channels
+        ("vllm", {"bits": 8}, {}, True),
+        # Two tiles of 256 channels of both sides, for each of two warps, take 64 KiB.
+        ("vllm", {"bits": 8, "dim": 256}, {"bits": 8, "dim": 256}, False),
+        # A budget may give both sides as many.
+        ("fine", *[{"bits": 8, "fine": 0, "dim": WIDEST}] * 2, True),
+    ],
+)
+def test_what_else_is_supported(format, key, value, supported):
+    both = []
+    for layout, changes in zip(layouts(format, 128), (key, value), strict=True):
+        codes = {"bits": layout.format.bits, "fine": layout.format.fine_channels} | changes
+        stored = changes.get("format", layout.format)
+        stored = replace(stored, bits=codes.pop("bits"), fine_channels=codes.pop("fine"))
+        both.append(replace(layout, **codes | {"format": stored}))
+    assert supports(*both, FLOAT) == supported
+
+
+def test_what_is_not_supported_is_refused():
     inputs = Drawing(replace(SMALL, dim=24, head=1, tail=1), "cpu").inputs()
     with pytest.raises(RotationZooError, match="does not read pages"):
         cuda_attention.attend(*inputs.arguments())
 
 
-def test_third_bits_are_a_variant():
-    key, value = layouts("fine", 128)
-    value = replace(value, format=replace(value.format, fine_channels=80))
-    assert supports(key, value, FLOAT)
-    chosen = replace(variant("fine", 128), value=value)
-    macros = dict(chosen.macros())
-    assert (macros["SYMMETRIC"], macros["KEY_FINE"], macros["VALUE_FINE"]) == ("1", "48", "80")
-    assert chosen.column_bytes == 2 * (128 + 64)
-    odd = replace(key, format=replace(key.format, fine_channels=8))
-    assert not supports(odd, odd, FLOAT)
-    narrow = replace(key, groups=16)  # of 8 channels
-    assert not supports(narrow, narrow, FLOAT)
-
-
-def test_bits_of_codes_are_a_variant():
-    key, value = layouts("vllm", 128)
-    wide = replace(key, format=replace(key.format, bits=8))
-    assert supports(wide, value, FLOAT)
-    chosen = replace(variant("vllm", 128), key=wide)
-    macros = dict(chosen.macros())
-    assert (macros["KEY_BITS"], macros["VALUE_BITS"], chosen.warps) == ("8", "2", 4)
-    assert chosen.column_bytes == 2 * 128
-    # Two tiles of 256 channels of both sides, for each of two warps, take 64 KiB.
-    assert not supports(*[replace(wide, dim=256)] * 2, FLOAT)
-    fine, _ = layouts("fine", WIDEST)
-    eight = replace(fine, format=replace(fine.format, bits=8, fine_channels=0))
-    assert supports(eight, eight, FLOAT), "a budget may give both sides as many"
-
-
-def test_groups_of_channels_are_a_variant():
-    macros = dict(variant("vllm", 128, groups=4).macros())
-    assert (macros["KEY_GROUP"], macros["VALUE_GROUP"]) == ("32", "32")
+def test_the_memory_of_a_block_holds_two_tiles_of_each_warp():
     # A tile of 256 channels is 6 KiB: 2 KiB of keys and of values, and 1 KiB of numbers of each.
     assert [variant("vllm", dim, groups=8).warps for dim in (128, 256)] == [4, 2]
-    # A prepared query: two bytes for each channel of two chunks.
-    assert variant("vllm", 80).column_bytes == 256
+    # A prepared query: two bytes for each channel of two chunks, and of each third bit.
+    assert [variant(*each).column_bytes for each in (("vllm", 80), ("fine", 128))] == [256, 384]
 
 
 def test_columns_of_a_block():
@@ -256,26 +248,33 @@ def _compiled(
     return cuda_attention.Kernels(*kernels, threads=32 * variant.warps, blocks=8)
 
 
+# Each is compiled anew; the first ones tell most.
+RUN_ON_CPU = [
+    ("sglang", {"dim": 64, "group": 7}),
+    ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
+    (
+        "vllm",
+        {"dim": 64, "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": (12, 7, 9)},
+    ),
+    ("fine", {"dim": 96, "fine": (16, 96), "soft_cap": 20, "means": True}),
+    ("fine", {"dim": 128, "fine": (0, 16), "bits": (8, 2), "group": 7}),
+    ("vllm", {"dim": 80, "group": 5, "sinks": True}),
+    ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
+    ("fine", {"dim": 128, "group": 7}),
+    ("fine", {"dim": 160, "group_size": 32, "fine": (80, 0), "pooled": (0, 0, 50)}),
+    ("fine", {"dim": 64, "fine": (0, 0), "bits": (4, 2), "means": True}),
+    ("vllm", {"dim": 80, "bits": (4, 4), "soft_cap": 20}),
+    ("vllm", {"dim": 64, "bits": (2, 8), "new": 2, "group": 3}),
+    ("sglang", {"dim": 96, "group_size": 32, "bits": (8, 4)}),
+]
+
+
 @on_cpu
 @pytest.mark.parametrize(
     ("format", "changes"),
     [
-        ("sglang", {"dim": 64, "group": 7}),
-        ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
-        ("vllm", {"dim": 80, "group": 5, "sinks": True}),
-        ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
-        (
-            "vllm",
-            {"dim": 64, "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": (12, 7, 9)},
-        ),
-        ("fine", {"dim": 128, "group": 7}),
-        ("fine", {"dim": 96, "fine": (16, 96), "soft_cap": 20, "means": True}),
-        ("fine", {"dim": 160, "group_size": 32, "fine": (80, 0), "pooled": (0, 0, 50)}),
-        ("fine", {"dim": 64, "fine": (0, 0), "bits": (4, 2), "means": True}),
-        ("fine", {"dim": 128, "fine": (0, 16), "bits": (8, 2), "group": 7}),
-        ("vllm", {"dim": 80, "bits": (4, 4), "soft_cap": 20}),
-        ("vllm", {"dim": 64, "bits": (2, 8), "new": 2, "group": 3}),
-        ("sglang", {"dim": 96, "group_size": 32, "bits": (8, 4)}),
+        pytest.param(*each, marks=[pytest.mark.thorough] * (number > 4))
+        for number, each in enumerate(RUN_ON_CPU)
     ],
 )
 def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):
@@ -307,16 +306,12 @@ def test_the_kernel_is_the_definition(format, dim, device):
 
 
 def list_variants():
-    """Every format once, and `make check` has every dimension; all other pairs are slow
-    together."""
-    variants = []
-    for number, (dim, format) in enumerate(product(DIMS, LAYOUTS)):
-        row, column = divmod(number, len(LAYOUTS))
-        marks = pytest.mark.thorough if row % 2 else ()
-        if row % len(LAYOUTS) != column:
-            marks = pytest.mark.slow
-        variants.append(pytest.param(format, dim, marks=marks))
-    return variants
+    """One; `make check` has every format and dimension, and all other pairs are slow together."""
+    yield pytest.param("vllm", 128)
+    for row, dim in enumerate(DIMS):
+        for column, format in enumerate(LAYOUTS):
+            mark = pytest.mark.slow if (row - column) % len(LAYOUTS) else pytest.mark.thorough
+            yield pytest.param(format, dim, marks=mark)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import architectures
 from support.float64 import assert_same_codes, to_float64
 
 from rotationzoo.artifact.fit import fit
@@ -13,30 +12,9 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Layer
-from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
 
 LAYER = Layer(0, 0, 4, 2, 64, 64)
-
-
-def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
-    geometry = geometry_of(architectures.build("llama"))
-    arm = RotatedCodec(fit(None, PRESETS["random"], geometry))
-    mean = 50 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
-    centered = RotatedCodec(
-        arm.rotations.replace(
-            lambda _, side, rotation: replace(rotation, mean=mean) if side == "key" else rotation
-        ),
-    )
-    keys = torch.randn(2, 2, 8, 16) + mean[:, None]
-    with_mean = arm.fake_quantize(keys, 0, "key", int2.SGLANG)
-    without = centered.fake_quantize(keys, 0, "key", int2.SGLANG) + mean[:, None]
-    assert (without - keys).norm() < 0.2 * (with_mean - keys).norm()
-    values = torch.randn(2, 2, 8, 16)
-    assert torch.equal(
-        arm.fake_quantize(values, 0, "value", int2.SGLANG),
-        centered.fake_quantize(values, 0, "value", int2.SGLANG),
-    )
 
 
 @pytest.mark.parametrize("order", ["together", "one by one"])

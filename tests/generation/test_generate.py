@@ -44,36 +44,44 @@ def search_beams(model, ids, beams, tokens=NEW):
     return ids
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_beams_are_those_of_the_simulation(name):
+# Pages are read by layers without a window, where models have such layers.
+READINGS = [*((name, "auto") for name in FAMILIES), ("llama", "pages"), ("gemma2", "pages")]
+
+
+@pytest.mark.parametrize(("name", "reading"), READINGS)
+def test_beams_are_those_of_the_simulation(name, reading):
     model = architectures.build(name, torch.float64)
     # As long as the exact windows, so that the prompt reads itself exact in the simulation too.
     short = PROMPT[:, :7]
-    beams = generate(model, empty(model), short, num_beams=3, num_return_sequences=3)
+    cache = empty(model, reading=reading)
+    beams = generate(model, cache, short, num_beams=3, num_return_sequences=3)
     with caches.simulation_of(model, random_arm(model), WINDOWS).running(model):
         expected = search_beams(model, short, 3)
     assert torch.equal(beams, expected)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "reading"), READINGS)
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_a_padded_batch_is_read_row_by_row(name, chunk):
+def test_a_padded_batch_is_read_row_by_row(name, reading, chunk):
     model = architectures.build(name, torch.float64)
-    rows = [PROMPT, PROMPT[:, 5:], PROMPT[:, 9:]]
+    # All of the last row fits into its exact windows at first.
+    rows = [PROMPT, PROMPT[:, 5:], PROMPT[:, 13:]]
     batch = torch.cat([torch.nn.functional.pad(row, (18 - row.shape[1], 0)) for row in rows])
-    mask = (torch.arange(18) >= torch.tensor([[0], [5], [9]])).long()
-    together = generate(model, empty(model), batch, attention_mask=mask, prefill_chunk_size=chunk)
+    mask = (torch.arange(18) >= torch.tensor([[0], [5], [13]])).long()
+    free = [empty(model, reading=reading) for _ in range(4)]
+    options = {"prefill_chunk_size": chunk}
+    together = generate(model, free.pop(), batch, attention_mask=mask, **options)
     for row, text in zip(rows, together, strict=True):
         # Rows that are not padded fall into other chunks, and read other tokens exact.
         if chunk is None or row.shape[1] == 18:
-            alone = generate(model, empty(model), row, prefill_chunk_size=chunk)
+            alone = generate(model, free.pop(), row, **options)
             assert torch.equal(text[18:], alone[0, row.shape[1] :])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("reading", ["rows", "pages"])
 @pytest.mark.parametrize("helper", ["lookup", "model"])
-def test_candidates_are_read_as_by_a_reference_with_the_same_rule(name, helper):
-    model = architectures.build(name, torch.float64)
+def test_candidates_are_read_as_by_a_reference_with_the_same_rule(helper, reading):
+    model = architectures.build("llama", torch.float64)
     options = {"prompt_lookup_num_tokens": 3}
     if helper == "model":
         assistant = copy.deepcopy(model)
@@ -82,7 +90,8 @@ def test_candidates_are_read_as_by_a_reference_with_the_same_rule(name, helper):
                 assistant.lm_head.weight.shape, generator=torch.Generator().manual_seed(4)
             )
         options = {"assistant_model": assistant}
-    reference, cache = naive_cache(random_arm(model), WINDOWS), empty(model, slack=24)
+    reference = naive_cache(random_arm(model), WINDOWS)
+    cache = empty(model, slack=24, reading=reading)
     assert torch.equal(generate(model, cache, **options), generate(model, reference, **options))
     assert cache.get_seq_length() == reference.get_seq_length()
 

@@ -24,7 +24,7 @@ from rotationzoo.linalg.error_feedback import DAMPING, factorize, whitening
 from rotationzoo.linalg.hadamard import bit_reversal, hadamard
 from rotationzoo.linalg.orthogonality import invert, orthogonality_error
 
-DIMS = [64, 80, 96, 112, 128, 192, 256, 512]
+DIMS = [64, 80, 112, 128, 192, 256]
 AROUND_EIGENBASIS = [name for name in COMPOSITIONS if needs_statistics(name)]
 
 
@@ -66,8 +66,8 @@ def test_an_eigenbasis_is_made_by_one_thread(monkeypatch, set_threads):
     assert (threads, torch.get_num_threads()) == ([1], 3)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dim", [160, 192, 256, 512])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dim", [160, 256])
 def test_what_is_whitened_comes_back(dim, threads, set_threads):
     """After an eigenbasis, MKL's LU factorization of a batch failed from 160 channels on."""
     set_threads(threads)
@@ -173,8 +173,8 @@ def test_random_rotations_follow_their_seed():
 
 USED = [64, 80, 96, 112, 128, 160, 192, 224, 256, 512, 576]
 # Orders whose Paley factor needs a field of prime power order: 28 = 27 + 1, 52 = 2 (25 + 1), 100 =
-# 2 (49 + 1), 344 = 343 + 1.
-PRIME_POWER = [28, 52, 100, 104, 344]
+# 2 (49 + 1).
+PRIME_POWER = [28, 52, 100]
 
 
 @pytest.mark.parametrize("order", [1, 2, 4, 12, 20, 36, *USED, *PRIME_POWER])

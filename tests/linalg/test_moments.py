@@ -9,7 +9,6 @@ from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.linalg.run_sums import (
-    RUN,
     add_runs,
     bfloat16_pieces,
     quadratic_form,
@@ -129,14 +128,6 @@ def test_pieces_add_up_to_the_number():
         assert torch.equal(sum(piece.double() for piece in pieces), x.double())
 
 
-def test_pieces_are_needed():
-    """Rows rounded to bfloat16 would not do for float32 rows, nor for those that weights scale."""
-    x = uneven_rows(0, dtype=torch.float32)
-    exact, _ = both(x)
-    _, rounded = both(x.bfloat16())
-    assert largest_error(exact, rounded) > 1e-5
-
-
 def test_sums_of_runs_are_added_in_float64():
     """Float32 cannot hold 2^34 + 1, the sum of a group of large rows and a small row."""
     x = torch.full((1, 1024, 2), 4096.0)
@@ -159,37 +150,6 @@ def test_float64_rows_and_rows_on_the_cpu_are_left_to_the_definition():
     assert not run_sums.on_tensor_cores(uneven_rows(0))
     on_gpu = torch.empty(1, 1, 1, dtype=torch.float64, device="meta")
     assert not run_sums.on_tensor_cores(on_gpu)
-
-
-def truncated_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Products `[B, M, N]` as tensor cores of Hopper form them, in the model of Khattak and
-    Mikaitis (2025): 16 products and the sum so far are cut to two bits more than float32 has for
-    the largest of them, added, and cut to float32."""
-
-    def cut(numbers: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
-        unit = torch.exp2(largest.abs().clamp_min(1e-200).log2().floor() - bits)
-        return (numbers / unit).trunc() * unit
-
-    products = []
-    for one_left, one_right in zip(left.double(), right.double(), strict=True):
-        total = one_left.new_zeros(one_left.shape[0], one_right.shape[1])
-        for lefts, rights in zip(one_left.mT.split(16), one_right.split(16), strict=True):
-            terms = torch.cat([lefts[:, :, None] * rights[:, None, :], total[None]])
-            total = cut(terms, terms.abs().amax(0), 25).sum(0)
-            total = cut(total, total, 23)
-        products.append(total)
-    return torch.stack(products).float()
-
-
-def test_truncating_accumulators_stay_within_the_bound(monkeypatch):
-    monkeypatch.setattr(run_sums, "_multiply", truncated_product)
-    error = largest_error(*both(uneven_rows(0, heads=1, count=1024)))
-    assert 1e-7 < error < RUN * 2**-23  # measured 2.8e-7, of 1.5e-5
-
-
-def test_a_truncated_product_is_exact_where_float32_is():
-    left = torch.arange(-8.0, 8.0).view(1, 2, 8)
-    assert torch.equal(truncated_product(left, left.mT), left @ left.mT)
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(torch.bfloat16, 2), (torch.float32, 4)])

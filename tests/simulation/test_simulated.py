@@ -3,7 +3,7 @@ that is really read call by call."""
 
 import functools
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +13,20 @@ from support.caches import distance, random_arm, read_in_calls, read_whole, simu
 from support.float64 import CLOSE
 from support.naive_cache import naive_cache
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.codec import int2
-from rotationzoo.codec.formats import BITS, SGLANG
+from rotationzoo.codec.formats import BITS
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.size import bits_per_element, codec_bits
 from rotationzoo.evaluation.forward import attention_modules
-from rotationzoo.geometry import shifted_layers
+from rotationzoo.geometry import Layer, shifted_layers
 from rotationzoo.model import long_masks
+from rotationzoo.model.capture import Attention
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.simulation import masks
+from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks
 from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 from rotationzoo.simulation.simulated import Observers, Simulation
 
@@ -56,16 +62,19 @@ def observe(model, arm, cache, queries=None):
 
 
 @families(CALIBRATED)
-def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
+def test_a_cache_that_keeps_everything_changes_nothing_and_one_that_keeps_nothing_does(name):
     """Windows, soft caps and sinks stay the model's although every position is there twice."""
     model = architectures.build(name, torch.float64)
-    cache = CacheLayout(sink=24, recent=0)
-    simulated, outputs, divergences = observe(
-        model, random_arm(model), cache, queries=torch.arange(24)
-    )
-    assert distance(simulated, read_whole(model, IDS)) <= CLOSE
-    assert len(outputs) == len(divergences) == len(geometry_of(model))
-    assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
+    plain, arm, queries = read_whole(model, IDS), random_arm(model), torch.arange(24)
+    simulated, outputs, kl = observe(model, arm, CacheLayout(sink=24, recent=0), queries)
+    assert distance(simulated, plain) <= CLOSE
+    assert len(outputs) == len(kl) == len(geometry_of(model))
+    assert max(each.abs().max().item() for each in kl.values()) < 1e-6
+    simulated, outputs, kl = observe(model, arm, CacheLayout(sink=0, recent=0), queries)
+    assert distance(simulated, plain) > 1e-4
+    assert all((output - exact).norm() > 1e-3 * exact.norm() for output, exact in outputs.values())
+    assert max(each.max().item() for each in kl.values()) > 1e-6
+    assert torch.equal(read_whole(model, IDS), plain), "not restored"
 
 
 @families(CALIBRATED)
@@ -92,38 +101,7 @@ def test_what_centring_moves_is_seen(name):
         assert (name in SHIFTED, moved < 1e-4, kl < 1e-6) == (False, True, True), (moved, kl)
 
 
-@families(CALIBRATED)
-def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
-    model = architectures.build(name, torch.float64)
-    plain = read_whole(model, IDS)
-    cache = CacheLayout(sink=0, recent=0)
-    simulated, outputs, divergences = observe(
-        model, random_arm(model), cache, queries=torch.arange(24)
-    )
-    assert distance(simulated, plain) > 1e-4
-    assert all((output - exact).norm() > 1e-3 * exact.norm() for output, exact in outputs.values())
-    assert max(kl.max().item() for kl in divergences.values()) > 1e-6
-    assert torch.equal(read_whole(model, IDS), plain), "not restored"
-
-
 KIVI = RivalCodec(functools.partial(store_as_kivi, tokens=8, channels=8))
-
-
-@pytest.mark.parametrize("name", ["rotated", "kivi"])
-def test_more_bits_come_closer_to_the_exact_model(name):
-    model, errors = architectures.build("llama", torch.float64), []
-    unclipped = random_arm(model).rotations.replace(
-        lambda _, __, rotation: replace(rotation, clip=torch.ones_like(rotation.clip))
-    )
-    arm = KIVI if name == "kivi" else RotatedCodec(unclipped)
-    for bits in BITS:
-        layout = CacheLayout(replace(SGLANG, bits=bits), sink=1, recent=2)
-        _, outputs, _ = observe(model, arm, layout)
-        simulated, exact = outputs[0]
-        errors.append((simulated - exact).norm() / exact.norm())
-    # Measured: 1.9 to 2.5 times smaller with one more bit, and 15 to 19 times with four more.
-    assert all(fewer > 1.5 * more for fewer, more in pairwise(errors)), errors
-    assert 1e-4 < errors[-1] < 0.05
 
 
 # ---- keys per channel over groups of tokens, against a cache that is filled token by token
@@ -134,22 +112,25 @@ CACHE = CacheLayout(sink=3, recent=5)
 GROUP = 8
 
 
-def quantize_block(block: torch.Tensor, dim: int) -> torch.Tensor:
-    """KIVI's own formula: minimum and scale over `dim`, both in float16, rounded to 0 to 3."""
+def quantize_block(block: torch.Tensor, dim: int, largest: int) -> torch.Tensor:
+    """KIVI's own formula: minimum and scale over `dim`, both in float16, and codes up to the
+    largest."""
     minimum = block.amin(dim, keepdim=True).half().float()
     low = block.amin(dim, keepdim=True)
-    scale = ((block.amax(dim, keepdim=True) - low) / 3).half().float()
-    codes = ((block - minimum) / scale).round().clamp(0, 3)
+    scale = ((block.amax(dim, keepdim=True) - low) / largest).half().float()
+    codes = ((block - minimum) / scale).round().clamp(0, largest)
     return codes * scale + minimum
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("side", ["key", "value"])
-def test_blocks_are_rounded_by_the_formula_of_kivi(side):
+def test_blocks_are_rounded_by_the_formula_of_kivi(side, bits):
     """Keys over groups of tokens, values over groups of channels."""
     rows = torch.randn(1, 2, 3 * GROUP, 16, generator=torch.Generator().manual_seed(0))
     dim = {"key": 2, "value": 3}[side]
-    expected = torch.cat([quantize_block(block, dim) for block in rows.split(8, dim)], dim)
-    stored = KIVI.fake_quantize(rows, 0, side, int2.SGLANG)
+    blocks = [quantize_block(block, dim, 2**bits - 1) for block in rows.split(8, dim)]
+    expected = torch.cat(blocks, dim)
+    stored = KIVI.fake_quantize(rows, 0, side, replace(int2.SGLANG, bits=bits))
     assert (stored - expected).abs().max() < 1e-5
 
 
@@ -162,3 +143,151 @@ def test_the_simulation_is_what_a_cache_filled_token_by_token_gives(name):
     first = CACHE.sink + CACHE.recent + GROUP - 1
     assert (simulated - plain)[:, :first].abs().max() <= CLOSE * plain.abs().max()
     assert (simulated - plain)[:, first:].abs().max() > 1e-3 * plain.abs().max()
+
+
+# ---- which positions stay exact, and bits per element
+
+
+def visible(cache: CacheLayout, length: int) -> list[list[int]]:
+    """For each query, 1 for every position up to its own that it reads exact."""
+    exact = cache.exact_for(torch.arange(length), length).int().tolist()
+    return [row[: query + 1] for query, row in enumerate(exact)]
+
+
+def test_decoding_keeps_the_sink_and_the_recent_tokens():
+    assert visible(CacheLayout(sink=1, recent=2), 5) == [
+        [1],
+        [1, 1],
+        [1, 1, 1],
+        [1, 0, 1, 1],
+        [1, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize(("layout", "kept"), [("window", 1), ("server", 0)])
+def test_a_window_keeps_the_recent_tokens_before_a_chunk_and_a_server_the_sink_alone(layout, kept):
+    rows = visible(CacheLayout(sink=1, recent=1, prefill_chunk=3, prefill_layout=layout), 9)
+    assert rows[2] == [1, 1, 1]
+    assert rows[5] == [1, 0, kept, 1, 1, 1]
+    assert rows[6] == [1, 0, 0, 0, 0, kept, 1]
+
+
+@pytest.mark.parametrize(
+    ("sink", "recent", "chunk"), [(64, 256, None), (1, 2, None), (0, 3, 4), (5, 9, 7), (7, 9, 7)]
+)
+@pytest.mark.parametrize("layout", ["server", "window"])
+def test_the_first_query_that_reads_a_quantized_position(sink, recent, chunk, layout):
+    cache = CacheLayout(sink=sink, recent=recent, prefill_chunk=chunk, prefill_layout=layout)
+    rows = visible(cache, 400)
+    reads = [query for query, row in enumerate(rows) if not all(row)]
+    assert reads[0] == cache.first_quantized
+    exact_until_query = [row[cache.sink :][::-1].index(0) for row in rows if not all(row)]
+    assert max(exact_until_query) == cache.reach
+
+
+GEOMETRY = geometry_of(architectures.build("llama"))
+ROTATIONS = fit(None, PRESETS["identity"], GEOMETRY)
+ARMS = [
+    RotatedCodec(ROTATIONS),
+    RotatedCodec(ROTATIONS, 8),
+    RivalCodec(store_as_kivi),
+    RivalCodec(partial(store_as_kivi, tokens=64, channels=8)),
+]
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=["one group", "groups of 8", "kivi", "kivi-64"])
+@pytest.mark.parametrize("length", [10, 400, 511, 2048])
+def test_every_token_counts(arm, length):
+    cache = CacheLayout(int2.SGLANG, sink=16, recent=64)
+    grouped = CacheLayout(int2.SGLANG, sink=16, recent=64, token_group=arm.token_group)
+    exact = grouped.exact_for(torch.arange(length), length)[-1].sum().item()
+    assert grouped.quantized_tokens(length) == length - exact
+    # Head dimension 16 on both sides, so that each side is half of the elements.
+    stored = sum(arm.stored_bits(0, side, 16, int2.SGLANG) for side in ("key", "value")) / 2
+    expected = (16 * exact + stored * (length - exact)) / length
+    assert codec_bits(GEOMETRY, arm, cache, length) == pytest.approx(expected)
+
+
+def test_bits_per_element_count_exact_tokens():
+    heads = [Layer(0, 0, 1, 1, 128, 128)]
+    assert bits_per_element(heads, CacheLayout()) == pytest.approx(2.5330, abs=1e-4)
+    vllm = CacheLayout(int2.FORMATS["vllm"])
+    assert bits_per_element(heads, vllm) == pytest.approx(2.2836, abs=1e-4)
+    assert 16 / bits_per_element(heads, CacheLayout()) == pytest.approx(6.3, abs=0.05)
+    assert bits_per_element(heads, CacheLayout(), 100) == 16
+
+
+# ---- the mask over both copies of a cache
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The question which mask a layer gets, and the masks that layers share."""
+    model = architectures.build("llama")
+    shared = TwoCopyMasks(CacheLayout(sink=1, recent=2))
+
+    def ask(mask, length=8, device="cpu"):
+        query = torch.zeros(1, 4, length, 16, device=device)
+        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query)
+
+    return ask, shared
+
+
+def test_layers_on_a_second_device_get_a_mask_of_their_own(asked):
+    """Under sdpa every layer of full attention is handed None, wherever it is and however long the
+    row."""
+    ask, _ = asked
+    first, second = ask(None), ask(None, device="meta")
+    assert ask(None) is first
+    assert ask(None, device="meta") is second
+    assert second is not first
+    longer = ask(None, length=9)
+    rows = [mask.rows(slice(None)) for mask in (first, second, longer)]
+    assert [row.shape[-2:] for row in rows] == [(8, 16), (8, 16), (9, 18)]
+    assert [row.device.type for row in rows] == ["cpu", "meta", "cpu"]
+
+
+def test_masks_of_other_rows_are_forgotten(asked):
+    """Prompts of many lengths would leave a mask behind for each of them."""
+    ask, shared = asked
+    made = [ask(None, length=length) for length in (8, 9, 9, 8)]
+    assert made[1] is made[2]
+    assert made[3] is not made[0]
+    assert shared._masks == [made[3]]
+
+
+def test_layers_that_are_handed_copies_of_one_mask_share_what_is_made_of_it(asked):
+    """accelerate gives each layer that is not on the first device a copy of its own."""
+    ask, _ = asked
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    window = mask & ~torch.ones_like(mask).tril(-3)
+    whole, narrow = ask(mask), ask(window)
+    assert ask(mask.clone()) is whole
+    assert ask(window.clone()) is narrow
+    assert not torch.equal(whole.rows(slice(None)), narrow.rows(slice(None)))
+
+
+@pytest.mark.parametrize("additive", [False, True], ids=["boolean", "additive"])
+@pytest.mark.parametrize("kept", [0, 400, 1e9], ids=["none kept", "some kept", "all kept"])
+def test_blocks_together_are_the_whole_mask(monkeypatch, additive, kept):
+    monkeypatch.setattr(masks, "KEPT_BYTES", kept)
+    causal = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+    mask = masks.as_additive(causal, torch.float32) if additive else causal
+    attend = Attention(torch.nn.Module(), lambda *_: None, mask, {})
+    cache = CacheLayout(sink=2, recent=5)
+    exact = cache.exact_for(torch.arange(24), 24)
+    whole = masks._both_copies(mask, exact)
+    visible = whole > torch.finfo(whole.dtype).min if additive else whole
+    assert torch.equal(visible.sum(-1), causal.sum(-1)), "one copy of each position that is seen"
+    two_copies = TwoCopyMask(attend, cache, torch.device("cpu"), 24)
+    for _ in range(2):  # the second time, of blocks that were kept
+        rebuilt = torch.full_like(whole, torch.finfo(whole.dtype).min if additive else False)
+        blocks = list(two_copies.blocks())
+        for block in blocks:
+            rebuilt[:, :, block.queries, block.seen] = block.mask
+        assert torch.equal(rebuilt, whole)
+    assert len(blocks) == 4
+    assert len(blocks[0].seen) < 24
+    assert (len(two_copies._kept) == 4) == (kept == 1e9)
+    positions = torch.tensor([3, 11, 23])
+    assert torch.equal(two_copies.rows(positions), whole[:, :, positions])

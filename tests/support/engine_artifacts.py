@@ -28,14 +28,8 @@ from support.reports import make_manifest
 from support.tensors import stored_rotations
 
 IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
-
-
 OSCAR = Recipe(sink=8, recent=16)
-
-
 CENTERED = OSCAR.model_copy(update={"center_keys": True})
-
-
 # The engines for which files of keys and values are written; `test_latents` has the other one.
 WRITTEN = tuple(name for name, entry in ENGINES.items() if entry.module and "key" in entry.takes)
 

@@ -284,28 +284,6 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, 
     assert differ <= 2
 
 
-def test_requests_that_preempt_each_other_answer_as_each_alone(made, prompts, tmp_path):
-    """Four requests grow to three pages each, and there are nine pages."""
-    starts = [prompts[2][150 * number : 150 * number + 200] for number in range(4)]
-    engine = {"num_gpu_blocks_override": 10, "max_model_len": 400}
-    rounds = [*([ids] for ids in starts), starts]
-    served = serve(tmp_path, made, rounds, tokens=150, **engine)
-    *alone, together = served["rounds"]
-    for (one,), other in zip(alone, together, strict=True):
-        assert one["ids"] == other["ids"]
-        assert_same(one["answer"], other["answer"])
-
-
-def test_a_prefix_that_is_there_changes_nothing(made, prompts, tmp_path):
-    """While its exact copies are there, as after a request that has just ended."""
-    prompt = prompts[2][: 4 * CHUNK + 20]  # whose chunks end where blocks of any size do
-    again = serve(tmp_path, made, [[prompt], [prompt]], enable_prefix_caching=True)
-    (first,), (second,) = again["rounds"]
-    assert second["cached"] > 900
-    assert first["ids"] == second["ids"]
-    assert_same(first["answer"], second["answer"])
-
-
 def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
     alone, prompts, tmp_path
 ):

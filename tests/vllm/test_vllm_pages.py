@@ -24,13 +24,12 @@ from support.server_pages import (
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec.attention import attend_rows
-from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import prompts, segments, steps
+from rotationzoo.vllm import segments, steps
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes, select_heads
@@ -109,10 +108,10 @@ def test_few_tokens_in_one_step_read_what_each_reads_in_a_step_of_its_own(
     settings = settings_of(format, sink=sink, recent=recent)
     done = {0: 0, 1: 9, 2: 14, 3: 5, 4: 12, 5: 21}
     server = Server(settings, len(done), pages=80, verified=verified)
-    rows = {request: draw(90, seed=request) for request in done}
+    rows = {request: draw(70, seed=request) for request in done}
     expected = {}
     for request, prompt in done.items():
-        calls = [prompt][: prompt > 0] + [1] * (90 - prompt)
+        calls = [prompt][: prompt > 0] + [1] * (70 - prompt)
         expected[request] = torch.cat(read_in_transformers(settings, rows[request], calls))
         server.begin(request)
         if prompt:
@@ -368,8 +367,7 @@ def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
 
 @on_gpu
 @pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
-def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypatch):
-    """Rows that the kernels restore are the definition's, bit by bit."""
+def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device):
     settings = settings_of(format, "feedback", kernel=True)
     on_cpu = Server(settings, tokens=32, segment=7)
     on_gpu = Server(settings, tokens=32, device=device, dtype=torch.bfloat16, segment=7)
@@ -386,50 +384,6 @@ def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device, monkeypat
                     server.begin(request)
             read.append(torch.cat([*server.run(now).values()]).float())
         assert (read[0] - read[1]).norm() / read[1].norm() < 0.02, "bfloat16's rounding"
-    step = on_gpu.plan({0: 1, 1: 9, 2: 3})
-    new = {side: torch.randn(12, HEADS, DIM, device=device).bfloat16() for side in SIDES}
-    assert len(step.prompts.exact) == 2
-    assert len(step.prompts.codes) > 10
-    read = []
-    for part in (*step.prompts.exact, *step.prompts.codes):
-        into = torch.zeros(2, 2, 20, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        for way, is_patched in zip(into, (False, True), strict=True):
-            with monkeypatch.context() as patched:
-                if is_patched:
-                    patched.setattr(prompts, "kernels_run_on", lambda device: False)
-                if part in step.prompts.exact:
-                    on_gpu.reader._gather(step, part, new, way)
-                else:
-                    on_gpu.reader._restore(step.prompts.page_table, part, way)
-        assert torch.equal(into[0], into[1])
-        read.append(bool(into[0].any()))
-    assert all(read[:2]), "windows and new tokens"
-    assert any(read[2:])
-
-
-@on_gpu
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
-def test_few_tokens_are_stored_in_one_launch_as_in_many(format, device, monkeypatch):
-    settings, stored = settings_of(format, "feedback", kernel=True), []
-    for few in (True, False):
-        server = Server(settings, tokens=32, device=device, dtype=torch.bfloat16)
-        if not few:
-            monkeypatch.setattr(Encoder, "is_for_few", lambda encoder, rows: False)
-        server.begin(0)
-        rows = draw(50)
-        for new in calls_of({side: each.to(device) for side, each in rows.items()}, [40, 1, 9]):
-            step = server.plan({0: len(new["key"])})
-            server.layer.write(step, {side: each.bfloat16() for side, each in new.items()})
-        stored.append(server.layer)
-        segment = server.plan({0: 9}).prompts.codes[0]
-        into = torch.zeros(2, 50, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        server.reader._restore(server.plan({0: 9}).prompts.page_table, segment, into)
-        stored.append(into)
-    assert torch.equal(stored[0].copies["key"], stored[2].copies["key"])
-    assert torch.equal(stored[0].copies["value"], stored[2].copies["value"])
-    # Sums come in another order, and a code near a boundary may flip.
-    assert ((stored[1] - stored[3]).abs() > 0.05).float().mean() < 0.01
-    assert stored[1].any()
 
 
 def to_bfloat16(rows):

@@ -18,9 +18,7 @@ pytestmark = on_cpu
 FORMATS = [
     "vllm",
     "budget",
-    "wide",
-    pytest.param("sglang", marks=pytest.mark.thorough),
-    pytest.param("fine", marks=pytest.mark.thorough),
+    *(pytest.param(each, marks=pytest.mark.thorough) for each in ("wide", "sglang", "fine")),
 ]
 
 
