@@ -315,7 +315,7 @@ def list_variants():
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize(("format", "dim"), list_variants())
+@pytest.mark.parametrize(("format", "dim"), [*list_variants()])
 def test_every_variant_compiles(format, dim, tmp_path):
     for columns in {4, choose_columns(8, *layouts(format, dim))}:
         chosen = replace(variant(format, dim), columns=columns)
