@@ -10,7 +10,7 @@ from support.caches import generate
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rotationzoo import Artifact, RotatedCache
-from rotationzoo.codec.formats import MLX, SGLANG
+from rotationzoo.codec.formats import SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import compatibility
 from rotationzoo.model.source import DEMO, Source
@@ -42,9 +42,9 @@ def test_settings_come_from_the_recipe_and_the_options(demo, made):
     assert (settings.layout.format, settings.codec.group_size, settings.slack) == (SGLANG, None, 64)
     assert settings.layout.prefill_layout == "server"
     assert settings.reading == "auto"
-    options = {"format": "mlx", "group_size": 32, "slack": 7, "prefill_layout": "window"}
+    options = {"format": "vllm", "group_size": 32, "slack": 7, "prefill_layout": "window"}
     settings = RotatedCache(made, demo, **options, reading="rows").settings
-    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (MLX, 32, 7)
+    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (VLLM, 32, 7)
     assert settings.layout.prefill_layout == "window"
     assert settings.reading == "rows"
 

@@ -73,7 +73,7 @@ def decode(model, cache, ids=IDS):
 # built, and what is stored. 15 of 22 tokens have quantized tokens before them.
 EAGER = {"attn_implementation": "eager"}
 FAMILIES = [
-    *(("llama", 4, {}, codec) for codec in ("sglang", "vllm", "mlx", "groups", "feedback")),
+    *(("llama", 4, {}, codec) for codec in ("sglang", "vllm", "groups", "feedback")),
     ("llama", 4, EAGER, "sglang"),
     ("phi3", 0, {}, "sglang"),  # sliding windows alone
     ("qwen3", 4, {"num_key_value_heads": 1}, "sglang"),
@@ -308,7 +308,7 @@ def take_step(layer, token):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "fine", "feedback"])
+@pytest.mark.parametrize("codec", ["sglang", "vllm", "fine", "feedback"])
 @torch.no_grad()
 def test_a_step_reads_the_same_on_a_gpu(codec, device):
     layer, token, query = layer_on(device, codec)

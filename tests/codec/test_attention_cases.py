@@ -21,13 +21,9 @@ LONG = 100_000
 
 def formats() -> Iterator[Case]:
     """Every format, head dimension and group size."""
-    for dim, format in itertools.product(DIMS, ("sglang", "vllm", "mlx")):
-        sizes = (32, 64, 128) if format == "mlx" else (32, 64)
-        groups: list[int | None] = [group for group in sizes if dim % group == 0 and group < dim]
-        # MLX has groups of these sizes alone; a group of the whole row is what others begin with.
-        if format != "mlx" or dim in sizes:
-            groups.append(None)
-        for group in groups:
+    for dim, format in itertools.product(DIMS, FORMATS):
+        groups = [group for group in (32, 64) if dim % group == 0 and group < dim]
+        for group in (*groups, None):
             yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
 
 
@@ -126,7 +122,7 @@ def magnitudes() -> Iterator[Case]:
     for power in (-24, 24):
         yield Case("magnitudes", value_scale=2.0**power)
         yield Case("magnitudes", key_scale=2.0 ** (power / 2), query_scale=2.0 ** (-power / 2))
-    for format in ("sglang", "vllm", "mlx"):
+    for format in FORMATS:
         yield Case("magnitudes", format, uneven=2.0, lengths=(4000, 333))
     yield Case("magnitudes", query_scale=30.0, lengths=(4000, 333))
 
@@ -160,7 +156,7 @@ def quick() -> Iterator[Case]:
     """Few and small, and each path once."""
     case = Case("quick", lengths=(300, 0, 33), page=64, head=5, tail=(40, 3, 9), new=2)
     yield from (case, replace(case, format="vllm", group=8), replace(case, group=7, sinks=True))
-    yield from (replace(case, dim=80, format="mlx"), replace(case, soft_cap=20.0))
+    yield from (replace(case, dim=80, format="vllm", group_size=16), replace(case, soft_cap=20.0))
     yield replace(case, dim=256, lengths=(2000, 700, 1))
     yield replace(case, pooled=(70, 0, 33))
     yield replace(case, pooled=(70, 0, 31), floors=(296, 0, 32), tail=(40, 6, 9), new=4)

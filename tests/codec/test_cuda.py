@@ -22,8 +22,8 @@ from rotationzoo.errors import RotationZooError
 # rotation.
 COMPILED = [
     (128, 128, torch.bfloat16, "sglang", False), (128, 128, torch.bfloat16, "sglang", True),
-    (64, 32, torch.float16, "vllm", False), (80, 80, torch.float32, "mlx", True),
-    (96, 96, torch.bfloat16, "mlx", False), (192, 64, torch.float16, "sglang", True),
+    (64, 32, torch.float16, "vllm", False), (80, 80, torch.float32, "vllm", True),
+    (96, 96, torch.bfloat16, "vllm", False), (192, 64, torch.float16, "sglang", True),
     (256, 128, torch.bfloat16, "vllm", True), (512, 32, torch.float32, "sglang", False),
     (128, 128, torch.float32, "fine", False), (128, 64, torch.bfloat16, "fine", True),
     (128, 128, torch.bfloat16, "4 bits", False), (128, 32, torch.float16, "8 bits", False),
@@ -78,9 +78,7 @@ def test_shapes_that_the_kernels_do_not_take_are_refused(dim, group, dtype, form
 
 
 def test_what_the_kernels_do_not_quantize():
-    bisected = cuda.Variant(128, 128, torch.float32, int2.SIMULATED["sglang-bisected"])
-    assert not cuda_encoder.supports(bisected)
-    assert cuda_encoder.supports(replace(bisected, format=int2.SGLANG))
+    assert cuda_encoder.supports(cuda.Variant(128, 128, torch.float32))
     assert not cuda_encoder.kernels_run_on(torch.device("cpu"))
     with pytest.raises(RotationZooError, match=r"is \[1, 64, 64\] and not \[2, 64, 64\]"):
         cuda_rows.quantize_with_feedback(torch.ones(2, 3, 64), torch.eye(64)[None])

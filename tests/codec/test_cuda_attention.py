@@ -251,7 +251,7 @@ def _compiled(
 # Each is compiled anew; the first ones tell most.
 RUN_ON_CPU = [
     ("sglang", {"dim": 64, "group": 7}),
-    ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
+    ("vllm", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
     (
         "vllm",
         {"dim": 64, "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": (12, 7, 9)},

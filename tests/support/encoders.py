@@ -23,7 +23,7 @@ SHAPES = [
     (80, 20, torch.float32, FORMATS["vllm"]), (128, 128, torch.float32, FINE),
     (64, 64, torch.bfloat16, replace(SYMMETRIC, bits=4)),
     (128, 128, torch.bfloat16, FORMATS["sglang"]), (64, 4, torch.float16, FORMATS["sglang"]),
-    (96, 32, torch.bfloat16, FORMATS["mlx"]), (320, 64, torch.float32, FORMATS["mlx"]),
+    (96, 32, torch.bfloat16, FORMATS["vllm"]), (320, 64, torch.float32, FORMATS["vllm"]),
     (320, 32, torch.float32, replace(FINE, fine_channels=240)),
     (128, 64, torch.bfloat16, replace(FINE, fine_channels=80)),
     (80, 80, torch.float32, replace(FINE, fine_channels=16)),
