@@ -213,11 +213,10 @@ def plan_prompts(
     groups, rooms = _cut(known, windows, most)
     none, exact, table = torch.zeros_like(reads.starts), [], page_table[known.decodes :]
     for part, tokens, longest, *room in groups:
-        begin, ends = part.start, slice(part.start, part.stop + 1)
-        bounds, own = (
-            each[ends] - each[begin] if begin else each[ends]
-            for each in (reads.exact_bounds, reads.new_bounds)
-        )
+        ends = slice(part.start, part.stop + 1)
+        bounds, own = reads.exact_bounds[ends], reads.new_bounds[ends]
+        if part.start:
+            bounds, own = bounds - bounds[0], own - own[0]
         read = Segment(bounds, none[part], reads.starts[part], reads.gaps[part], *room)
         exact.append(Exact(table[part], reads.contexts[part], tokens, own, longest, read))
     several = zip(reads.code_bounds, reads.code_firsts, rooms, strict=True)

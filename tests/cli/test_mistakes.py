@@ -97,7 +97,7 @@ def test_a_mistake_is_one_sentence_and_the_same_in_json(inside, made, words, cod
     "words",
     [
         "export ROTATIONS --to sglang -o PLACE",
-        "import no-such-file -o PLACE",
+        "import no-such-file --model demo -o PLACE",
         "calibrate demo --recipe hadamard -o PLACE",
     ],
 )

@@ -36,7 +36,6 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
@@ -294,17 +293,6 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     assert feedback["tasks"]["quote"]["questions"] == 8
 
     verdict = report["verdict"]
-    for judged in (verdict, verdict["answers"]):
-        assert [row["other"] for row in judged["comparisons"]] == baselines
-        assert {row["arm"] for row in judged["comparisons"]} == {"mine"}
-    (added,) = verdict["feedback"]
-    assert (added["arm"], added["other"]) == ("mine+feedback", "mine")
-    losses = feedback["text_losses"], nearest["text_losses"]
-    expected = paired_difference(*losses, report["exact"]["text_tokens"])
-    assert (added["log_perplexity_difference"], added["standard_error"]) == expected
-    logs = [arm["tasks"]["quote"]["log_probability"] for arm in (feedback, nearest)]
-    difference = added["answers"]["log_probability_difference"]
-    assert difference == pytest.approx(logs[0] - logs[1], abs=1e-5)  # records are rounded
     assert "mine keeps " in verdict["words"][0]
 
     evaluate_view.show_evaluation(Output(False, False), measured)
@@ -312,7 +300,6 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     evaluate_view.show_evaluation(Output(False, False), measured, details=True)
     printed = capsys.readouterr().out
     assert printed.splitlines()[-3:] == verdict["words"]
-    assert "mine+feedback against mine " in printed
     assert printed.count("\nmine+feedback ") >= 3
     assert "+feedback: the same rotations and the same bytes" in printed
     saved = json.loads((mine / "evaluation.json").read_text())
