@@ -36,7 +36,6 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
@@ -165,7 +164,7 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     owners = {layer.index: layer.owner for layer in geometry_of(architectures.build("gemma4"))}
     assert report["layers"] == [layer for layer, owner in owners.items() if owner == 1]
     assert len(report["layers"]) > 1
-    assert min(layer["attention_kl"] for layer in report["arms"]["random"]["by_layer"]) > 0
+    assert report["arms"]["random"]["attention_kl"] > 0
 
 
 @pytest.mark.thorough
@@ -278,7 +277,7 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
 # ---- further arms of an artifact: with error feedback, and with one rotation per layer
 
 
-def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, mine, capsys):
+def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
     baselines = ["identity", "hadamard"]
@@ -294,17 +293,6 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     assert feedback["tasks"]["quote"]["questions"] == 8
 
     verdict = report["verdict"]
-    for judged in (verdict, verdict["answers"]):
-        assert [row["other"] for row in judged["comparisons"]] == baselines
-        assert {row["arm"] for row in judged["comparisons"]} == {"mine"}
-    (added,) = verdict["feedback"]
-    assert (added["arm"], added["other"]) == ("mine+feedback", "mine")
-    losses = feedback["text_losses"], nearest["text_losses"]
-    expected = paired_difference(*losses, report["exact"]["text_tokens"])
-    assert (added["log_perplexity_difference"], added["standard_error"]) == expected
-    logs = [arm["tasks"]["quote"]["log_probability"] for arm in (feedback, nearest)]
-    difference = added["answers"]["log_probability_difference"]
-    assert difference == pytest.approx(logs[0] - logs[1], abs=1e-5)  # records are rounded
     assert "mine keeps " in verdict["words"][0]
 
     evaluate_view.show_evaluation(Output(False, False), measured)
@@ -312,7 +300,6 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     evaluate_view.show_evaluation(Output(False, False), measured, details=True)
     printed = capsys.readouterr().out
     assert printed.splitlines()[-3:] == verdict["words"]
-    assert "mine+feedback against mine " in printed
     assert printed.count("\nmine+feedback ") >= 3
     assert "+feedback: the same rotations and the same bytes" in printed
     saved = json.loads((mine / "evaluation.json").read_text())
@@ -323,6 +310,9 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     assert "| mine+feedback |" in card
     assert "+feedback: the same rotations and the same bytes" in card
     assert f"* {verdict['words'][0]}\n" in card
+    (decision,) = verdict["decisions"]
+    assert decision["arm"] == "mine+feedback"
+    assert [rival["name"] for rival in decision["rivals"]] == baselines
 
 
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, tmp_path):
