@@ -158,8 +158,7 @@ def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     assert list(report["arms"]) == ["made", "other", "made+feedback", *BASELINES]
     assert "evaluation.json" not in Artifact.open("other").manifest.files
     with short_probes():
-        saved = evaluate("demo", other, save=True, **short)
-    assert saved["sides"] == ["key", "value"]
+        evaluate("demo", other, save=True, **short)
     assert "evaluation.json" in Artifact.open("other").manifest.files
 
 

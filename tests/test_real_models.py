@@ -85,7 +85,7 @@ def test_a_chat_asks_in_turns_for_the_needles_of_its_text():
             asked = f"[user] What is the code of {word}? [end]\n[assistant] The code of {word} is"
             assert before.endswith((asked, asked.removeprefix("[user] ")))
             assert number in tokenizer.decode(told)
-            assert question.distance >= cache.recent
+            assert question.answer.start - question.source >= cache.recent
 
 
 def test_more_questions_begin_with_the_same_ones(tokenizer):

@@ -121,13 +121,10 @@ class Versions(Strict):
 
 
 class ValidationSummary(Strict):
-    """The summary of what `validate` found."""
+    """The summary of a `validate` that found the kernels equal to their definition."""
 
-    on_gpu: bool
     device: str
     rows: Count
-    codes_equal: bool | None
-    dequantized_equal: bool | None
 
 
 class Metrics(Strict):

@@ -14,9 +14,7 @@ from rotationzoo.artifact.scores import (
     Errors,
     ExactTaskRecall,
     Figures,
-    Range,
     Recall,
-    RecallDetails,
     Score,
     TaskRecall,
 )
@@ -54,16 +52,12 @@ class Measures(Figures):
     standard_error: Errors
 
 
-class BucketMeasures(Measures, Range):
-    """The cost of one arm at the context lengths of one bucket."""
+class BucketMeasures(Figures):
+    """The cost of one arm at some positions: the first, and the one after the last."""
 
-
-class LayerMeasures(Figures):
-    """The measures of one layer over all texts."""
-
-    layer: Count
-    output_error: float
-    attention_kl: float | None
+    from_: Count
+    to: Count
+    perplexity_increase: float
 
 
 class ArmSummary(Measures, AboutArm):
@@ -78,10 +72,9 @@ class ArmSummary(Measures, AboutArm):
 
 
 class ArmCosts(Measures):
-    """The measures of one arm, by context length and by layer, and the mean loss of each text."""
+    """The measures of one arm, by context length, and the mean loss of each text."""
 
     by_length: list[BucketMeasures]
-    by_layer: list[LayerMeasures]
     text_losses: list[float]
 
 
@@ -89,13 +82,6 @@ class MeasuredArm(ArmCosts, ArmSummary):
     """Everything that was measured of one arm with one cache."""
 
     tasks: Mapping[str, TaskRecall]
-    all_tasks: RecallDetails | None
-
-
-class RangePerplexity(Range):
-    """The exact model's perplexity at the context lengths of one bucket."""
-
-    perplexity: float
 
 
 class ExactSummary(Figures):
@@ -113,7 +99,6 @@ class ExactCosts(Figures):
 
     text_tokens: list[int]
     perplexity: float
-    by_length: list[RangePerplexity]
     text_losses: list[float]
 
 
@@ -121,7 +106,6 @@ class Exact(ExactCosts, ExactSummary):
     """Everything that was measured of the model without a 2-bit cache."""
 
     tasks: Mapping[str, ExactTaskRecall]
-    all_tasks: RecallDetails | None
 
 
 Arm = TypeVar("Arm", bound=AboutArm)
@@ -243,8 +227,6 @@ class Measured(Conditions):
     revision: str | None
     weights_fingerprint: str | None
     first_position: Count
-    sides: Annotated[list[str], Field(min_length=1)]
-    """Which of keys and values were in 2 bits."""
     layers: list[Count]
     """The layers that read a 2-bit cache."""
     notes: list[str]

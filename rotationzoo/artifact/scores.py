@@ -55,17 +55,6 @@ class Score(Figures):
         return self.answered / self.questions
 
 
-class Range(Figures):
-    """Positions or distances: the first, and the one after the last."""
-
-    from_: Count
-    to: Count
-
-
-class DistanceScore(Score, Range):
-    """The questions whose statements lie in a range of tokens before their answers."""
-
-
 class LengthScore(Score):
     """How the prompts of one length were answered."""
 
@@ -79,26 +68,18 @@ class Recall(Score):
     standard_error: Errors
 
 
-class RecallDetails(Recall):
-    """Recall by distance: only ranges that have questions."""
-
-    by_distance: list[DistanceScore]
-
-
-class TaskRecall(RecallDetails):
+class TaskRecall(Recall):
     """How one task was answered, question by question in the order of prompts."""
 
     correct: str
     """A digit for each question: 1 if it was answered."""
-    log_probabilities: list[float]
     by_length: Sequence[LengthScore]
 
 
 class ExactLengthScore(LengthScore):
-    """How the exact model answered the prompts of one length, with and without the statements."""
+    """How the exact model answered the prompts of one length, and whether it can do the task."""
 
     can_do: bool
-    without_statements: Score
 
 
 class ExactTaskRecall(TaskRecall):
@@ -110,8 +91,6 @@ class ExactTaskRecall(TaskRecall):
     can_do: bool
     prompts: list[int]
     """How many questions each prompt asks."""
-    distances: list[int]
-    """Tokens from each question's statement to its answer."""
 
 
 def kept_share(exact: Mapping[str, ExactTaskRecall], arm: Mapping[str, TaskRecall]) -> float | None:

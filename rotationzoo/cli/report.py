@@ -60,8 +60,8 @@ def report_command(
 
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
     """What the decision calls for, or the export to the engine that it was measured for."""
-    from rotationzoo.report.arms import label_arms
     from rotationzoo.report.commands import asked_options, decided_words, usual_engine
+    from rotationzoo.report.page import label_arms
 
     measured, words = artifact.measured, None
     engine = measured and measured.engine

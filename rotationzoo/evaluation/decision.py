@@ -22,15 +22,20 @@ from rotationzoo.artifact.scores import (
     ExactTaskRecall,
     Outlook,
     Rival,
+    TaskRecall,
     kept_share,
     plain_name,
 )
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
-from rotationzoo.evaluation.verdict import LEVEL, Answered, holm, read_correct, sign_flip
 from rotationzoo.figures import percent
-from rotationzoo.linalg.paired import weighted_mean
+from rotationzoo.linalg.paired import holm, sign_flip, weighted_mean
 from rotationzoo.words import counted
 
+LEVEL = 0.05
+"""The family-wise error rate: the chance that any of several tests finds what is not there."""
+Answered = Mapping[str, TaskRecall]
+"""The answers of one arm by task. All arms answer the same tasks in the same order, and those that
+decide nothing may be asked only the first questions of each task and length."""
 FEWEST_ANSWERS = 100
 """The answers of the exact model without which no artifact is called fit to serve."""
 SIMPLEST: dict[DataFree, str] = {
@@ -165,6 +170,12 @@ def decide(
     return made.model_copy(update={"words": [line for line in words if line]})
 
 
+def read_correct(answered: Answered) -> torch.Tensor:
+    """Which questions are answered right, boolean `[questions]`, task after task."""
+    digits = "".join(recall.correct for recall in answered.values())
+    return torch.tensor([digit == "1" for digit in digits])
+
+
 def _undecided(arm: str, rule: Rule, was_asked: bool) -> Decision:
     """The decision where no answer of the exact model can be kept."""
     reason, advice = "no question was asked", "Ask some: leave out --tasks none."
@@ -221,7 +232,6 @@ def _compare_rivals(
     values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
     weights, rivals = torch.tensor(sizes, dtype=torch.float64), list[Rival]()
     for (name, gain), value in zip(gains.items(), values, strict=True):
-        assert value is not None, "the test always gives one"
         interval = _interval_of(gain, weights, tasks, level)
         difference = (gain.sum() / weights.sum()).item()
         outlook: Outlook = "open"

@@ -2,11 +2,10 @@
 costs in perplexity, attention KL and output error, and the report that `evaluate --save` keeps."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -44,7 +43,6 @@ from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import position_count, scaling_of
-from rotationzoo.rotations import SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.writer import add_files
 
@@ -60,7 +58,6 @@ class Results:
     judged: Sequence[str]
     measured: Measurements
     answers: TaskAnswers
-    floor: float
 
 
 def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_nothing) -> Measured:
@@ -91,7 +88,6 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         notes = _notes(ready, model, results)
         probes = _record_probes(ready, model, notes, progress)
     report = _describe(ready, results, notes)
-    _tell_more(pace, results, report)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
     saved.remove()
@@ -119,7 +115,7 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
     # The chosen layers, which own a cache, and all that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
     layers = sorted(layer.index for layer in read)
-    return Trial(geometry, arms, ready.caches, layers, SIDES, job.queries, ready.start)
+    return Trial(geometry, arms, ready.caches, layers, job.queries, ready.start)
 
 
 def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers | None) -> Results:
@@ -141,7 +137,7 @@ def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers
         measured = run_models(model, batches, trial, progress, pace, tell_length)
     if answers is None:
         answers = answer_tasks(asking, ready.plan, trial, open_arms)
-    return Results(trial, judged, measured, answers, job.floor)
+    return Results(trial, judged, measured, answers)
 
 
 def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Trial, TaskAnswers]:
@@ -222,30 +218,6 @@ def _record_probes(
     return probes
 
 
-def _describe(ready: Prepared, results: Results, notes: list[str]) -> Measured:
-    job, source, text = ready.job, ready.source, ready.text
-    return assemble_report(
-        results,
-        text=Text(
-            source=job.data.label,
-            fingerprint=text.fingerprint,
-            rows=len(text.rows),
-            length=job.data.length,
-        ),
-        model=source.label,
-        revision=source.revision,
-        weights_fingerprint=weights_fingerprint(source),
-        format=job.format,
-        sides=list(SIDES),
-        prefill_chunk=job.prefill_chunk,
-        prefill_layout=ready.caches[0].prefill_layout if job.prefill_chunk else None,
-        notes=notes,
-        rope_scaling=scaling_of(ready.config),
-        engine=job.engine,
-        positions=position_count(ready.config),
-    )
-
-
 def _tell_length(
     pace: Pace, job: Evaluation, series: list[Series], deciding: Collection[str], left: int
 ) -> None:
@@ -260,40 +232,43 @@ def _tell_length(
     pace.tell("; ".join(words))
 
 
-def _tell_more(pace: Pace, results: Results, report: Measured) -> None:
-    """Tell how long the questions take that would settle an open decision."""
-    more = max((each.more_questions or 0 for each in report.window.verdict.decisions), default=0)
-    if more:
-        prompts = [prompt for each in results.answers.asked for prompt in each.series.prompts]
-        tokens = sum(len(prompt.ids) for prompt in prompts) * more // results.answers.questions
-        seconds = pace.estimate(tokens, (*results.judged, *SIMPLEST))
-        pace.tell(f"{more:,} new questions of each task take about {duration(seconds)}")
-
-
-def assemble_report(results: Results, **conditions: Any) -> Measured:
-    """Everything that was measured. `conditions`: how, as the fields of `Measured` without those
-    that follow from the results."""
-    trial = results.trial
-    tasks, all_tasks = score_exact(results.answers)
+def _describe(ready: Prepared, results: Results, notes: list[str]) -> Measured:
+    """Everything that was measured, and how."""
+    job, source, text, trial = ready.job, ready.source, ready.text, results.trial
+    answers, length = results.answers, job.data.length
+    tasks, all_tasks = score_exact(answers)
     costs = dict(results.measured.exact.measure_exact())
     exact = Exact(**costs, tasks=tasks, all_tasks=all_tasks)
-    length = conditions["text"].length
     windows = []
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
-        decisions = decide_all(results.answers, trial, cache, results.judged, results.floor)
+        decisions = decide_all(answers, trial, cache, results.judged, job.floor)
         words = [line for decision in decisions for line in decision.words]
         verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
         window = Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict)
         windows.append(window)
-    notes = conditions.pop("notes") + results.answers.notes
+    assert job.format is not None
     return Measured(
-        **conditions,
+        text=Text(
+            source=job.data.label,
+            fingerprint=text.fingerprint,
+            rows=len(text.rows),
+            length=length,
+        ),
         tokens=results.measured.exact.tokens,
         first_position=trial.start,
+        model=source.label,
+        revision=source.revision,
+        weights_fingerprint=weights_fingerprint(source),
+        format=job.format,
         layers=trial.layers,
-        notes=notes,
-        tasks=results.answers.plan.describe(results.answers.questions),
+        prefill_chunk=job.prefill_chunk,
+        prefill_layout=ready.caches[0].prefill_layout if job.prefill_chunk else None,
+        notes=notes + answers.notes,
+        rope_scaling=scaling_of(ready.config),
+        engine=job.engine,
+        positions=position_count(ready.config),
+        tasks=answers.plan.describe(answers.questions),
         exact=exact,
         windows=windows,
     )
@@ -331,7 +306,8 @@ def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -
     server answers."""
     windows = []
     for window in report.windows:
-        kept = _arms_to_keep(window.arms, artifact.identity)
+        arms, identities = window.arms.items(), (artifact.identity, None)
+        kept = {name: arm for name, arm in arms if arm.artifact in identities}
         decisions = [each for each in window.verdict.decisions if each.arm in kept]
         words = [line for decision in decisions for line in decision.words]
         verdict = window.verdict.model_copy(update={"decisions": decisions, "words": words})
@@ -340,13 +316,3 @@ def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -
     content = strict_json.text(evaluation.model_dump())
     summary = evaluation.summary().model_dump()
     add_files(artifact, {EVALUATION: content}, {"evaluation": summary})
-
-
-def _arms_to_keep(arms: Mapping[str, MeasuredArm], identity: str) -> dict[str, MeasuredArm]:
-    kept: dict[tuple[object, ...], MeasuredArm] = {}
-    for arm in arms.values():
-        if arm.artifact in (identity, None):
-            # An artifact that was given twice has each of its arms twice.
-            kind = (arm.name,) if arm.artifact is None else (arm.rounding, arm.pooled)
-            kept.setdefault(kind, arm)
-    return {arm.name: arm for arm in kept.values()}

@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from time import perf_counter
 
@@ -54,8 +53,6 @@ class Pace:
         return tokens * sum(asked)
 
 
-Running = Callable[[], AbstractContextManager[None]]
-"""A simulation of one cache; for the exact model, nothing."""
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
 
@@ -68,7 +65,6 @@ class Trial:
     caches: list[CacheLayout]
     layers: list[int]
     """The layers that read a 2-bit cache."""
-    sides: tuple[str, ...]
     queries: int
     start: int
     """The first measured position."""
@@ -118,16 +114,14 @@ def run_models(
     progress("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
         ids, metrics = batches[number].to(device), exact
-        running: Running = nullcontext
+        running: AbstractContextManager[None] = nullcontext()
         if pair is not None:
             cache, arm = pair
             metrics = arms[cache, arm.name]
             queries = _draw_queries(trial, ids.shape[1], seed=number)
-            simulation = Simulation(
-                arm.codec, cache, trial.geometry, set(trial.layers), trial.sides, queries
-            )
-            running = partial(simulation.running, model, modules, metrics.observers)
-        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running():
+            simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers), queries)
+            running = simulation.running(model, modules, metrics.observers)
+        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running:
             metrics.add_losses(token_losses(model, ids, trial.start))
         progress("evaluating", done + 1, len(runs))
         if done == len(pairs):

@@ -1,5 +1,6 @@
-"""Paired comparisons over texts: mean differences, their standard errors, and which scores are
-clearly lower."""
+"""Paired comparisons over texts or prompts: mean differences, standard errors and p values."""
+
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -27,3 +28,31 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, f
         return mean.item(), None
     variance = (shares * (values - mean)).square().sum() * texts / (texts - 1)
     return mean.item(), variance.sqrt().item()
+
+
+def sign_flip(differences: Iterable[int]) -> float:
+    """The two-sided p value of the sign-flip permutation test (Fisher 1935): the share of all signs
+    of the differences whose sum is at least as far from 0 as theirs.
+
+    A difference is how many more questions of one prompt an arm answers than another. With one
+    question in each prompt this is McNemar's exact test. The distribution is exact: the sums of
+    whole numbers are counted one prompt after another.
+    """
+    signed = [difference for difference in differences if difference]
+    chances = torch.ones(1, dtype=torch.float64)  # of the sums -S, -S + 2, ..., S
+    for size in map(abs, signed):
+        gap = torch.zeros(size, dtype=torch.float64)
+        chances = (torch.cat([chances, gap]) + torch.cat([gap, chances])) / 2
+    largest = len(chances) - 1
+    sums = torch.arange(-largest, largest + 1, 2)
+    return min(1.0, chances[sums.abs() >= abs(sum(signed))].sum().item())
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """P values corrected for multiple comparisons (Holm 1979), in the order given."""
+    ranked = sorted((value, index) for index, value in enumerate(values))
+    corrected, largest = [0.0] * len(values), 0.0
+    for left, (value, index) in zip(range(len(ranked), 0, -1), ranked, strict=True):
+        # A corrected value is never less than that of a smaller p value.
+        corrected[index] = largest = max(largest, min(1.0, left * value))
+    return corrected

@@ -26,29 +26,23 @@ class Answers:
 
 
 @torch.no_grad()
-def read_answers(
-    model: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    batch: int = 1,
-) -> Answers:
-    """The model's answers to the questions of prompts of one length.
+def read_answers(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Answers:
+    """The model's answers to the questions of prompts of one length, which are one batch.
 
     One forward pass is enough: every token of the right answer is the most probable one after those
     before it if and only if greedy decoding writes exactly this answer. A later question follows
     the right answers of earlier ones.
     """
     correct, log_probability = [], []
-    for start in range(0, len(prompts), batch):
-        rows = prompts[start : start + batch]
-        for prompt, first, logits in _predictions(model, rows):
-            for question in prompt.questions:
-                target = prompt.ids[question.answer].to(logits.device)
-                # Position t predicts the token at t + 1.
-                at = slice(question.answer.start - 1 - first, question.answer.stop - 1 - first)
-                predicted = logits[at].float()
-                loss = torch.nn.functional.cross_entropy(predicted, target, reduction="sum")
-                correct.append((predicted.argmax(-1) == target).all())
-                log_probability.append(-loss.double())
+    for prompt, first, logits in _predictions(model, prompts):
+        for question in prompt.questions:
+            target = prompt.ids[question.answer].to(logits.device)
+            # Position t predicts the token at t + 1.
+            at = slice(question.answer.start - 1 - first, question.answer.stop - 1 - first)
+            predicted = logits[at].float()
+            loss = torch.nn.functional.cross_entropy(predicted, target, reduction="sum")
+            correct.append((predicted.argmax(-1) == target).all())
+            log_probability.append(-loss.double())
     return Answers(torch.stack(correct).cpu(), torch.stack(log_probability).cpu())
 
 

@@ -49,11 +49,6 @@ class Question:
     source: int
     """The position of the statement that holds the answer."""
 
-    @property
-    def distance(self) -> int:
-        """Tokens from the statement to the answer."""
-        return int(self.answer.start) - self.source
-
 
 @dataclass(frozen=True)
 class Prompt:

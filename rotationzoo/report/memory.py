@@ -12,7 +12,6 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.figures import byte_count
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report.tables import Table
-from rotationzoo.sides import read_as
 
 _CONTEXTS = 8192, 32768, 131072
 
@@ -30,16 +29,11 @@ class Request:
     def measured_on(cls, artifact: Artifact, measured: Measured | None, context: int) -> Self:
         """A request to the artifact's model, whose cache is stored as it was measured."""
         layers = cached_layers(artifact.geometry)
-        total, stored = sum(layer.elements for layer in layers), 0
-        if measured is None:
+        total = sum(layer.elements for layer in layers)
+        if measured is None or not measured.layers:
             return cls(context, total)
-        read = set(measured.sides)
-        for layer in layers:
-            if not measured.layers or layer.index in measured.layers:
-                sides = [side for side in layer.sides if not read.isdisjoint(read_as(side))]
-                dims = [layer.dims[side] for side in sides]
-                stored += layer.kv_heads * sum(dims) + layer.exact_elements
-        return cls(context, total, stored / total)
+        stored = [layer.elements for layer in layers if layer.index in measured.layers]
+        return cls(context, total, sum(stored) / total)
 
     def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
         """Bits of an element of an arm's cache, from those of a request of `CONTEXT` tokens. Arms

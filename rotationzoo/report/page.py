@@ -6,20 +6,20 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from markupsafe import Markup
 
-from rotationzoo.artifact.manifest import ValidationSummary
-from rotationzoo.artifact.scores import kept_share
+from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
+from rotationzoo.artifact.scores import Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report import tables
-from rotationzoo.report.arms import EXACT, Arms, label_arms
 from rotationzoo.report.card import template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
@@ -27,14 +27,13 @@ from rotationzoo.report.memory import Request, layout_of, memory_table, stored_b
 
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
-
-
-@dataclass(frozen=True)
-class Badge:
-    """A finding in words. It is good, or wrong, or plainly not known."""
-
-    kind: Literal["good", "warning", "plain"]
-    words: str
+_EXACT = "exact model"
+_WORDS = {
+    "identity": "no rotation",
+    "hadamard": "uncalibrated, Hadamard",
+    "random": "uncalibrated, random",
+    "kivi": "KIVI",
+}
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,23 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class Arms:
+    """The arms that a report shows."""
+
+    evaluation: Measured
+    chosen: MeasuredArm | None
+    """The artifact's arm that the decision is on."""
+    decision: Decision | None
+    """None in what versions without decisions measured."""
+    shown: list[tuple[str, MeasuredArm]]
+    """With their names: the artifact's first, and then the baselines."""
+
+
+@dataclass(frozen=True)
 class Report:
     """The content of a report on an artifact: the section to decide by, and what readers unfold."""
 
     artifact: Artifact
-    validation: Badge
     verdict: Advice
     arms: Arms | None
     layout: CacheLayout
@@ -97,12 +108,31 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     return Report(
         artifact=artifact,
-        validation=describe_validation(artifact.manifest.metrics.validation),
         verdict=replace(verdict, commands=commands),
         arms=arms,
         layout=layout_of(artifact, measured),
         memory=memory_table(artifact, measured, context),
     )
+
+
+def label_arms(evaluation: Measured, identity: str) -> Arms:
+    """The arms of the evaluation of the artifact with this identity."""
+    arms = evaluation.window.arms
+    ours, shown = arms_of(arms, identity), list[tuple[str, MeasuredArm]]()
+    has_feedback = any(arm.rounding == "feedback" for arm in ours)
+    for arm in ours:
+        name = arm.name
+        if arm.rounding == "feedback":
+            name = plain_name(name)
+        elif has_feedback and not arm.pooled:
+            name = "rounded one by one"
+        shown.append((name, arm))
+    baselines = [arm for arm in arms.values() if arm.kind == "baseline"]
+    shown += [(_WORDS.get(arm.name, arm.name), arm) for arm in baselines]
+    made = product(ours, evaluation.window.verdict.decisions)
+    decided = ((arm, decision) for arm, decision in made if decision.arm == arm.name)
+    chosen, decision = next(decided, (plain_arm(arms, identity), None))
+    return Arms(evaluation, chosen, decision, shown)
 
 
 def files_of_report(report: Report) -> dict[str, bytes]:
@@ -137,7 +167,7 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     if exact is None or not exact.answered:
         return None
     scale, unit = request.scale
-    points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
+    points = [Point(_EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
     title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
     for label, arm in arms.shown:
         share = kept_share(measured.exact.tasks, arm.tasks)
@@ -152,19 +182,6 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     if any(point.percent.endswith("*") for point in points):
         title += "; *: of fewer questions"
     return Figure(title, points, unit)
-
-
-def describe_validation(summary: ValidationSummary | None) -> Badge:
-    """The validation of the CUDA codec, in words."""
-    codec = "The CUDA codec"
-    if summary is None:
-        return Badge("plain", f"{codec} has not been run on these matrices")
-    device = summary.device
-    if not summary.on_gpu:
-        return Badge("plain", f"Validated without a GPU, on {device}")
-    if summary.codes_equal and summary.dequantized_equal:
-        return Badge("good", f"{codec} agrees bit by bit with its definition, on {device}")
-    return Badge("warning", f"{codec} differs from its definition on {device}")
 
 
 # ---- pages

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rotationzoo.artifact.measured import (
     ArmSummary,
     Conditions,
-    Exact,
     ExactSummary,
     Measured,
     MeasuredArm,
@@ -15,8 +14,7 @@ from rotationzoo.artifact.measured import (
 )
 from rotationzoo.artifact.scores import Score
 from rotationzoo.codec.size import CONTEXT
-from rotationzoo.figures import UNKNOWN, change, nats, number, numbers, percent
-from rotationzoo.rotations import SIDES
+from rotationzoo.figures import change, nats, number, numbers, percent
 from rotationzoo.words import counted
 
 EXACT = "exact"
@@ -77,18 +75,6 @@ def recall_tables(exact: ExactSummary, arms: Mapping[str, ArmSummary]) -> list[T
     ]
 
 
-def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
-    """Recall by the distance from a statement to its answer."""
-    models = {EXACT: exact.all_tasks, **{name: arm.all_tasks for name, arm in arms.items()}}
-    recalls = {name: recall for name, recall in models.items() if recall is not None}
-    ranges, rows = recalls[EXACT].by_distance, []
-    for name, recall in recalls.items():
-        scores = {score.from_: score for score in recall.by_distance}
-        rows.append([name, *(_score(scores.get(most.from_), most) for most in ranges)])
-    columns = [f"from {score.from_:,}" for score in ranges]
-    return Table("recall by distance", ["arm", *columns], rows)
-
-
 def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
     """The increase of perplexity by context length."""
     starts = sorted({bucket.from_ for arm in arms.values() for bucket in arm.by_length})
@@ -102,16 +88,11 @@ def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
 
 def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     """All tables of one pair of windows, answers first."""
-    exact = measured.exact
-    tables = recall_tables(exact, window.arms)
-    if tables:
-        tables.append(distance_table(exact, window.arms))
-    return [*tables, cost_table(window.arms), length_table(window.arms)]
+    costs = cost_table(window.arms), length_table(window.arms)
+    return [*recall_tables(measured.exact, window.arms), *costs]
 
 
-def _score(score: Score | None, most: Score) -> str:
-    if score is None:
-        return UNKNOWN
+def _score(score: Score, most: Score) -> str:
     return f"{share_words(score, most.share)} {score.log_probability:.1f}"
 
 
@@ -183,14 +164,12 @@ def describe_recall(measured: Measured) -> list[str]:
         f"{numbers(measured.tasks.lengths)} tokens, which every arm reads from a simulated 2-bit "
         "cache; answered: share that is exactly right ± standard error over prompts, ≥: no fewer "
         "than the exact model; log probability: of the right answer, in nats, also next to the "
-        "shares; distance: tokens from statement to answer"
+        "shares"
     ]
 
 
 def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:
     """Sentences on what of a model with these cached `layers` was not in few bits."""
-    if set(measured.sides) != set(SIDES):
-        yield f"Only {measured.sides[0]}s were in 2 bits; the others stayed exact."
     exact = [str(layer) for layer in layers if layer not in measured.layers]
     if measured.layers and exact:
         yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."

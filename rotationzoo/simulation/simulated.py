@@ -23,7 +23,6 @@ from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, Call, intercept
 from rotationzoo.model.latent import cached_of
-from rotationzoo.sides import read_as
 from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
 
 TOKENS = 16384
@@ -74,8 +73,6 @@ class Simulation:
     geometry: Geometry
     layers: set[int]
     """Layers that read their cache in 2 bits; the others read it exact."""
-    sides: tuple[str, ...] = ("key", "value")
-    """The sides of those layers that are stored in 2 bits."""
     queries: torch.Tensor | None = None
     """Positions `[Q]` of the queries whose attention is compared; None skips the comparison."""
 
@@ -166,17 +163,10 @@ class _SimulatedAttention:
         keys, values = (torch.cat(copies, dim=2) for copies in both)
         return keys, values
 
-    def _stores(self, side: str) -> bool:
-        """Whether rows of a side are stored in few bits: it, or all that is read of it."""
-        sides = self.simulation.sides
-        return side in sides or set(read_as(side)) <= set(sides)
-
     def _both_copies(
         self, rows: torch.Tensor, owner: int, side: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a side exact, and quantized as the layer that owns the cache stores them."""
-        if not self._stores(side):
-            return rows, rows
         codec, cache = self.simulation.codec, self.simulation.cache
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink. Whole

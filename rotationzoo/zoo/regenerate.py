@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.evaluation.decision import LEVEL, read_correct
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
-from rotationzoo.evaluation.verdict import compare_answers, holm
-from rotationzoo.figures import change, nats, percent
-from rotationzoo.linalg.paired import paired_difference
+from rotationzoo.figures import change, percent
+from rotationzoo.linalg.paired import paired_difference, sign_flip
 from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
@@ -160,7 +160,6 @@ def _changed(hub: HuggingFace, at: str, hashes: dict[str, str], published: Entry
 
 
 _WORSE = 1e-3  # the smallest relative increase of perplexity that matters
-_LESS_LIKELY = 0.05  # the smallest loss of log probability that matters, in nats an answer
 _SHARED = ("model", "revision", "device", "dtype", "device_map", "max_memory")
 """The fields that `Job` and `Evaluation` share."""
 
@@ -217,10 +216,13 @@ def compare_rotations(
     difference, error = paired_difference(
         new.text_losses, published.text_losses, report.exact.text_tokens
     )
-    better = answers is not None and answers["outcome"] in ("more", "likelier")
-    if answers is not None and (reason := _fault_of_answers(answers)):
-        fault = f"answer worse than the published ones: {reason}"
-    elif not better and is_worse(difference, error):
+    outcome = answers["outcome"] if answers else "unclear"
+    if answers and outcome == "fewer":
+        asked = counted(answers["questions"], "question")
+        reason = f"{answers['answered']} of {asked} compared with {answers['other_answered']}"
+        precision = f"p {answers['answers_p_value']:.2g}"
+        fault = f"answer worse than the published ones: {reason}, {precision}"
+    elif outcome == "unclear" and is_worse(difference, error):
         increase = f"perplexity {change(math.expm1(difference))} on the new revision"
         precision = "" if error is None else f", standard error {percent(error, 2)}"
         fault = f"are worse than the published ones: {increase}{precision}"
@@ -233,26 +235,22 @@ def compare_rotations(
 def _compare_answers(
     report: Measured, new: MeasuredArm, published: MeasuredArm
 ) -> dict[str, Any] | None:
-    """How the new rotations answer compared with the published ones; None without questions."""
+    """How the new rotations answer compared with the published ones; None without questions. The
+    test compares prompt by prompt, because the questions of one prompt share its text."""
     if not new.tasks:
         return None
-    paired = compare_answers(new.tasks, published.tasks, report.exact.tasks)
-    first, second = holm([paired.answers_p_value, paired.log_probability_p_value])
-    assert first is not None, "the test always gives one"
-    paired = replace(paired, answers_p_value=first, log_probability_p_value=second)
-    names = {"arm": new.name, "other": published.name, "outcome": paired.outcome}
-    return asdict(paired) | names
-
-
-def _fault_of_answers(answers: dict[str, Any]) -> str | None:
-    """In what the new rotations answer clearly worse; None if they do not."""
-    if answers["outcome"] == "fewer":
-        count, other = answers["answered"], answers["other_answered"]
-        value = answers["answers_p_value"]
-        asked = counted(answers["questions"], "question")
-        return f"{count} of {asked} compared with {other}, p {value:.2g}"
-    difference = answers["log_probability_difference"]
-    if answers["outcome"] == "less likely" and difference < -_LESS_LIKELY:
-        value = answers["log_probability_p_value"]
-        return f"right answers have {nats(difference, sign=True)} nats, p {value:.2g}"
-    return None
+    sizes = [size for task in new.tasks for size in report.exact.tasks[task].prompts]
+    correct, other = read_correct(new.tasks), read_correct(published.tasks)
+    gains = (correct.int() - other.int()).split(sizes)
+    value, outcome = sign_flip(int(gain.sum()) for gain in gains), "unclear"
+    if value < LEVEL:
+        outcome = "more" if correct.sum() > other.sum() else "fewer"
+    return {
+        "arm": new.name,
+        "other": published.name,
+        "questions": len(correct),
+        "answered": int(correct.sum()),
+        "other_answered": int(other.sum()),
+        "answers_p_value": value,
+        "outcome": outcome,
+    }

@@ -281,10 +281,8 @@ class Study:
             tasks = {task: its for (of, task), its in self.prompts.items() if of == length}
             rows = list(itertools.chain.from_iterable(tasks.values()))
             size = max(1, self.options.tokens // length)
-            parts = [
-                read_answers(self.model, rows[at : at + size], size)
-                for at in range(0, len(rows), size)
-            ]
+            starts = range(0, len(rows), size)
+            parts = [read_answers(self.model, rows[at : at + size]) for at in starts]
             answers, start = join_answers(parts), 0
             told[str(length)] = {}
             for task, its in tasks.items():

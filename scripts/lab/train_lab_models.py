@@ -51,7 +51,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rotationzoo.model.source import DEMO
-from rotationzoo.recall.answers import read_answers
+from rotationzoo.recall.answers import join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -250,7 +250,8 @@ class Trainer:
         shares = {}
         with torch.autocast(self.device, torch.bfloat16):
             for task, rows in prompts.items():
-                correct = read_answers(self.model, rows, batch=8).correct
+                batches = (rows[at : at + 8] for at in range(0, len(rows), 8))
+                correct = join_answers([read_answers(self.model, each) for each in batches]).correct
                 shares[task] = round(correct.float().mean().item(), 4)
         return shares
 

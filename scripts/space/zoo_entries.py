@@ -11,9 +11,8 @@ from zoo_table import Row, make_row
 from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.report.arms import Arms, label_arms
 from rotationzoo.report.memory import Request
-from rotationzoo.report.page import Advice, describe_verdict
+from rotationzoo.report.page import Advice, Arms, describe_verdict, label_arms
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.protocol import open_hub

@@ -256,7 +256,7 @@ WRONG: dict[str, tuple] = {
     "run.seconds": ("x", None),
     "metrics": (None, [], {}),
     "metrics.orthogonality_error": ("0", None, {}),
-    "metrics.validation": ([], {}, {"on_gpu": "yes"}),
+    "metrics.validation": ([], {}, {"rows": "yes"}),
     "metrics.evaluation": (
         3,
         {},

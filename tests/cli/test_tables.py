@@ -15,7 +15,7 @@ from rotationzoo.artifact.measured import (
     Verdict,
     Window,
 )
-from rotationzoo.artifact.scores import DistanceScore, RecallDetails
+from rotationzoo.artifact.scores import Recall
 from rotationzoo.cli.app import main
 from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output, table
@@ -34,13 +34,11 @@ def plain(text: str) -> str:
 
 
 def evaluation(arms: int = 3) -> Measured:
-    """A report of `evaluate` with every task and ten distances."""
+    """A report of `evaluate` with every task and ten context lengths."""
     score = {"answered": 123, "questions": 128, "log_probability": -12.3}
     starts = [256 << number for number in range(10)]
     error = {"answered": 0.012, "log_probability": 0.12}
-    distances = [DistanceScore(from_=start, to=2 * start, **score) for start in starts]
-    parts = {"standard_error": error, "by_distance": distances}
-    recall = RecallDetails.model_construct(**score, **parts)
+    recall = Recall(**score, standard_error=error)
     tasks = dict.fromkeys(("needles", "key-value", "quote", "copy", "assignments"), recall)
     answers = {"tasks": tasks, "all_tasks": recall}
     costs = {"perplexity_increase": 0.1234, "attention_kl": 0.1234, "output_error": 0.1234}

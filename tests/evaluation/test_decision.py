@@ -129,7 +129,7 @@ def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():
         shared = {"by_length": lengths}
         correct = ("1" * right).ljust(32, "0")
         exact[task] = ExactTaskRecall.model_construct(correct=correct, prompts=[8] * 4, **shared)
-        arms[task] = recall(("1" * kept).ljust(32, "0"), []).model_copy(update=shared)
+        arms[task] = recall(("1" * kept).ljust(32, "0")).model_copy(update=shared)
     line = decide("mine", {"mine": arms}, exact, 32).words[1]
     assert line == (
         "By task: quote 50% of 16, copy 100% of 6, needles 100% of 32. The model itself answers "

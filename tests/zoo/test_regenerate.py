@@ -158,13 +158,11 @@ def test_rotations_for_another_rope_scaling_are_not_those_to_replace():
 QUESTIONS, PUSH = 32, "rotationzoo push new someone/zoo"
 
 
-def arm(answered: int, log_probability: float = -2.0, loss: float = 3.0) -> MeasuredArm:
-    """An arm of a report with `QUESTIONS` questions and four texts, all with a little noise."""
-    noise = [0.001 * (i % 3) for i in range(QUESTIONS)]
-    logs = [log_probability * (1 + each) for each in noise]
+def arm(answered: int, loss: float = 3.0) -> MeasuredArm:
+    """An arm of a report with `QUESTIONS` questions, and four texts with a little noise."""
     correct = "1" * answered + "0" * (QUESTIONS - answered)
-    losses = [loss * (1 + each) for each in noise[:4]]
-    return reports.arm("some", losses, tasks={"copy": reports.recall(correct, logs)})
+    losses = [loss * (1 + 0.001 * (i % 3)) for i in range(4)]
+    return reports.arm("some", losses, tasks={"copy": reports.recall(correct)})
 
 
 def compare(new: MeasuredArm, published: MeasuredArm) -> dict:
@@ -182,14 +180,8 @@ def compare(new: MeasuredArm, published: MeasuredArm) -> dict:
 def test_fewer_answers_are_refused_although_the_perplexity_is_better():
     with pytest.raises(RotationZooError, match="answer worse than the published ones") as refusal:
         compare(arm(20, loss=2.9), arm(32))
-    assert "20 of 32 questions compared with 32, p 0.00098" in str(refusal.value)
+    assert "20 of 32 questions compared with 32, p 0.00049" in str(refusal.value)
     assert refusal.value.hint == f"to publish them all the same: {PUSH}"
-
-
-def test_less_likely_answers_are_refused():
-    with pytest.raises(RotationZooError, match=r"right answers have -0\.50 nats, p "):
-        compare(arm(30, -2.5), arm(30, -2.0))
-    assert compare(arm(30, -2.04), arm(30, -2.0))["answers"]["outcome"] == "less likely"
 
 
 def test_perplexity_decides_where_answers_do_not():

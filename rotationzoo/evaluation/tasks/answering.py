@@ -131,7 +131,7 @@ class Asking:
             catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
             with catching, running, self.pace.timing(request.timed_as, _tokens(prompts)):
                 for rows in of_request:
-                    parts.append(read_answers(self.model, rows, len(rows)))
+                    parts.append(read_answers(self.model, rows))
                     done += 1
                     progress(stage, done, len(passes))
             answers.append(join_answers(parts))
@@ -220,8 +220,8 @@ def _ask_arms(
     """The answers of every arm with every cache to each of the series."""
     given = {}
     for cache, arm in product(trial.caches, trial.arms):
-        layers, place = set(trial.layers), (cache, arm.name)
-        simulation = Simulation(arm.codec, cache, trial.geometry, layers, trial.sides)
+        place = cache, arm.name
+        simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
         requests = [Request(each.prompts, simulation, place) for each in series]
         # A stage of its own, because each takes another time.
         given[place] = asking.ask(f"answering with {arm.name}{ending}", requests)
