@@ -107,18 +107,24 @@ class KernelComparison:
             self._check_definition(rows, rotation, clip)
 
     def report(self) -> dict[str, Any]:
-        """The keys of `validate --json`."""
-        equal = self.on_gpu or None  # nothing differed, since any difference would have raised
+        """The keys of `validate --json`. The speeds are None here; they are measured elsewhere."""
+        device, equal, difference = "cpu", None, None
+        if self.on_gpu:  # nothing differed, since any difference would have raised
+            device, equal, difference = torch.cuda.get_device_name(), True, 0.0
         return {
-            "device": torch.cuda.get_device_name() if self.on_gpu else "cpu",
+            "device": device,
             "on_gpu": self.on_gpu,
             "rows": self.rows,
             "elements": self.elements,
             "codes_equal": equal,
             "dequantized_equal": equal,
+            "max_difference": difference,
             "feedback_rows": self.feedback_rows,
             "rotation_error": self.rotation_error,
             "formats": list(int2.FORMATS),
+            "quantize_bytes_per_second": None,
+            "dequantize_bytes_per_second": None,
+            "copy_bytes_per_second": None,
         }
 
     def _compare_kernel(

@@ -1,16 +1,23 @@
 """Validation of the CUDA reference kernel against the codec's definition.
 
-Every layer and head of an artifact is compared bit by bit.
+Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured
+next to a device copy in the same run.
 """
 
 import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import KernelComparison, draw_rows
 from rotationzoo.codec import cuda
+from rotationzoo.codec.cuda_encoder import clip_encoder
+from rotationzoo.codec.cuda_rows import dequantize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model import loading
@@ -18,6 +25,9 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.writer import add_files, check_writable
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
+_MEASURED_ROWS = 4 << 20
+_REPEATS = 20
+_WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
 
 
 def validate_kernel(
@@ -37,6 +47,9 @@ def validate_kernel(
     report = comparison.report() | {"identity": artifact.identity}
     if not on_gpu:
         return report
+    progress("measuring", 0, 0)
+    dim = cached_layers(artifact.geometry)[0].key_dim
+    report |= _measure_rates(dim, artifact.recipe.group_size, artifact.recipe.key_clip)
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
     if report["feedback_rows"]:
@@ -81,3 +94,37 @@ def _compare_layers(
             comparison.compare(name, rows, matrices, rotation.clip, rotation.feedback)
             progress("validating", done := done + 1, total)
     return comparison
+
+
+def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
+    """Bytes that a copy and both kernels read and write per second on bfloat16 rows `[1, N, D]`:
+    the rows, the packed codes and the metadata."""
+    dtype = torch.bfloat16
+    free, _ = torch.cuda.mem_get_info()
+    # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.
+    count = min(_MEASURED_ROWS, int(free * 0.8) // (dim * (3 * dtype.itemsize + 1)))
+    rows = torch.randn(1, count, dim, device="cuda", dtype=dtype)
+    variant = cuda.Variant(dim, group_size or dim, dtype)
+    encoder = clip_encoder(torch.tensor([clip]), variant, rows.device)
+    packed, copied = encoder.store(rows), torch.empty_like(rows)
+    moved = rows.nbytes + packed.codes.nbytes + packed.metadata.nbytes
+    return {
+        "quantize_bytes_per_second": moved / _seconds(lambda: encoder.store(rows)),
+        "dequantize_bytes_per_second": moved / _seconds(lambda: dequantize(packed, dtype)),
+        "copy_bytes_per_second": 2 * rows.nbytes / _seconds(lambda: copied.copy_(rows)),
+    }
+
+
+def _seconds(launch: Callable[[], object]) -> float:
+    """Median GPU time of a launch, in seconds."""
+    event: Any = torch.cuda.Event
+    times: list[float] = []
+    for number in range(_REPEATS + _WARM_UP):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        launch()
+        end.record()
+        end.synchronize()
+        if number >= _WARM_UP:
+            times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)

@@ -1,4 +1,4 @@
-"""`rotationzoo validate`: check the CUDA reference against the codec."""
+"""`rotationzoo validate`: check the CUDA reference against the codec and measure its speed."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ def validate_command(
     rows: Annotated[int, option("Rows for each layer, KV head and side.", min=64)] = 1024,
     device: Device = "auto",
 ) -> None:
-    """Check the CUDA reference on a GPU, bit by bit, against the codec.
+    """Check the CUDA reference on a GPU, bit by bit, against the codec, and measure its speed.
 
     rotationzoo validate rotations/demo-oscar
     """
@@ -39,6 +39,10 @@ def validate_command(
             return
         say("Codes and dequantized values are equal bit by bit to the definition in int2.py")
         say(f"Rotation: error {report['rotation_error']:.2f} of the bound of a float32 product")
+        copy = report["copy_bytes_per_second"]
+        shares = [report[f"{step}_bytes_per_second"] / copy for step in ("quantize", "dequantize")]
+        of_copy = "clipping and quantizing {:.1%}, dequantizing {:.1%}".format(*shares)
+        say(f"Device copy {copy / 1e12:.2f} TB/s; of that: {of_copy}")
         if rows := report["feedback_rows"]:
             say(f"Codes chosen by error feedback: equal to feedback.py's for {rows:,} rows")
 
