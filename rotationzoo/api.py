@@ -44,7 +44,7 @@ from rotationzoo.storage.folders import default_output
 QUESTION_LENGTH = 2048
 """Tokens of a row of an evaluation's text, and of its prompts."""
 _ON_DISK = str | Path | Artifact
-_TEXT = ("data", "tokens", "length", "seed", "subset", "split", "column", "packing")
+_TEXT = ("data", "tokens", "length", "seed", "subset", "split", "column")
 _SEVERAL = {"tasks", "lengths", "rivals", "baselines"}
 """Options that take one value as well as several."""
 
@@ -75,7 +75,6 @@ def calibrate(
     subset: str | None = None,
     split: str | None = None,
     column: str | None = None,
-    packing: str | None = None,
     images: str | None = None,
     audio: str | None = None,
     rope_scaling: str | None = None,
@@ -108,8 +107,6 @@ def calibrate(
       `subset`, `split` and `column`;
     * `tokens`, `length`: tokens in total, and per row;
     * `seed`: sets the order of the documents;
-    * `packing`: `packed` fills every row, `mixed` cuts every second one into halves, and `document`
-      has one document per row;
     * `images`, `audio`: columns of the data that hold them, for a model that reads them;
     * `rope_scaling`: scale RoPE to more positions than the config has, as `yarn:4`;
     * `restart`: discard an existing checkpoint and replace an existing artifact;
@@ -197,7 +194,6 @@ def evaluate(
     subset: str | None = None,
     split: str | None = None,
     column: str | None = None,
-    packing: str | None = None,
     rope_scaling: str | None = None,
     adapter: str | Path | None = None,
     batch: int = 1,
@@ -236,7 +232,7 @@ def evaluate(
     * `anyway`: measure artifacts that were made for other weights, too;
     * `prefill_chunk`: tokens of a prompt that are read at a time, and not one by one;
     * `prefill_layout`: which earlier tokens such a chunk reads exact, as in `RotatedCache`;
-    * `data` to `packing`: the held-out text, as in `calibrate`. Rows have a `length` of 2,048, of
+    * `data` to `column`: the held-out text, as in `calibrate`. Rows have a `length` of 2,048, of
       more where the windows leave nothing of these, and of no more than the model has positions;
     * `adapter`: the folder of a LoRA adapter of peft's, with which the model computes;
     * `rope_scaling` to `progress`: as in `calibrate`.

@@ -18,7 +18,7 @@ from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver,
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics
-from rotationzoo.model.capture import capture, decoder, intercept
+from rotationzoo.model.capture import decoder, intercept
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
@@ -47,7 +47,8 @@ def collect(
     activation is not finite.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
-    sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
+    device = input_device(model)
+    sums = RunningSums(geometry, recipe, checkpoint, device)
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
@@ -60,23 +61,17 @@ def collect(
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
-                if isinstance(batch, MediaRow):
-                    with capture(model, observer):
+                with intercept(model, observer.watch):
+                    if isinstance(batch, MediaRow):
                         read_row(model, batch)
-                else:
-                    _observe(model, observer, batch)
+                    else:
+                        decoder(model)(input_ids=batch.to(device), use_cache=False)
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
     tokens = sum(_count(batch, 0) for batch in batches)
     past_sink = sum(_count(batch, skip) for batch in batches)
     _check_counts(sums.whole, geometry, tokens, past_sink, skip)
     return sums.whole
-
-
-def _observe(model: PreTrainedModel, observer: MomentObserver, ids: torch.Tensor) -> None:
-    """Run the decoder on rows `[B, T]` while the observer adds up what its attention reads."""
-    with intercept(model, observer.watch):
-        decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
 
 
 def read_row(model: PreTrainedModel, row: MediaRow) -> None:

@@ -68,34 +68,27 @@ class MomentObserver:
         self.statistics = statistics
         self.skip = skip
 
-    def __call__(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        layer = self.layer(index)
-        add_rows(self.statistics, layer, "query", query)
-        add_rows(self.statistics, layer, "output", output)
-        # A layer that reads another layer's cache receives the owner's keys and values. They count
-        # only once, at their owner.
-        if layer.owner == layer.index:
-            add_rows(self.statistics, layer, "key", key[:, :, self.skip :])
-            add_rows(self.statistics, layer, "value", value[:, :, self.skip :])
-
     def watch(self, call: Call) -> torch.Tensor:
         """An `Intercept` that adds up what the attention of a layer reads, and changes nothing."""
         output = call.run()
         layer = self.layer(call.layer)
         if layer.cached is HEADS:
-            self(call.layer, call.query, call.key, call.value, output.transpose(1, 2))
+            self.add_heads(layer, call, output.transpose(1, 2))
             return output
         for side, rows in cached_of(call).sides.items():
             add_rows(self.statistics, layer, side, rows[:, :, self.skip :])
         self._add_costs(call.layer, read_errors(call, output, self.skip))
         return output
+
+    def add_heads(self, layer: Layer, call: Call, output: torch.Tensor) -> None:
+        """Add the rows of a call with the output `[B, H_q, T, D_v]`."""
+        add_rows(self.statistics, layer, "query", call.query)
+        add_rows(self.statistics, layer, "output", output)
+        # A layer that reads another layer's cache receives the owner's keys and values. They count
+        # only once, at their owner.
+        if layer.owner == layer.index:
+            add_rows(self.statistics, layer, "key", call.key[:, :, self.skip :])
+            add_rows(self.statistics, layer, "value", call.value[:, :, self.skip :])
 
     def _add_costs(self, index: int, errors: ReadErrors) -> None:
         """Add what errors of rows that all heads share cost."""
@@ -133,21 +126,16 @@ class KeyEnergyObserver(MomentObserver):
             layer: moments["query"].second_moment for layer, moments in totals.items()
         }
 
-    def __call__(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        if self.layer(index).owner != index:
+    def add_heads(self, layer: Layer, call: Call, output: torch.Tensor) -> None:
+        """Add the values of a call, unless the layer reads another layer's cache."""
+        index, key = layer.index, call.key
+        if layer.owner != index:
             return
         query_moment = self.query_moments[index].to(key.device)
         self.query_moments[index] = query_moment
-        keys, values = key[:, :, self.skip :], value[:, :, self.skip :]
+        keys, values = key[:, :, self.skip :], call.value[:, :, self.skip :]
         energies = [_key_energy(row, query_moment) for row in keys]
-        add_rows(self.statistics, self.layer(index), "key_energy", values, torch.stack(energies))
+        add_rows(self.statistics, layer, "key_energy", values, torch.stack(energies))
 
 
 def _key_energy(keys: torch.Tensor, query_moment: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
             f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens",
             hint="give longer rows with --length",
         )
-    if data.packing != "document" and not data.media and not data.row_lengths:
+    if not data.media and not data.rows:
         raise RotationZooError(
             f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}",
             hint=f"ask for at least --tokens {length}, or for shorter rows with --length",

@@ -26,7 +26,7 @@ from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_
 from rotationzoo.words import nearest
 
 _GROUPS = {
-    "Text": "chat max_new_tokens data subset split column packing tokens length lengths seed tasks "
+    "Text": "chat max_new_tokens data subset split column tokens length lengths seed tasks "
     "questions",
     "Model and machine": "revision device dtype device_map max_memory batch rope_scaling",
     "Signatures": "signers issuer require_signature trust_config sign adopt_index",

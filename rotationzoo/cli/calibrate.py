@@ -57,12 +57,6 @@ class Settings(options.Loading):
     column: options.Column = None
     images: Annotated[str | None, option("Column of images (vision models).")] = None
     audio: Annotated[str | None, option("Column of audio, as WAV.")] = None
-    packing: Annotated[
-        str | None,
-        option(
-            "packed: full rows; mixed: every second row in halves; document: one document per row."
-        ),
-    ] = None
     tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None
     length: Annotated[int | None, option("Tokens per row (8192).", min=2)] = None
     seed: Annotated[int | None, option("Order of the documents (0).")] = None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rotationzoo.artifact.measured import arms_of, plain_arm
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engines import find_engine
@@ -18,7 +17,6 @@ from rotationzoo.engines.base import Engine, Launch
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.figures import change
 from rotationzoo.model.own_name import model_words
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.disks import disk_errors
@@ -107,7 +105,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
     reduced = list_reductions(artifact, settled)
     payload = assemble_payload(artifact, settled)
     with disk_errors(target), folders.temporary_sibling(target) as work:
-        launch = engine.write_files(work, target.absolute(), payload, request.options)
+        launch = engine.write_files(work, target.absolute(), payload, request.base)
         notes = [*launch.notes, *_notes_of_artifact(artifact, launch)]
         if settled.pooled and artifact.rotations.per_head:
             notes.append(_describe_pooling(artifact, settled))
@@ -158,41 +156,19 @@ def launch_line(launch: Launch) -> str:
 
 
 def _describe_pooling(artifact: Artifact, request: Settled) -> str:
-    """The cost of one rotation per layer, as the artifact's evaluation says it, best with
-    these windows; or the command that measures it."""
-    served = request.windows
-    if evaluation := artifact.measured:
-        pairs = [
-            (window, per_head, arm)
-            for window in evaluation.windows
-            if (per_head := plain_arm(window.arms, artifact.identity)) is not None
-            for arm in arms_of(window.arms, artifact.identity)
-            if arm.pooled
-        ]
-        pairs.sort(key=lambda pair: (pair[0].sink, pair[0].recent) != served)
-        if pairs:
-            window, per_head, pooled = pairs[0]
-            costs = f"perplexity {change(pooled.perplexity_increase)} instead of "
-            costs += change(per_head.perplexity_increase)
-            ours, other = pooled.all_tasks, per_head.all_tasks
-            if ours and other and ours.questions == other.questions:
-                costs += f", {ours.answered} of {ours.questions} questions answered instead of "
-                costs += f"{other.answered}"
-            return (
-                f"one rotation per layer cost this artifact: {costs} (evaluation.json, format "
-                f"{evaluation.format}, windows {window.sink}/{window.recent})"
-            )
+    """The command that measures what one rotation per layer costs, as the engine serves it."""
     words = ["rotationzoo", "evaluate", *model_words(artifact), str(artifact.folder)]
     engine = find_engine(request.engine)
     if engine.format:
         words += ["--for", request.engine]
     if engine.heads or not engine.format:  # otherwise the engine implies it
         words.append("--pooled")
-    if engine.windows and served != (artifact.recipe.sink, artifact.recipe.recent):
-        words += ["--windows", f"{served[0]}/{served[1]}"]
+    sink, recent = request.windows
+    if engine.windows and (sink, recent) != (artifact.recipe.sink, artifact.recipe.recent):
+        words += ["--windows", f"{sink}/{recent}"]
     return (
-        "one rotation per layer makes some models useless, and what it costs this one has not been "
-        f"measured; to measure it: {shlex.join([*words, '--save'])}"
+        "one rotation per layer makes some models useless; to measure what it costs this one: "
+        + shlex.join([*words, "--save"])
     )
 
 

@@ -111,9 +111,7 @@ def check_length(data: Data, start: int) -> None:
             f"the first that reads a quantized one is at position {start}",
             hint="give longer rows with --length, or smaller ones with --windows",
         )
-    # With fewer tokens than one row there is no row at all. Only with `document` packing is every
-    # document a row, even if it is short.
-    if data.packing != "document" and not data.row_lengths:
+    if not data.rows:
         raise UsageError(
             f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}",
             hint="more --tokens, or a shorter --length",

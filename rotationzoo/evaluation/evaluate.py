@@ -35,8 +35,7 @@ from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.figures import duration
 from rotationzoo.model import loading
-from rotationzoo.model.adapter import add_adapter
-from rotationzoo.model.compatibility import check_weights
+from rotationzoo.model.compatibility import add_adapter, check_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss

@@ -24,8 +24,7 @@ from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import compatibility, loading
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.out_of_memory import is_out_of_memory
-from rotationzoo.model.placement import place_weights
+from rotationzoo.model.placement import is_out_of_memory, place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent

@@ -1,11 +1,13 @@
-"""Whether an artifact fits a model: its shapes, its scaling of RoPE, and its weights; and the files
-of a model that the caller loaded."""
+"""Whether an artifact fits a model: its shapes, its scaling of RoPE, and its weights; the files of
+a model that the caller loaded; and adapters (LoRA), with which an evaluation says what rotations
+keep that were calibrated without them."""
 
 import logging
 import shlex
 import shutil
 import weakref
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
 from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims, same_shapes
 from rotationzoo.model.files import read_headers, weight_files
 from rotationzoo.model.geometry import geometry_of
@@ -173,3 +175,28 @@ def _is_in(folder: Path, model: PreTrainedModel) -> bool:
 def _lines(config: PretrainedConfig) -> list[str]:
     """A config as text, without the type of the weights, which whoever loads them chooses."""
     return [line for line in config.to_json_string().splitlines() if '"dtype"' not in line]
+
+
+# ---- an adapter, in a folder as peft writes it
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise `RotationZooError` for a folder without an adapter, and where peft is missing."""
+    if not (folder / "adapter_config.json").is_file():
+        raise RotationZooError(
+            f"{folder} holds no adapter: it has no adapter_config.json",
+            hint="give a folder that peft's save_pretrained has written",
+        )
+    if find_spec("peft") is None:
+        raise RotationZooError("peft is not installed", hint="run: pip install 'peft>=0.18'")
+
+
+def add_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Let the model compute with an adapter of the folder. Raises `ModelUnavailable` for one of
+    another model."""
+    with as_unavailable(f"{folder} does not fit the model", "give an adapter of this model"):
+        found = model.load_adapter(str(folder))
+        # Transformers only warns of an adapter of fewer or more layers.
+        if other := sorted((found.missing_keys or set()) | (found.unexpected_keys or set())):
+            raise ValueError(f"only one of them has {other[0]}")
+    model.eval()

@@ -15,7 +15,13 @@ import torch
 from torch.nn import ModuleList
 
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
+from rotationzoo.errors import (
+    ModelUnavailable,
+    RotationZooError,
+    UnsupportedModel,
+    UsageError,
+    as_unavailable,
+)
 from rotationzoo.model.files import (
     GGUF,
     check_count,
@@ -24,13 +30,13 @@ from rotationzoo.model.files import (
     weight_files,
 )
 from rotationzoo.model.geometry import CAUSAL_HINT
-from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
-from rotationzoo.model.placement import Placement, memory_limits
+from rotationzoo.model.placement import Placement, is_out_of_memory, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.source import Source, license_of
 from rotationzoo.recipe.rope import apply_scaling
 from rotationzoo.storage.disks import ROOM, remedy
 from rotationzoo.storage.files import read_json
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -364,4 +370,9 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
     except ModelUnavailable as error:
         if not is_out_of_memory(error.__cause__):
             raise
-        raise does_not_fit(batch, length) from error
+        rows = f"a batch of {counted(batch, 'row')} of {length} tokens"
+        half = f"--batch {batch // 2}"
+        smaller = half if batch > 1 else "--device-map auto, or a shorter --length"
+        raise RotationZooError(
+            f"{rows} does not fit the device's memory", hint=f"add: {smaller}"
+        ) from error

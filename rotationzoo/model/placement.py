@@ -1,5 +1,5 @@
-"""Placing weights that do not fit one device: accelerate's device map, memory limits, and the
-scratch folder of weights that are offloaded to disk."""
+"""Placing weights that do not fit one device: accelerate's device map, memory limits, the scratch
+folder of weights that are offloaded to disk, and how a full memory shows."""
 
 import os
 import tempfile
@@ -26,6 +26,9 @@ _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
+# On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does. torch
+# has no type for a full main memory.
+_FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate", "DefaultCPUAllocator: can't allocate")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ def free_memory(device: torch.device | int | str) -> int:
         cached = sum_entries(_CONTAINER / "memory.stat", "active_file", "inactive_file")
         free = min(free, limit - used + cached)
     return max(free, 0)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that a device's memory is full."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _FULL)
 
 
 def sum_entries(path: Path, *names: str) -> int:

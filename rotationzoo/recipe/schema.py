@@ -109,10 +109,8 @@ class Data(Section):
     column: str | None = None
     """Column that holds the text or the chat messages. None takes the first of `text`, `messages`
     and `conversations`."""
-    packing: Literal["packed", "mixed", "document"] = "packed"
-    """`packed`: documents are joined and cut into rows of exactly `length` tokens. `mixed`: the
-    same, with every second row cut into halves. `document`: each row holds the first tokens of one
-    document."""
+    packing: Literal["packed"] = "packed"
+    """Documents are joined and cut into rows of exactly `length` tokens."""
     tokens: Tokens = 32768
     """Tokens of all rows together."""
     length: Annotated[Tokens, Field(gt=1)] = 2048
@@ -131,17 +129,9 @@ class Data(Section):
         return {kind: column for kind, column in columns.items() if column is not None}
 
     @property
-    def row_lengths(self) -> list[int]:
-        """Lengths of the rows that `packed` and `mixed` text is cut into, if there is enough
-        text."""
-        half = self.length // 2
-        lengths = []
-        for number in range(self.tokens // self.length):
-            if self.packing == "mixed" and number % 2:
-                lengths += [half, self.length - half]
-            else:
-                lengths.append(self.length)
-        return lengths
+    def rows(self) -> int:
+        """How many rows text is cut into, if there is enough text."""
+        return self.tokens // self.length
 
     @property
     def usual_batch(self) -> int:

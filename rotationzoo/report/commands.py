@@ -18,7 +18,7 @@ from rotationzoo.recipe import Recipe, loading
 FOLDER = "FOLDER"
 """Stands for the folder of an artifact, which readers of a page have elsewhere."""
 RECIPE_FILE = "recipe.yaml"
-_DATA_KEYS = ("source", "subset", "split", "column", "packing", "tokens", "length", "seed")
+_DATA_KEYS = ("source", "subset", "split", "column", "tokens", "length", "seed")
 _RUN_KEYS = ("batch", "device_map", "max_memory")
 _USUAL_BITS = 3.0  # an element, where an evaluation does not say it
 

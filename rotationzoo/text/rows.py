@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, islice, pairwise
+from itertools import islice, pairwise
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -67,14 +67,14 @@ def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
 def tokenize(sample: Sample, template: ChatTemplate, data: Data) -> list[int]:
     """The ids of one document, without start tokens: rows get those when they are cut.
 
-    A text ends with the end token, as in training, unless each row is a single document. A chat
-    template closes its own turns. Raises `RotationZooError` for a chat where the tokenizer has no
-    template, and `BadRow` for what the template or the tokenizer refuses.
+    A text ends with the end token, as in training. A chat template closes its own turns. Raises
+    `RotationZooError` for a chat where the tokenizer has no template, and `BadRow` for what the
+    template or the tokenizer refuses.
     """
     tokenizer, end = template.tokenizer, []
     if isinstance(sample.document, str):
         text = sample.document
-        if data.packing != "document" and isinstance(tokenizer.eos_token_id, int):
+        if isinstance(tokenizer.eos_token_id, int):
             end = [tokenizer.eos_token_id]
     elif tokenizer.chat_template is None:
         raise RotationZooError(
@@ -120,13 +120,8 @@ class Corpus:
         return sum(row.numel() for row in self.rows)
 
     def batches(self, size: int) -> list[torch.Tensor]:
-        """Batches `[B, T]` of up to `size` rows of equal length. Shorter rows come first; rows of
-        one length keep their order."""
-        batches: list[torch.Tensor] = []
-        # Sorted, because a batch needs rows of one length.
-        for _, rows in groupby(sorted(self.rows, key=len), len):
-            batches += torch.stack(list(rows)).split(size)
-        return batches
+        """Batches `[B, T]` of up to `size` rows, which all have one length."""
+        return list(torch.stack(self.rows).split(size))
 
 
 def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
@@ -134,8 +129,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     wrong column, or too little text for one row."""
     template, tally = ChatTemplate(tokenizer), Tally()
     documents = _tokenized(data, template, tally)
-    make_rows = _document_rows if data.packing == "document" else _packed_rows
-    rows = list(make_rows(documents, data, start_tokens(tokenizer)))
+    rows = list(_packed_rows(documents, data, start_tokens(tokenizer)))
     left_out = tally.check()
     if not rows:
         found = counted(tally.tokens, "token")
@@ -169,7 +163,7 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
-    all_rows = data.packing != "document" and len(rows) == len(data.row_lengths) and not data.media
+    all_rows = len(rows) == data.rows and not data.media
     reason = f"whole rows of {data.length}" if all_rows else f"all of {data.label}"
     return f"{counted(tokens, 'token')} instead of {data.tokens:,}: {reason}"
 
@@ -177,25 +171,11 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
 def _packed_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
 ) -> Iterator[torch.Tensor]:
-    """Join the documents and cut them into rows of the lengths that `data` asks for, each of which
-    begins with the start tokens, as each request does."""
+    """Join the documents and cut them into rows, each of which begins with the start tokens, as
+    each request does."""
     stream = (token for document in documents for token in document)
-    for length in data.row_lengths:
-        row = start + list(islice(stream, length - len(start)))
-        if len(row) < length:
+    for _ in range(data.rows):
+        row = start + list(islice(stream, data.length - len(start)))
+        if len(row) < data.length:
             break
         yield torch.tensor(row)
-
-
-def _document_rows(
-    documents: Iterable[list[int]], data: Data, start: list[int]
-) -> Iterator[torch.Tensor]:
-    """One row per document, holding its first `length` tokens, until there are `tokens` in all."""
-    left = data.tokens
-    for document in documents:
-        row = [*start, *document][: min(data.length, left)]
-        if len(row) > 1:  # a single token attends to nothing
-            yield torch.tensor(row)
-            left -= len(row)
-        if left < 2:
-            break

@@ -27,7 +27,6 @@ MISTAKES = [
     ("calibrate demo --device x", 2, "'--device': 'x' is not one of 'auto', 'cpu', 'cuda'"),
     ("calibrate demo --tokens 0", 2, "value for '--tokens': it must be greater than or equal to 1"),
     ("calibrate demo --dtype int4", 2, "Invalid value for '--dtype': 'int4' is not one of"),
-    ("calibrate demo --packing tight", 2, "packing = 'tight'"),
     ("calibrate demo --bits 2", 2, "bits = 2.0 is no budget of more than 2 and at most 4 bits"),
     ("calibrate demo --key-bits 3 --value-bits 20", 2, "value_bits = 20.0 is no budget of"),
     ("calibrate demo --key-bits 3", 2, "give bits, or key_bits and value_bits together"),

@@ -354,29 +354,16 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
 
 
 @pytest.mark.thorough
-def test_an_export_that_pools_names_the_command_and_then_has_the_figures(inside, copied):
+def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied):
     words = ["export", copied, "--for", "vllm-oscar", "-o", "exported"]
     said = inside(*words).stderr
-    (command,) = re.findall(r"to measure it: rotationzoo (.*)", said)
+    (command,) = re.findall(r"to measure what it costs this one: rotationzoo (.*)", said)
     assert command == f"evaluate demo {copied} --for vllm-oscar --save"
     printed = inside(*shlex.split(command), *SMALL, "--details")
     assert printed.returncode == 0, printed.stderr
     assert "+pooled: one rotation per layer" in printed.stdout
     (window,) = json.loads((copied / "evaluation.json").read_text())["windows"]
     assert list(window["arms"]) == ["copied", "copied+feedback", "copied+pooled", *BASELINES]
-    own, pooled = window["arms"]["copied"], window["arms"]["copied+pooled"]
-    words[-1] = "again"
-    said = inside(*words).stderr
-    costs = [arm["perplexity_increase"] for arm in (pooled, own)]
-    assert (
-        f"one rotation per layer cost this artifact: perplexity {costs[0]:+.2%} instead of "
-        f"{costs[1]:+.2%}, {pooled['all_tasks']['answered']} of 4 "
-        f"questions answered instead of {own['all_tasks']['answered']} (evaluation.json, format "
-        "vllm, windows 0/0)"
-    ) in said
-    assert "to measure it" not in said
-    notes = json.loads(Path("again/export.json").read_text())["notes"]
-    assert any(note.startswith("one rotation per layer cost") for note in notes)
     assert "one rotation per layer" not in inside("export", copied, "--to", "sglang").stderr
     assert "+pooled: one rotation per layer" in (copied / "README.md").read_text()
 

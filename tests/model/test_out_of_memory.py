@@ -11,7 +11,7 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import forward_errors
-from rotationzoo.model.out_of_memory import is_out_of_memory
+from rotationzoo.model.placement import is_out_of_memory
 from rotationzoo.recipe import Recipe
 
 RECIPE = Recipe(sink=4)

@@ -3,7 +3,7 @@ import yaml
 from support.places import ROOT
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS, load, override
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -38,11 +38,6 @@ def test_yaml_round_trip_keeps_the_hash(name, tmp_path):
 def test_every_setting_changes_the_hash():
     assert len({recipe.hash for recipe in PRESETS.values()}) == len(PRESETS)
     assert override(Recipe(), tokens=4096).hash != Recipe().hash
-
-
-def test_every_second_mixed_row_is_cut_into_halves():
-    assert Data(tokens=35, length=9, packing="mixed").row_lengths == [9, 4, 5, 9]
-    assert Data(tokens=35, length=9).row_lengths == [9, 9, 9]
 
 
 def test_frozen():

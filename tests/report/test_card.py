@@ -200,7 +200,7 @@ def test_shares_of_fewer_questions_stand_in_no_table(plain):
         "--recipe oscar --quick --tokens 1024 --length 256",
         "--recipe oscar --bits 2.5 --tokens 1024 --length 256",
         "--recipe oscar --no-feedback --tokens 1024 --length 256 --batch 2 --seed 3",
-        "--recipe oscar-v1 --tokens 1024 --length 256 --dtype bfloat16 --packing mixed",
+        "--recipe oscar-v1 --tokens 1024 --length 256 --dtype bfloat16",
         "--recipe random --seed 7",
         "--recipe recipe.yaml",
     ],
@@ -260,12 +260,12 @@ def test_a_preset_is_named(manifest, name):
 
 
 def test_other_text_is_given_in_flags(manifest):
-    changes = {"source": "my text.jsonl", "tokens": 4096, "packing": "mixed", "seed": 3}
+    changes = {"source": "my text.jsonl", "tokens": 4096, "seed": 3}
     recipe = override(PRESETS["oscar"], **changes)
     words = shlex.split(of_recipe(manifest, recipe))
     assert words[3:5] == ["--recipe", "oscar"]
     given = dict(zip(words[5::2], words[6::2], strict=True))
-    expected = {"--tokens": "4096", "--packing": "mixed", "--seed": "3"}
+    expected = {"--tokens": "4096", "--seed": "3"}
     assert given == {"--data": "my text.jsonl", **expected}
 
 

@@ -8,13 +8,13 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from support.models import demo_tokenizer, small, write_jsonl
 from support.places import ROOT
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text.chats import ChatTemplate
-from rotationzoo.text.rows import read_corpus
+from rotationzoo.text.documents import Tally, read_documents
+from rotationzoo.text.rows import read_corpus, tokenize
 
 CHATML = """
 {%- if tools %}<|im_start|>tools
@@ -64,10 +64,10 @@ def tokenizer_with(template):
 
 
 def text_of(path, template):
-    tokenizer = tokenizer_with(template)
-    return tokenizer.decode(
-        torch.cat(read_corpus(small(path, packing="document", length=400), tokenizer).rows)
-    )
+    """The first chat of a file as its row has it, without start tokens."""
+    data, tokenizer = small(path), tokenizer_with(template)
+    (sample,) = read_documents(data, Tally())
+    return tokenizer.decode(tokenize(sample, ChatTemplate(tokenizer), data))
 
 
 def chat_text(tmp_path, template, messages, column="messages", **columns):

@@ -160,12 +160,12 @@ def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
         read(gemma3, write(tmp_path, late), length=20)
 
 
-def test_each_row_is_a_document_whatever_packing_says(gemma3, rows):
+def test_each_row_is_a_document(gemma3, rows):
     """Fewer tokens than one row of text has are enough, and a note does not speak of whole rows."""
     data = Data(source=str(rows), images="image", tokens=300, length=1024)
     check_length(Recipe(data=data), transformers.Qwen3Config())
     corpus = read(gemma3, rows, length=1024)
-    assert len(corpus.rows) == len(data.model_copy(update={"tokens": 4096}).row_lengths) == 4
+    assert len(corpus.rows) == data.model_copy(update={"tokens": 4096}).rows == 4
     assert corpus.note.endswith(" tokens instead of 4,096: all of rows.jsonl")
 
 

@@ -23,20 +23,9 @@ def test_packed_rows_are_of_equal_length_and_hold_the_documents_in_order(jsonl, 
     assert TEXTS[TEXTS.index(documents[0]) :][:2] != documents[:2], "shuffled"
 
 
-def test_mixed_rows_are_the_same_text_in_rows_of_two_lengths(jsonl, tokenizer):
-    mixed_data = small(jsonl, length=63, packing="mixed")
-    packed = read_corpus(small(jsonl, length=63), tokenizer)
-    mixed = read_corpus(mixed_data, tokenizer)
-    assert [row.numel() for row in mixed.rows] == [63, 31, 32] * 4 == mixed_data.row_lengths
-    assert torch.equal(torch.cat(mixed.rows), torch.cat(packed.rows))
-    assert mixed.note == packed.note == "504 tokens instead of 512: whole rows of 63"
-    assert [batch.shape for batch in mixed.batches(8)] == [(4, 31), (4, 32), (4, 63)]
-
-
-def test_mixed_rows_each_begin_as_a_request_does(jsonl, tokenizer, monkeypatch):
-    monkeypatch.setattr("rotationzoo.text.rows.start_tokens", lambda tokenizer: [7])
-    rows = read_corpus(small(jsonl, packing="mixed"), tokenizer).rows[:3]
-    assert [(row[0].item(), row.numel()) for row in rows] == [(7, 64), (7, 32), (7, 32)]
+def test_a_note_says_that_only_whole_rows_count(jsonl, tokenizer):
+    corpus = read_corpus(small(jsonl, length=63), tokenizer)
+    assert corpus.note == "504 tokens instead of 512: whole rows of 63"
 
 
 def test_the_same_seed_gives_the_same_ids(jsonl, tokenizer):
@@ -53,15 +42,6 @@ def test_the_fingerprint_covers_the_row_boundaries(jsonl, tokenizer):
     assert short.fingerprint != long.fingerprint
 
 
-def test_one_document_a_row(jsonl, tokenizer):
-    corpus = read_corpus(small(jsonl, packing="document", length=48, tokens=2000), tokenizer)
-    texts = [tokenizer.decode(row) for row in corpus.rows]
-    assert all(any(document.startswith(text) for document in TEXTS) for text in texts)
-    assert max(row.numel() for row in corpus.rows) <= 48
-    assert corpus.tokens <= 2000
-    assert sum(batch.numel() for batch in corpus.batches(4)) == corpus.tokens
-
-
 @pytest.mark.parametrize("start", [{"<|end|>": 0}, {"!": 1, "<|end|>": 0}], ids=len)
 def test_rows_start_as_requests_do(jsonl, start):
     """Where the tokenizer begins every text with tokens, every row begins with them, once."""
@@ -71,9 +51,8 @@ def test_rows_start_as_requests_do(jsonl, start):
         assert row[len(start)] != 0
 
 
-@pytest.mark.parametrize("packing", ["packed", "document"])
-def test_fewer_tokens_than_asked_for_is_said(jsonl, tokenizer, packing):
-    corpus = read_corpus(small(jsonl, tokens=10**6, packing=packing), tokenizer)
+def test_fewer_tokens_than_asked_for_is_said(jsonl, tokenizer):
+    corpus = read_corpus(small(jsonl, tokens=10**6), tokenizer)
     assert f"{corpus.tokens:,} tokens instead of 1,000,000" in corpus.note
 
 
