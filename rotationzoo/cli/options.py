@@ -110,7 +110,7 @@ else:
 
 Engine = Annotated[EngineName | None, option("Engine", "--for")]
 Json = Annotated[bool, option("Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, option("Print names only.", "--quiet", "-q")]
+Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
 
 ModelName = Annotated[str, argument("A hub id, a local folder, a GGUF file, or demo.")]
 ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]

@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
-from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, option
+from rotationzoo.cli.options import ModelName, Revision, RopeScaling, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
@@ -20,6 +20,7 @@ _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 
 def plan_command(
     model: ModelName,
+    out: Output,
     gpu: Annotated[str, option("A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")] = "24GiB",
     gpus: Annotated[int, option("How many of it share the model.", min=1)] = 1,
     context: Annotated[
@@ -35,8 +36,6 @@ def plan_command(
     recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
-    json: Json = False,
-    quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
 ) -> None:
     """Show what context and how many requests of a model fit a GPU.
 
@@ -47,7 +46,6 @@ def plan_command(
 
     rotationzoo plan Qwen/Qwen3-4B --gpu H200 --context 100000 --requests 256
     """
-    out = Output(json, quiet)
     from rotationzoo.api import calibration_job
     from rotationzoo.budget import Budget
     from rotationzoo.capacity import plan

@@ -39,12 +39,8 @@ MISTAKES = [
     ("calibrate demo --device-map auto --max-memory cpu", 2, "has no amount"),
     ("calibrate demo --device-map foo", 2, "there is no device map 'foo'"),
     ("evaluate demo --format sglan", 2, "(did you mean 'sglang'?)"),
-    ("evaluate {made} demo", 2, "as: rotationzoo evaluate demo {made}"),
-    ("evaluate {made} owner/model --for vllm", 2, "evaluate owner/model {made} --for vllm"),
-    ("evaluate {made}/ ./some-model/ --save", 2, "evaluate some-model {made}/ --save"),
-    ("evaluate {made} {made}/ demo", 2, "evaluate demo {made} {made}"),
-    ("evaluate {made} --save", 2, "evaluate MODEL {made} --save"),
-    ("evaluate {made} --save", 2, " has rotations, and the model comes before them"),
+    ("evaluate {made} demo", 2, "with their model: rotationzoo evaluate demo {made}"),
+    ("evaluate {made} --save", 2, "{made} has rotations and no model"),
     ("evaluate demo {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate demo --rotations {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate {made} -p x", 2, "rotationzoo generate demo --rotations {made}"),
@@ -97,7 +93,7 @@ def test_a_mistake_is_one_sentence_and_the_same_in_json(inside, made, words, cod
     "words",
     [
         "export ROTATIONS --to sglang -o PLACE",
-        "import no-such-file -o PLACE",
+        "import no-such-file --model demo -o PLACE",
         "calibrate demo --recipe hadamard -o PLACE",
     ],
 )
