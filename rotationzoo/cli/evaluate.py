@@ -39,7 +39,7 @@ class Measures(options.Loading):
     windows: Annotated[str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")] = (
         None
     )
-    format: Annotated[options.Format | None, option("The 2-bit format")] = None
+    format: Annotated[options.Format | None, option("The 2-bit format.")] = None
     bits: options.Budget = None
     rivals: Annotated[str | None, option("Other engines' caches, too, as fp8,q4_0,exl3-2.")] = None
     pooled: Annotated[bool | None, option("Also measure one rotation per layer.", "--pooled")] = (

@@ -41,7 +41,7 @@ class Settings(options.Loading):
     chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False
     max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None
     bits: options.Budget = None
-    format: Annotated[options.Format | None, option("The 2-bit format")] = None
+    format: Annotated[options.Format | None, option("The 2-bit format.")] = None
     rounding: options.Rounding = None
     sink: options.Sink = None
     recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=0)] = None
