@@ -7,7 +7,6 @@ import importlib
 import inspect
 import keyword
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
-from rotationzoo.words import nearest
 
 _GROUPS = {
     "Text": "chat max_new_tokens data subset split column packing tokens length lengths seed tasks "
@@ -86,8 +84,6 @@ _NAMES = (
 """The commands in the order of `--help`, which is the order in which a user meets them. Each is the
 function of its name in the module of its name."""
 
-_WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
-_QUOTED = re.compile(r"'([^']*)'")
 
 app = typer.Typer(
     invoke_without_command=True,  # `_common_options` then shows the journeys
@@ -225,9 +221,6 @@ def _usage_error(error: Any) -> UsageError:
     if Typer has already printed the help."""
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
     message = message.partition(", unable to parse")[0].replace("Input should", "it must")
-    # The message is the only place for the choices that every version of Typer has.
-    if wrong := _WRONG_CHOICE.search(message):
-        message += nearest(wrong[1], _QUOTED.findall(wrong[2]))
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rotationzoo"
     return UsageError(message, hint=f"see: {path} --help")

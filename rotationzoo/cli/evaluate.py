@@ -120,11 +120,7 @@ def parse_questions(text: str) -> int | Literal["auto"]:
 
 def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
     """Print the decision on each artifact, with `details` after all tables."""
-    notes = report.notes
-    # What was picked for an engine is the first note: of interest where something is lost.
-    if report.engine and not details and notes[0].endswith("Lost: nothing"):
-        notes = [f"simulated as {report.engine} serves it", *notes[1:]]
-    out.notes(notes)
+    out.notes(report.notes)
 
     def human() -> None:
         if details or not report.window.verdict.decisions:
