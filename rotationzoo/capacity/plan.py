@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.budget import Budget
-from rotationzoo.capacity.cards import CARDS, OTHERS, Card, several
+from rotationzoo.capacity.cards import CARDS, Card, several
 from rotationzoo.capacity.shape import CACHES, Shape, Storage, Weights, read_shape, weigh
 from rotationzoo.codec.budget import check_room
 from rotationzoo.figures import size_words
-from rotationzoo.model.files import text_config
+from rotationzoo.model import loading
 from rotationzoo.model.source import Source, find
-from rotationzoo.recipe.schema import RopeScaling
+from rotationzoo.recipe.rope import position_count
 from rotationzoo.storage.files import read_json
 from rotationzoo.words import counted
 
@@ -66,9 +66,9 @@ class Capacity:
     def room(self, cache: str, weights: str, card: Card) -> int:
         """Bytes of a card for requests, next to these weights and to what a server takes once."""
         room = card.usable - self.sizes_of_weights[weights]
-        if cache != _SMALLEST:
-            return room
-        return 0 if card.kind in OTHERS else room - self.shape.server_bytes(self.wish.storage, 0)
+        if cache == _SMALLEST:
+            room -= self.shape.server_bytes(self.wish.storage, 0)
+        return room
 
     def longest(self, cache: str, weights: str, card: Card, requests: int = 1) -> int | None:
         """The most tokens that each of some requests can have next to these weights on a card. None
@@ -94,11 +94,7 @@ def measure_capacity(wish: Wish) -> Capacity:
     shape = read_shape(source)
     check_room(Budget(wish.storage.bits), None, [each.layer for each in shape.layers])
     weights = weigh(source, config, shape)
-    positions = text_config(config).get("max_position_embeddings")
-    positions = positions if isinstance(positions, int) and positions > 0 else None
-    if positions and wish.rope_scaling:
-        scaling = RopeScaling.parse(wish.rope_scaling)
-        positions = int(scaling.factor * (scaling.positions or positions))
+    positions = position_count(loading.load_config(source, wish.rope_scaling))
     context = wish.context or min(_CONTEXT, positions or _CONTEXT)
     return Capacity(wish, source, shape, weights, positions, context)
 
@@ -122,9 +118,10 @@ class Answer:
     """Where nothing does: how many tokens of each request would fit, in the smallest cache."""
 
 
-def judge_wish(capacity: Capacity, card: Card) -> Answer:
+def judge_wish(capacity: Capacity) -> Answer:
     """The answer to a wish."""
-    requests, few = capacity.wish.requests, capacity.cache_words(_SMALLEST)
+    card, requests = capacity.wish.card, capacity.wish.requests
+    few = capacity.cache_words(_SMALLEST)
     wish = f"{counted(requests, 'request')} of {counted(capacity.context, 'token')}"
     if fitting := _smallest_change(capacity, card):
         weights, cache = fitting
@@ -136,12 +133,8 @@ def judge_wish(capacity: Capacity, card: Card) -> Answer:
     once = capacity.shape.server_bytes(capacity.wish.storage, 0)
     need = once + requests * capacity.request_bytes(_SMALLEST)
     four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
-    if capacity.weights.four_bit > card.usable:
-        words = f"even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
-        words += "weights and cache"
-    else:
-        words = f"{wish} would take {size_words(need)} of cache even in {few}, on top of "
-        words += f"{four_bit} of weights in 4 bits, and {card.name} has {usable} for both"
+    words = f"{wish} would take {size_words(need)} of cache even in {few}, on top of "
+    words += f"{four_bit} of weights in 4 bits, and {card.name} has {usable} for both"
     tokens = capacity.longest(_SMALLEST, "4bit", card, requests) or None
     if tokens:
         words += f"; --context {tokens} fits with {_fitting_words(capacity, '4bit', _SMALLEST)}"
@@ -169,24 +162,19 @@ def _fitting_words(capacity: Capacity, weights: str, cache: str) -> str:
 def remarks(capacity: Capacity) -> list[str]:
     """What prevents the wish on any card or on this one, and what the numbers leave out."""
     wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
-    if capacity.positions is not None and capacity.context > capacity.positions:
+    if capacity.positions and capacity.context > capacity.positions:
         factor = -(-capacity.context // capacity.positions)
         made = counted(capacity.positions, "position")
         lines.append(
             f"{wish.model} was made for {made}: {tokens} need RoPE scaling: "
             f"--rope-scaling yarn:{factor}"
         )
-    if wish.card.kind in OTHERS:
-        lines.append(f"our kernels do not run on {wish.card.kind}, which gets no cache of ours")
     paged = [each.layer for each in capacity.shape.layers if wish.storage.has_pages(each)]
     shapes = {(each.layer.kv_heads, each.layer.key_dim) for each in capacity.shape.layers}
     if paged and len(shapes) > 1:
         lines.append("serve takes no model whose layers have heads of several shapes")
     if any(layer.kv_heads % wish.card.count for layer in paged):
         lines.append(f"serve does not split the KV heads over {wish.card.count} GPUs")
-    if wish.context is None and capacity.context == capacity.positions:
-        made = counted(capacity.context, "position")
-        lines.append(f"without --context, a request has all {made} of {wish.model}")
     if capacity.shape.uncounted_states:
         lines.append("states of layers without keys, or keys of a sparse index, are not counted")
     if capacity.weights.origin == "config":

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import huggingface_hub
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -23,8 +22,6 @@ from rotationzoo.model.capture import decoder
 from rotationzoo.model.files import indexed_bytes, text_config, weight_files
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
-from rotationzoo.network.huggingface_session import asking_huggingface
-from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.sides import HEADS
 from rotationzoo.vllm.prompts import scratch_sizes
 from rotationzoo.vllm.segments import LONG
@@ -199,10 +196,6 @@ FOUR_BITS = 4 + (16 + 4) / 128
 """Bits of a weight in AWQ and GPTQ: for each group of 128, a float16 scale and a 4-bit zero."""
 _MXFP4_BITS = 4 + 8 / 32  # an 8-bit exponent for each block of 32
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_STORED_BYTES = {
-    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,13 +205,13 @@ class Weights:
     published: int
     four_bit: int
     origin: str
-    """The source of the published size: `files`, `index`, `hub` or `config`."""
+    """The source of the published size: `files`, `index` or `config`."""
 
 
 def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
-    """The sizes of a model's weights, from its files, its index, the hub or its config, whichever
-    is at hand first. In 4 bits, embedding and output projection stay in 16 bits, as AWQ and GPTQ
-    have it."""
+    """The sizes of a model's weights, from its files, its index or its config, whichever is at
+    hand first. In 4 bits, embedding and output projection stay in 16 bits, as AWQ and GPTQ have
+    it."""
     bits, only_experts = _published_bits(config)
     embeddings = shape.embedding * (1 if shape.tied else 2)
     files = weight_files(source.folder)
@@ -226,8 +219,6 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
     origin = "files"
     if not files:
         published, origin = indexed_bytes(source.folder), "index"
-    if published is None:
-        published, origin = _ask_hub(source), "hub"
     if published is None:
         kept = shape.parameters - shape.expert_parameters if only_experts else embeddings
         published, origin = _packed(shape, bits, kept), "config"
@@ -259,20 +250,3 @@ def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:
     names = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
     known = [_ITEM_BYTES[name] for name in names if isinstance(name, str) and name in _ITEM_BYTES]
     return (8.0 * known[0] if known else 16.0), False
-
-
-def _ask_hub(source: Source) -> int | None:
-    """The size that the hub's safetensors metadata give, in one small request. None for a folder,
-    without a network, or if the hub does not know."""
-    if source.revision is None:
-        return None
-    try:
-        huggingface_token()  # raises before any request for a token that cannot be sent
-        with asking_huggingface(repeats=True):
-            info = huggingface_hub.HfApi().model_info(
-                source.name, revision=source.revision, expand=["safetensors"]
-            )
-        counts = info.safetensors.parameters if info.safetensors else {}
-        return sum(_STORED_BYTES[name] * count for name, count in counts.items()) or None
-    except Exception:  # without a size from the hub, the config is left
-        return None

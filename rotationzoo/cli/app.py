@@ -7,12 +7,10 @@ import importlib
 import inspect
 import keyword
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -23,7 +21,6 @@ from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
-from rotationzoo.words import nearest
 
 _GROUPS = {
     "Text": "chat max_new_tokens data subset split column tokens length lengths seed tasks "
@@ -35,7 +32,6 @@ _GROUPS = {
     "prefill_layout",
 }
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
-_VALUES = {int: "N", float: "N", str: "TEXT", Path: "PATH"}
 
 
 class Command(TyperCommand):
@@ -46,40 +42,15 @@ class Command(TyperCommand):
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         groups |= {name: [] for name in _GROUPS}
         for parameter in self.get_params(ctx):
-            if getattr(parameter, "hidden", False):
-                continue
             group = _GROUP_OF.get(parameter.name, "Options")
             if parameter.param_type_name == "argument":
                 group = "Arguments"
-            groups[group].append(self._row(parameter))
+            if row := parameter.get_help_record(ctx):
+                groups[group].append(row)
         for name, rows in groups.items():
             if rows:
                 with formatter.section(name):
                     formatter.write_dl(rows)
-
-    def _row(self, parameter: Any) -> tuple[str, str]:
-        """A parameter as it is typed, and what it does."""
-        kinds = self._kinds(parameter.name)
-        words = [parameter.help or ""]
-        if parameter.default not in (None, False, ()):
-            words.append(f"({parameter.default})")
-        choices = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
-        if choices:
-            words[0] = f"{words[0].removesuffix('.')}: {', '.join(choices[0])}."
-        if parameter.param_type_name == "argument":
-            return parameter.metavar or parameter.name.upper(), " ".join(words)
-        names = ", ".join([*parameter.opts, *parameter.secondary_opts])
-        values = [_VALUES[kind] for kind in kinds if kind in _VALUES]
-        value = parameter.metavar or "".join(["NAME"] if choices else values[:1])
-        return f"{names} {value}".strip(), " ".join(words)
-
-    def _kinds(self, name: str) -> tuple[Any, ...]:
-        """The types of a parameter of the command's function."""
-        known = inspect.signature(self.callback).parameters if self.callback else {}
-        if name not in known:
-            return ()
-        kind = get_args(known[name].annotation)[0]
-        return (kind, *get_args(kind))
 
 
 _MODEL = "Qwen/Qwen3-8B"
@@ -113,9 +84,6 @@ _NAMES = (
 """The commands in the order of `--help`, which is the order in which a user meets them. Each is the
 function of its name in the module of its name."""
 
-_TAKE_AN_ARTIFACT = ("inspect", "validate", "report", "export")
-_WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
-_QUOTED = re.compile(r"'([^']*)'")
 
 app = typer.Typer(
     invoke_without_command=True,  # `_common_options` then shows the journeys
@@ -253,29 +221,6 @@ def _usage_error(error: Any) -> UsageError:
     if Typer has already printed the help."""
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
     message = message.partition(", unable to parse")[0].replace("Input should", "it must")
-    if hasattr(error, "possibilities"):
-        message = _describe_unknown(error.option_name, error)
-    # The message is the only place for the choices that every version of Typer has.
-    if wrong := _WRONG_CHOICE.search(message):
-        message += nearest(wrong[1], _QUOTED.findall(wrong[2]))
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rotationzoo"
-    command = path.rpartition(" ")[2]
-    if "extra argument" in message and command in _TAKE_AN_ARTIFACT:
-        message += f": {command} takes the rotations alone"
     return UsageError(message, hint=f"see: {path} --help")
-
-
-def _describe_unknown(wrong: str, error: Any) -> str:
-    """Which option a command does not have, and which commands have it, or which was meant."""
-    command, group = error.ctx.info_name, error.ctx.find_root().command
-    having = []
-    for name, other in getattr(group, "commands", {}).items():
-        if any(wrong in parameter.opts for parameter in other.params):
-            having.append(name)
-    end = nearest(wrong, error.possibilities or [])
-    if wrong == "--engine":  # which is the name in Python
-        end = " (did you mean '--for'?)"
-    if having:
-        end = f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
-    return f"{command} has no option {wrong}{end}"

@@ -33,15 +33,8 @@ def show_plan(out: Output, job: Job, question_tokens: int = 0) -> None:
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
     if known.refusal is None:
         fits = known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None
-        out.suggest(*typed_words("--dry-run"), *([] if fits else _flag_that_fits(job)))
-
-
-def _flag_that_fits(job: Job) -> list[str]:
-    """The flag with which a job needs no more memory than there is, or leaves weights on disk."""
-    smaller = plan(replace(job, dtype="bfloat16"))
-    if smaller.peak_memory_bytes <= smaller.memory_bytes:
-        return ["--dtype", "bfloat16"]
-    return ["--device-map", "auto"]
+        # With a device map, weights that do not fit stay on disk.
+        out.suggest(*typed_words("--dry-run"), *([] if fits else ["--device-map", "auto"]))
 
 
 def _plan_json(known: Plan) -> dict[str, Any]:
@@ -97,8 +90,6 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     peak, present = size_words(known.peak_memory_bytes), size_words(known.memory_bytes)
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
-    if job.recipe.feedback:
-        say("Their rows get the factors that a cache needs to choose codes by error feedback")
     if data["layers"]:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
         say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.next_steps import named, retyped, shell_line, suggest_text, typed_words
+from rotationzoo.cli.next_steps import check_is_model, named, retyped, served, suggest_text
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
@@ -39,7 +39,7 @@ class Measures(options.Loading):
     windows: Annotated[str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")] = (
         None
     )
-    format: Annotated[options.Format | None, option("The 2-bit format")] = None
+    format: Annotated[options.Format | None, option("The 2-bit format.")] = None
     bits: options.Budget = None
     rivals: Annotated[str | None, option("Other engines' caches, too, as fp8,q4_0,exl3-2.")] = None
     pooled: Annotated[bool | None, option("Also measure one rotation per layer.", "--pooled")] = (
@@ -72,7 +72,7 @@ def evaluate_command(
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
     """
     artifacts = artifacts or []
-    _check_order(model, artifacts)
+    check_is_model(model, "evaluate")
     if save and not artifacts:
         hint = "name a folder of rotations after the model, or print the report with --json"
         raise UsageError("--save adds the report to artifacts, and none is given", hint)
@@ -111,18 +111,6 @@ def check_kept(report: "Measured") -> None:
         )
 
 
-def _check_order(model: str, artifacts: list[Path]) -> None:
-    """Raise `UsageError` if an artifact stands in the model's place."""
-    names = [model, *map(str, artifacts)]
-    folders = [name for name in names if (Path(name) / "manifest.json").is_file()]
-    if model in folders:
-        models = [name for name in names if name not in folders] or ["MODEL"]
-        # A path has no slash at its end, as a shell writes it.
-        rest = [word for word in typed_words("evaluate", model) if str(Path(word)) not in names]
-        hint = f"give them as: {shell_line('evaluate', *models, *folders, *rest)}"
-        raise UsageError(f"{model} has rotations, and the model comes before them", hint)
-
-
 def parse_questions(text: str) -> int | Literal["auto"]:
     """Parse a number, or `auto`. Raises `UsageError`."""
     if text != "auto" and not text.removeprefix("-").isdecimal():
@@ -132,11 +120,7 @@ def parse_questions(text: str) -> int | Literal["auto"]:
 
 def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
     """Print the decision on each artifact, with `details` after all tables."""
-    notes = report.notes
-    # What was picked for an engine is the first note: of interest where something is lost.
-    if report.engine and not details and notes[0].endswith("Lost: nothing"):
-        notes = [f"simulated as {report.engine} serves it", *notes[1:]]
-    out.notes(notes)
+    out.notes(report.notes)
 
     def human() -> None:
         if details or not report.window.verdict.decisions:
@@ -162,19 +146,19 @@ def suggest_next(
     name it. `seed`: of the questions that were asked; new ones need another."""
     from rotationzoo.report.commands import decided_words
 
-    served = ["--for", engine] if engine else []
+    simulated = served(engine)
     if not artifacts:
-        out.suggest("calibrate", *model, *served)
+        out.suggest("calibrate", *model, *simulated)
         return
     decision, more = decisions[0], decisions[0].more_questions
     if decision.action == "ask" and more is not None:
         out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
-    elif words := decided_words(decision, model, str(artifacts[0]), served):
+    elif words := decided_words(decision, model, str(artifacts[0]), simulated):
         out.suggest(*words)
     elif saved:
         out.suggest("report", str(artifacts[0]))
     else:
-        suggest_text(out, artifacts[0], model, *served, "--compare")
+        suggest_text(out, artifacts[0], model, *simulated, "--compare")
 
 
 def _say_details(report: "Measured") -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def export_command(
     artifact: options.ArtifactFolder,
     out: Output,
-    to: Annotated[EngineName | None, option("Engine", "--for", "--to")] = None,
+    to: Annotated[EngineName | None, option("The engine.", "--for", "--to")] = None,
     output: Annotated[
         Path | None, option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o")
     ] = None,

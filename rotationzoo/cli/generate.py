@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rotationzoo.cli import options
-from rotationzoo.cli.next_steps import served, shell_line
+from rotationzoo.cli.next_steps import check_is_model, served, suggest_step
 from rotationzoo.cli.options import option
 from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
@@ -29,7 +29,7 @@ NO_ROTATION = "none"
 _SHOWN = 24  # characters of each text after the place where two part
 _LONGEST = 16 << 20  # bytes of a prompt, of which English has four a token
 _PATIENCE = 2.0  # seconds
-_HINT = 'give a text with --prompt "TEXT" or --file FILE'
+_HINT = 'give a text with --prompt "TEXT" or --file FILE, or pipe it into the command'
 _ANSWER = 19  # tokens of the line that the demo's own prompt begins
 
 
@@ -41,7 +41,7 @@ class Settings(options.Loading):
     chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False
     max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None
     bits: options.Budget = None
-    format: Annotated[options.Format | None, option("The 2-bit format")] = None
+    format: Annotated[options.Format | None, option("The 2-bit format.")] = None
     rounding: options.Rounding = None
     sink: options.Sink = None
     recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=0)] = None
@@ -57,6 +57,7 @@ class Settings(options.Loading):
 def generate_command(
     model: options.ModelName,
     settings: Settings,
+    out: Output,
     rotations: Annotated[
         str | None,
         option(
@@ -68,8 +69,6 @@ def generate_command(
     file: Annotated[
         Path | None, option("A file with that text, or - for a pipe.", "--file", "-f")
     ] = None,
-    json: options.Json = False,
-    quiet: Annotated[bool, option("Print the text and nothing else.", "--quiet", "-q")] = False,
 ) -> None:
     """Write text with a model whose cache is stored in 2 bits.
 
@@ -79,23 +78,23 @@ def generate_command(
 
     rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --compare < long.txt
     """
-    out = Output(json, quiet)
-    if quiet and settings.compare:
+    if out.mode == "quiet" and settings.compare:
         raise UsageError(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
     text, new = _read_prompt(prompt, file, out.note), settings.max_new_tokens
     from rotationzoo.api import generation_job
+    from rotationzoo.artifact.store import Artifact
     from rotationzoo.generation.generate import generate
     from rotationzoo.model.source import DEMO, find
 
-    _check_order(model, rotations)
+    if rotations is None:
+        check_is_model(model, "generate", "--rotations")
     is_demos_own = text is None and model == "demo"
     if is_demos_own:
         text, new = (DEMO.parent / "prompt.txt").read_text("utf-8"), new or _ANSWER
     if text is None:
-        hint = 'give one with --prompt "TEXT" or --file FILE, or pipe it into the command'
-        raise UsageError("there is no prompt", hint)
+        raise UsageError("there is no prompt", _HINT)
     named = None if rotations == NO_ROTATION else rotations
     job = generation_job(model, text, named, **{**vars(settings), "max_new_tokens": new})
     job.check()  # before rotations are looked for
@@ -106,7 +105,7 @@ def generate_command(
             raise no_rotations(source)
         job = replace(job, rotations=artifact)
     with TextScreen(out) as screen:
-        write = None if json else screen.write
+        write = None if out.mode == "json" else screen.write
         report = generate(job, screen.progress, write, lambda text: out.notes([text]))
     if is_demos_own:
         out.tell(f"the demo completes a line that its prompt has: {text.splitlines()[-1]}")
@@ -114,7 +113,10 @@ def generate_command(
         out.result(report, "", lambda: _say_generation(out, report))
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
-    _suggest_next(out, report, model, settings.engine)
+    if job.rotations is None:
+        out.suggest("calibrate", model, *served(settings.engine))
+    else:
+        suggest_step(out, Artifact.open(report["rotations"]), [model], settings.engine)
 
 
 def find_rotations(out: Output, source: "Source") -> "Artifact | None":
@@ -157,17 +159,6 @@ def no_rotations(source: "Source") -> UsageError:
     return UsageError(f"there are no rotations of {source.name} in the folder rotations", hint)
 
 
-def _check_order(model: str, rotations: str | None) -> None:
-    """Raise `UsageError` for an artifact in the model's place."""
-    if rotations is not None or not (Path(model) / "manifest.json").is_file():
-        return
-    from rotationzoo.artifact.store import Artifact
-    from rotationzoo.model.own_name import model_words
-
-    line = shell_line("generate", *model_words(Artifact.open(model)), "--rotations", model)
-    raise UsageError(f"{model} has rotations and no model", f"give it with its model: {line}")
-
-
 def _say_generation(out: Output, report: dict[str, Any]) -> None:
     if "exact_text" in report and (parted := report["parted_at"]) is None:
         say(f"The exact model writes the same {counted(report['exact_tokens'], 'token')}.")
@@ -206,18 +197,6 @@ def _summary(report: dict[str, Any]) -> str:
     return words if report["rotations"] else f"{words}; no rotation"
 
 
-def _suggest_next(out: Output, report: dict[str, Any], model: str, engine: str | None) -> None:
-    """Suggest a rotation, or what the rotations cost the model; model and engine are named as the
-    user named them."""
-    rotations = report["rotations"]
-    if rotations is None:
-        out.suggest("calibrate", model, *(["--for", engine] if engine else []))
-    elif (Path(rotations) / "evaluation.json").exists():
-        out.suggest("report", rotations)
-    else:
-        out.suggest("evaluate", model, rotations, *served(engine), "--save")
-
-
 # ---- the prompt
 
 
@@ -231,7 +210,11 @@ def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None
         # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer takes.
         return _checked(os.fsencode(text), "--prompt")
     if file is not None and str(file) != "-":
-        content, name = _read_file(file), str(file)
+        try:
+            with file.expanduser().open("rb") as opened:
+                content, name = opened.read(_LONGEST + 1), str(file)
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {error.strerror}", hint=_HINT) from error
     elif file is None and not _is_piped():
         return None
     else:
@@ -242,19 +225,6 @@ def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None
             content = sys.stdin.buffer.read(_LONGEST + 1)
     # Editors and `echo` write a line end, and a model would go on in a new line.
     return _checked(content, name).removesuffix("\n").removesuffix("\r")
-
-
-def _read_file(file: Path) -> bytes:
-    # The user named the file, so a link or the pipe of a shell's <(...) is as good as a file. To
-    # open a pipe would otherwise wait for a writer; a read ends where there is none.
-    try:
-        handle = os.open(file.expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as content:
-            select.select([content], [], [], _PATIENCE)
-            os.set_blocking(handle, True)
-            return content.read(_LONGEST + 1)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}", hint=_HINT) from error
 
 
 def _is_piped() -> bool:

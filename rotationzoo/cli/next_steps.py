@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.engines import ENGINES
+from rotationzoo.errors import UsageError
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -89,6 +90,18 @@ def show_artifact(
     out.result(data, folder, lambda: say(made, f"Folder: {folder}", *words))
 
 
+def check_is_model(model: str, command: str, *option: str) -> None:
+    """Raise `UsageError` for an artifact in the model's place. It follows the model in a command,
+    after an `option` where it is one."""
+    if not (Path(model) / "manifest.json").is_file():
+        return
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.model.own_name import model_words
+
+    line = shell_line(command, *model_words(Artifact.open(model)), *option, model)
+    raise UsageError(f"{model} has rotations and no model", f"give them with their model: {line}")
+
+
 def suggest_step(
     out: Output, artifact: "Artifact", model: list[str] | None = None, engine: str | None = None
 ) -> None:
@@ -97,7 +110,7 @@ def suggest_step(
     from rotationzoo.model.own_name import model_words
 
     folder = str(artifact.folder)
-    if model is None and artifact.manifest.metrics.evaluation is not None:
+    if artifact.manifest.metrics.evaluation is not None:
         out.suggest("report", folder)
     else:
         words = model or model_words(artifact)

@@ -108,9 +108,9 @@ else:
     HubOrAny = Literal[(*HUB_NAMES, "any")]
     Format = Literal[tuple(SIMULATED)]
 
-Engine = Annotated[EngineName | None, option("Engine", "--for")]
+Engine = Annotated[EngineName | None, option("The engine that serves it.", "--for")]
 Json = Annotated[bool, option("Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, option("Print names only.", "--quiet", "-q")]
+Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
 
 ModelName = Annotated[str, argument("A hub id, a local folder, a GGUF file, or demo.")]
 ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
@@ -129,7 +129,7 @@ TextLength = Annotated[
 ]
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
-Dtype = Annotated[Literal["auto", "bfloat16", "float32"], option("auto: the model's own")]
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], option("auto: the model's own.")]
 DeviceMap = Annotated[str | None, option("auto: spread over GPUs, main memory and disk.")]
 MaxMemory = Annotated[str | None, option("Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
@@ -169,7 +169,9 @@ Budget = Annotated[
     float | None, option("Another budget of bits than the artifact's.", "--bits", min=2, max=4)
 ]
 Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", min=0)]
-PrefillLayout = Annotated[Literal["server", "window"] | None, option("Exact of earlier chunks")]
+PrefillLayout = Annotated[
+    Literal["server", "window"] | None, option("Earlier tokens that a chunk reads exact.")
+]
 
 Tasks = Annotated[str, option(f"{', '.join(TASKS)}; none.")]
 Lengths = Annotated[str | None, option("Tokens per prompt of the tasks, as 2048,8192 (--length).")]

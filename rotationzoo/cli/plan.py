@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
-from rotationzoo.cli.options import Json, ModelName, Revision, RopeScaling, option
+from rotationzoo.cli.options import ModelName, Revision, RopeScaling, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
@@ -20,8 +20,8 @@ _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 
 def plan_command(
     model: ModelName,
-    gpu: Annotated[str, option("A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")] = "24GiB",
-    gpus: Annotated[int, option("How many of it share the model.", min=1)] = 1,
+    out: Output,
+    gpu: Annotated[str, option("A card, its memory, or several: H100, 24GiB, 2x24GiB.")] = "24GiB",
     context: Annotated[
         int | None, option("Tokens of each request (131072, at most the model's positions).", min=1)
     ] = None,
@@ -31,12 +31,8 @@ def plan_command(
         option("How our cache stores rows: by a budget of bits (fine), or as an engine does."),
     ] = "fine",
     bits: Annotated[float | None, option("Bits of it (the recipe's 3).", min=2, max=4)] = None,
-    sink: Annotated[int, option("First tokens kept exact.", min=0)] = 64,
-    recent: Annotated[int, option("Last tokens kept exact.", min=0)] = 256,
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
-    json: Json = False,
-    quiet: Annotated[bool, option("Print the answer in one line.", "--quiet", "-q")] = False,
 ) -> None:
     """Show what context and how many requests of a model fit a GPU.
 
@@ -47,22 +43,22 @@ def plan_command(
 
     rotationzoo plan Qwen/Qwen3-4B --gpu H200 --context 100000 --requests 256
     """
-    out = Output(json, quiet)
     from rotationzoo.api import calibration_job
     from rotationzoo.budget import Budget
     from rotationzoo.capacity import plan
-    from rotationzoo.capacity.cards import parse_card, several
+    from rotationzoo.capacity.cards import parse_card
     from rotationzoo.capacity.shape import Storage
     from rotationzoo.codec.settings import check_budget
 
     check_budget(Budget(bits), True, format)
-    card = several(parse_card(gpu), gpus)
+    card = parse_card(gpu)
     job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
-    storage = Storage(SIMULATED[format], sink, recent, bits=job.recipe.bits)
-    scaling = job.recipe.rope_scaling
+    recipe = job.recipe
+    storage = Storage(SIMULATED[format], recipe.sink, recipe.recent, bits=recipe.bits)
+    scaling = recipe.rope_scaling
     wish = plan.Wish(model, context, requests, card, storage, revision, scaling)
     capacity = plan.measure_capacity(wish)
-    answer = plan.judge_wish(capacity, card)
+    answer = plan.judge_wish(capacity)
     data = {
         **plan.capacity_json(capacity),
         "format": format,
@@ -112,28 +108,23 @@ def _cell(count: int | None) -> str:
 
 def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
     """The commands that lead to our own cache."""
-    wish, storage, artifact = capacity.wish, capacity.wish.storage, str(job.output)
+    wish, artifact = capacity.wish, str(job.output)
     model = named(wish.model, wish.revision, wish.rope_scaling)
-    windows = f"{storage.sink}/{storage.recent}"
     calibrate, generate = ["calibrate", *model], ["generate", *model, "--rotations", artifact]
     server = ["export", artifact, "--for", format]
     if format != BUDGETED:
         calibrate.append("--quick")
         generate += ["--format", format]
     elif not job.fit_budget:  # the user chose one
-        calibrate += ["--bits", f"{storage.bits:g}"]
-    kept = [f"--sink={storage.sink}", f"--recent={storage.recent}"] * (windows != "64/256")
-    is_served = format in (BUDGETED, "vllm")
-    if is_served:
+        calibrate += ["--bits", f"{wish.storage.bits:g}"]
+    if format in (BUDGETED, "vllm"):
         limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]
         if wish.card.count > 1:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
         # It scales RoPE as the rotations say.
         unscaled = named(wish.model, wish.revision, None)
-        server = ["serve", *unscaled, "--rotations", artifact, *kept, *limits]
-    elif kept:
-        server += ["--windows", windows]
-    commands = [calibrate, [*generate, *kept], server]
+        server = ["serve", *unscaled, "--rotations", artifact, *limits]
+    commands = [calibrate, generate, server]
     if capacity.shape.layers[0].layer.cached is not HEADS:  # vLLM takes no others
         commands.pop()
     return [shell_line(*words) for words in commands]

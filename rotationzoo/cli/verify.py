@@ -74,41 +74,31 @@ def verify_command(
     if refusal is not None:
         raise refusal
     if not verification.ok:
-        raise _error_of(opened, verification, model, agreement)
+        raise _error_of(opened, verification)
     if model is None:
         out.suggest("verify", str(artifact), "--model", *model_words(opened))
     else:
         suggest_text(out, opened.folder, named(model, revision))
 
 
-def _error_of(
-    artifact: "Artifact",
-    verification: "Verification",
-    model: str | None,
-    agreement: "Agreement | None",
-) -> RotationZooError:
-    """The error for the problems that were found. Where only the model is another than that of
-    imported files, this may be the user's own mistake: the files are bound to a model of which the
-    run alone shows that it computes something else."""
+def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZooError:
+    """The error for the problems that were found: damage, or only that the model is another."""
     from rotationzoo.model.own_name import model_words
 
     folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
-    if not verification.only_misfits:
-        made = "its card says from what model, recipe and text"
-        hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
-        if is_imported:
-            hint = "import its files again"
-        count = counted(len(verification.problems), "problem")
-        return RotationZooError(f"{folder} is not to be used: {count} found", hint)
-    run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
-    if is_imported and run_alone:
-        problem = f"was not made of what {model} computes"
-        hint = "import its files again with the model that they are for: --model MODEL"
-    else:
-        problem = f"{model} is not the model that it was made for, {artifact.manifest.model.id}"
+    if verification.only_misfits:
         right = shell_line("verify", folder, "--model", *model_words(artifact))
         hint = f"check it with its own model: {right}"
-    return RotationZooError(f"{folder} is sound, but {problem}", hint)
+        if is_imported:
+            hint += ", or import its files again with the model that they are for"
+        misfits = "; ".join(verification.misfits)
+        return RotationZooError(f"{folder} is sound, but of another model: {misfits}", hint)
+    made = "its card says from what model, recipe and text"
+    hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
+    if is_imported:
+        hint = "import its files again"
+    count = counted(len(verification.problems), "problem")
+    return RotationZooError(f"{folder} is not to be used: {count} found", hint)
 
 
 def show_verification(

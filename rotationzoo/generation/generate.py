@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from rotationzoo.artifact.store import Artifact
@@ -19,7 +24,6 @@ from rotationzoo.codec.settings import CacheOptions, as_engine
 from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
 from rotationzoo.evaluation.compatibility import rope_notes
-from rotationzoo.generation.prompt import check_positions, encode_prompt
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import compatibility, loading
 from rotationzoo.model.cache_names import cache_argument
@@ -30,8 +34,9 @@ from rotationzoo.model.source import fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recall.prompts import common_length
 from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.rope import scaling_of
-from rotationzoo.text.rows import start_note
+from rotationzoo.recipe.rope import longer_rows_hint, position_count, scaling_of
+from rotationzoo.text.chats import ChatTemplate
+from rotationzoo.text.rows import start_note, start_tokens
 
 # Generation settings that a model's makers cannot override: exactly one text per prompt, token by
 # token to its end. What these leave open, such as a repetition penalty, is as they recommend.
@@ -186,9 +191,8 @@ def generate(
     sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
     if not job.chat and (said := start_note(tokenizer)):
         note(said)
-    prompt = encode_prompt(job.prompt, tokenizer, job.model, job.chat, config)
+    prompt = encode_prompt(job, tokenizer, config)
     length = len(prompt)
-    check_positions(length, job.max_new_tokens, job.model, config)
     loading.check_ids([prompt], config, job.model)
     fetch_weights(source, progress)
     compatibility.check_weights(artifacts, source, job.anyway)
@@ -244,6 +248,47 @@ def generate(
         **written.figures,
         **compared,
     }
+
+
+def encode_prompt(
+    job: Generation, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> torch.Tensor:
+    """The ids `[T]` of the prompt after the tokenizer's start tokens, or of a chat in which a user
+    has said it, up to where the model answers. Raises `UsageError` for a chat where there is no
+    template and for more tokens, with the new ones, than the model has positions, and
+    `RotationZooError` for a refused text."""
+    text, start, positions = job.prompt, start_tokens(tokenizer), position_count(config)
+    if job.chat and tokenizer.chat_template is None:
+        raise UsageError(
+            f"the tokenizer of {job.model} has no chat template",
+            hint="leave out --chat, and the model continues the prompt as a text",
+        )
+    if job.chat:
+        messages = [{"role": "user", "content": text}]
+        refused = f"the chat template of {job.model} refuses the prompt"
+        with as_unavailable(refused, hint="leave out --chat"):
+            text = ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
+        start = []
+    refused = f"the prompt cannot be tokenized for {job.model}"
+    with as_unavailable(refused, hint="give another prompt"):
+        # The error below says what the tokenizer would warn of.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    if not ids:
+        raise RotationZooError(
+            f"the tokenizer of {job.model} makes no token of the prompt", hint="give another prompt"
+        )
+    length = len(start) + len(ids)
+    needed = length + job.max_new_tokens
+    if positions is not None and needed > positions:
+        hint = f"give a prompt of fewer than {positions:,} tokens"
+        if positions > length:
+            hint = f"add: --max-new-tokens {positions - length}, or give a shorter prompt"
+        raise UsageError(
+            f"a prompt of {length:,} tokens and {job.max_new_tokens:,} new ones exceed the "
+            f"{positions:,} positions of {job.model}",
+            hint=longer_rows_hint(config, needed, hint),
+        )
+    return torch.tensor([*start, *ids])
 
 
 def continue_prompt(

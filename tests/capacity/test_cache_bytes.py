@@ -2,9 +2,7 @@
 models, and the shapes of small models of several families."""
 
 import json
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from support.architectures import EXPECTED, LATENTS, SPARSE, WINDOW, families
@@ -253,19 +251,3 @@ def test_from_the_files():
     weights = weights_of("Qwen3-8B", DEMO)
     assert weights.origin == "files"
     assert weights.published == (DEMO / "model.safetensors").stat().st_size
-
-
-def test_from_the_hub(tmp_path, monkeypatch):
-    asked = []
-
-    def model_info(_, name, **options):
-        asked.append((name, options))
-        return SimpleNamespace(safetensors=SimpleNamespace(parameters=counts))
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    counts = {"F8_E4M3": 1000, "BF16": 10, "F32": 1}
-    weights = weights_of("DeepSeek-V3", tmp_path, "0" * 40)
-    assert (weights.origin, weights.published) == ("hub", 1024)
-    assert asked == [("DeepSeek-V3", {"revision": "0" * 40, "expand": ["safetensors"]})]
-    counts = {"NEW_TYPE": 1000}
-    assert weights_of("Qwen3-8B", tmp_path, "0" * 40).origin == "config"

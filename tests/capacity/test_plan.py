@@ -26,7 +26,6 @@ GIB = 1 << 30
         ("5060ti", "RTX 5060 Ti", int(15.47 * GIB)),
         ("h100", "H100", int(79.18 * GIB)),
         ("A100-80GB", "A100 80GB", int(79.15 * GIB)),
-        ("mi300x", "MI300X", int(191.69 * GIB)),
         ("2x24GiB", "2 x 24GiB", 48 * GIB),
         ("8 x H200", "8 x H200", 8 * int(139.8 * GIB)),
         ("2x 2x 24GiB", "4 x 24GiB", 96 * GIB),
@@ -61,7 +60,11 @@ def measure(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "gpu", "says"),
     [
-        ("Llama-3.3-70B", "RTX 3090", "No: even in 4 bits, the weights take 39.8 GB"),
+        (
+            "Llama-3.3-70B",
+            "RTX 3090",
+            "39.8 GB of weights in 4 bits, and RTX 3090 has 21.9 GB",
+        ),
         ("Qwen2.5-7B", "RTX 3090", "a cache in fp8; at most 1 fit, and 5 in 2.25 bits"),
         ("Llama-3.3-70B", "2x RTX 3090", "--context 47936 fits with weights in 4 bits and a cache"),
         ("Llama-3.3-70B", "H100", "bits and a cache in fp8; at most 1 fit, and 5 in 2.25 bits"),
@@ -70,14 +73,14 @@ def measure(tmp_path, monkeypatch):
 )
 def test_can_i_run_128k(measure, name, gpu, says):
     capacity = measure(name, gpu, storage=Storage(VLLM))
-    answer = judge_wish(capacity, capacity.wish.card)
+    answer = judge_wish(capacity)
     assert says in answer.words
     assert answer.words.startswith("Yes: " if answer.cache else "No: ")
 
 
 def test_a_claim_that_cannot_be(measure):
     capacity = measure("Qwen3-4B", "H200", 100_000, 256, Storage(VLLM))
-    answer = judge_wish(capacity, capacity.wish.card)
+    answer = judge_wish(capacity)
     assert answer.cache is None
     assert answer.words == (
         "No: 256 requests of 100,000 tokens would take 546 GB of cache even in 2.25 bits, on top "
@@ -86,7 +89,7 @@ def test_a_claim_that_cannot_be(measure):
         "and a cache in 2.25 bits"
     )
     fitting = measure("Qwen3-4B", "H200", answer.context, 256, Storage(VLLM))
-    assert judge_wish(fitting, fitting.wish.card).cache == "int2"
+    assert judge_wish(fitting).cache == "int2"
 
 
 @pytest.mark.parametrize(
@@ -123,14 +126,6 @@ def test_tokens_of_a_request_by_default(measure, positions, context):
     assert capacity_json(capacity)["context"] == context
 
 
-def test_cards_that_cannot_serve_our_cache(measure):
-    other = measure("Qwen3-8B", "MI300X")
-    assert "our kernels do not run on MI300X" in " ".join(remarks(other))
-    assert (
-        capacity_json(other)["max_context"]["int2"]
-        == 0
-        < capacity_json(other)["max_context"]["fp8"]
-    )
-    assert "KV heads over 3 GPUs" in " ".join(
-        remarks(measure("Qwen3-8B", "3x24GiB", storage=Storage(VLLM)))
-    )
+def test_cards_that_cannot_share_the_heads(measure):
+    capacity = measure("Qwen3-8B", "3x24GiB", storage=Storage(VLLM))
+    assert "KV heads over 3 GPUs" in " ".join(remarks(capacity))

@@ -37,7 +37,7 @@ def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
     for command in commands:
         assert inside(*shlex.split(command)[1:], "--help").returncode == 0
         wrong = inside(*shlex.split(command)[1:], "--no-such-option")
-        assert "has no option" in wrong.stderr
+        assert "No such option" in wrong.stderr
     assert "'--recipe' requires an argument" in inside("calibrate", "demo", "--recipe").stderr
 
 

@@ -97,7 +97,7 @@ def show_push():
 
 
 def show_plan():
-    words = "plan demo --gpu RTX3090 --gpus 64 --context 1000000 --requests 1000"
+    words = "plan demo --gpu 64xRTX3090 --context 1000000 --requests 1000"
     with pytest.raises(SystemExit):
         main(words.split())
     return ["1,000 requests", "RTX 3090"]

@@ -2,11 +2,8 @@
 anything is read or built."""
 
 import json
-import os
 import resource
 import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,7 @@ import torch
 from support.command_line import refused
 from support.models import demo_tokenizer, save_tiny, write_jsonl
 
-from rotationzoo import generate
-from rotationzoo.cli import generate as generate_cli
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.model.source import find, license_of
 from rotationzoo.recipe.loading import load
 from rotationzoo.text import chats
@@ -47,7 +42,6 @@ def within(monkeypatch):
 
     # What never ends is given up soon; what is slow here ends far sooner than that.
     monkeypatch.setattr(chats, "_SECONDS", 1.5)
-    monkeypatch.setattr(generate_cli, "_PATIENCE", 0.2)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + (3 << 30)
@@ -70,38 +64,7 @@ def test_a_prompt_has_at_most_what_the_model_can_read(inside, chat):
     assert "has more than 16 MiB" in refused(inside(*PROMPT, "--file", "prompt", *chat))
     (inside.folder / "prompt").write_bytes(b"to be or not to be " * 60_000)
     error = refused(inside(*PROMPT, "--file", "prompt"))
-    assert "a prompt of 1,140,000 bytes exceeds the 8,192 positions of demo" in error
-
-
-def test_a_prompt_that_may_fit_is_tokenized():
-    """The same bytes a position, but of the longest tokens."""
-    tokenizer = demo_tokenizer()
-    longest = max(tokenizer.get_vocab(), key=lambda word: len(word.encode()))
-    text = "a" + tokenizer.decode(tokenizer.convert_tokens_to_ids([longest])) * 8000
-    assert len(text) > 8192
-    with pytest.raises(UsageError, match="new ones exceed the 8,192 positions"):
-        generate("demo", text, rotations=None, max_new_tokens=1000)
-    with pytest.raises(UsageError, match="a prompt of 12,000,000 bytes"):
-        generate("demo", "a b " * 3_000_000, rotations=None, max_new_tokens=2)
-
-
-@pytest.mark.hostile("link")
-def test_a_pipe_without_a_writer_is_not_waited_for(inside):
-    os.mkfifo(inside.folder / "pipe")
-    assert "pipe is empty" in refused(inside(*PROMPT, "--file", "pipe"))
-
-
-def test_a_pipe_with_a_slow_writer_is_read(inside):
-    pipe = inside.folder / "pipe"
-    os.mkfifo(pipe)
-
-    def write():
-        with pipe.open("wb") as file:
-            time.sleep(0.5)  # longer than the command waits for a writer
-            file.write(b"import os")
-
-    threading.Thread(target=write, daemon=True).start()
-    assert inside(*PROMPT, "--file", "pipe").returncode == 0
+    assert "tokens and 2 new ones exceed the 8,192 positions of demo" in error
 
 
 # ---- chat templates
