@@ -29,6 +29,10 @@ def export_command(
     base: Annotated[
         Path | None, option("llama.cpp: the GGUF file that is copied and added to.")
     ] = None,
+    model: Annotated[
+        str | None,
+        option("llama.cpp: the model that the base was converted from, to compare them."),
+    ] = None,
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
@@ -42,7 +46,8 @@ def export_command(
         )
     from rotationzoo.artifact.store import Artifact
 
-    opened = Artifact.open(artifact)
+    opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)
+    from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export
     from rotationzoo.engines.payload import Request
 
@@ -53,10 +58,10 @@ def export_command(
         uncentered=uncentered,
         clip=options.parse_clip(clip),
         windows=options.parse_window(windows),
-        base=base,
+        options=Options(base, model),
     )
-    if to != "llama.cpp" and base:
-        raise UsageError("--base is for llama.cpp", hint="--for llama.cpp")
+    if to != "llama.cpp" and for_llama_cpp:
+        raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
         out.note("Note: what these rotations keep was not measured: rotationzoo evaluate does")

@@ -81,13 +81,24 @@ class Launch:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options that only some engines need."""
+
+    base: Path | None = None
+    """The GGUF file to copy."""
+    model: str | None = None
+    """The model that the base was converted from, to compare the two. By default it is the
+    artifact's own model, if that is in the hub's cache."""
+
+
 class Engine(Protocol):
     """The interface of an engine's module in `formats/`."""
 
-    def write_files(self, work: Path, final: Path, payload: Payload, base: Path | None) -> Launch:
-        """Write the engine's files to the folder `work`, which is later moved to `final`. `base` is
-        the GGUF file to copy, for llama.cpp alone. Raises `RotationZooError` for what the engine
-        cannot run and no reduction can fix, such as a head dimension."""
+    def write_files(self, work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+        """Write the engine's files to the folder `work`, which is later moved to `final`. Raises
+        `RotationZooError` for what the engine cannot run and no reduction can fix, such as a head
+        dimension."""
 
 
 def clip_text(ratio: float, off: float) -> str:

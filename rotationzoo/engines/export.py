@@ -105,7 +105,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
     reduced = list_reductions(artifact, settled)
     payload = assemble_payload(artifact, settled)
     with disk_errors(target), folders.temporary_sibling(target) as work:
-        launch = engine.write_files(work, target.absolute(), payload, request.base)
+        launch = engine.write_files(work, target.absolute(), payload, request.options)
         notes = [*launch.notes, *_notes_of_artifact(artifact, launch)]
         if settled.pooled and artifact.rotations.per_head:
             notes.append(_describe_pooling(artifact, settled))

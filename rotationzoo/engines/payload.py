@@ -2,13 +2,13 @@
 user asked, and what the files state about the origin of their rotations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.engines import find_engine
-from rotationzoo.engines.base import Payload, SideMatrices
+from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.own_name import find_model
 from rotationzoo.rotations import SIDES, Rotations
@@ -78,8 +78,7 @@ class Request:
     """Clip ratios of keys and of values, instead of the artifact's own."""
     windows: tuple[int, int] | None = None
     """Sink and recent tokens, instead of the artifact's own."""
-    base: Path | None = None
-    """The GGUF file to copy, for llama.cpp."""
+    options: Options = field(default_factory=Options)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from support.recipes import QUICK
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, PULL_ENGINE_NAMES
 from rotationzoo.codec.formats import FORMATS
+from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line
 from rotationzoo.recipe.loading import PRESETS
 
@@ -53,7 +54,7 @@ def test_the_engines_page_says_what_the_code_does(made, tmp_path):
         assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.MULTILINE), engine
         changes = {}
         if ENGINES[engine].needs_base:
-            changes["base"] = base_for(artifact, tmp_path)
+            changes["options"] = Options(base=base_for(artifact, tmp_path))
         done = exported(engine, artifact, tmp_path / engine, **changes)
         line = launch_line(done.launch).replace(str(done.path.absolute()), "FOLDER")
         line = line.replace("tiny/qwen3", "MODEL")

@@ -7,6 +7,7 @@ import gguf
 import pytest
 from support.engine_artifacts import WRITTEN, base_for, check_engine, exported
 
+from rotationzoo.engines.base import Options
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import sha256
 
@@ -32,7 +33,7 @@ def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
     agreed = {}
     if engine == "llama.cpp":
         base = base_for(artifact, tmp_path, "qwen35")
-        agreed = {"base": base, "clip": (1.0, 1.0), "windows": (0, 0)}
+        agreed = {"options": Options(base=base), "clip": (1.0, 1.0), "windows": (0, 0)}
     done = exported(engine, artifact, tmp_path / "x", **agreed)
     if engine != "llama.cpp":
         check_engine(engine, artifact, done)

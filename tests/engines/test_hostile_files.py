@@ -17,6 +17,7 @@ from support.engine_artifacts import exported
 from support.engine_readers import write_gguf
 from support.oscar_files import KEY, VALUE, entry, model_of, refused, torch_file, v1
 
+from rotationzoo.engines.base import Options
 from rotationzoo.engines.formats.gguf_file import read_gguf
 from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.import_ import Import, import_
@@ -88,8 +89,8 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
     words = refused(import_, Import([path, path], tmp_path / "out", "demo"))
     assert "there is no file" in words or "is no regular file" in words
     if suffix == ".gguf":
-        artifact = made(head_dim=32)
-        words = refused(lambda: exported("llama.cpp", artifact, tmp_path / "x", base=path))
+        artifact, options = made(head_dim=32), Options(base=path)
+        words = refused(lambda: exported("llama.cpp", artifact, tmp_path / "x", options=options))
         assert "there is no file" in words or "is no regular file" in words
 
 

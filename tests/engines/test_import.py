@@ -24,6 +24,7 @@ from support.published import ok
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.checks.verify import verify
+from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.import_ import Import, import_
@@ -219,8 +220,8 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
     files = [next(done.path.glob("*.gguf"))] if engine == "llama.cpp" else [done.path]
     back = import_(Import(files, tmp_path / "back", engine_artifacts.model_of(artifact)))
     assert verify(back).ok, verify(back).problems
-    base = base_for(artifact, tmp_path)
-    again = export(back, Request(engine, tmp_path / "again", base=base))
+    options = Options(base_for(artifact, tmp_path))
+    again = export(back, Request(engine, tmp_path / "again", options=options))
     for name in done.files:
         if name.endswith(".pt"):
             one, two = read_pt(done.path / name), read_pt(again.path / name)

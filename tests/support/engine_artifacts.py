@@ -14,6 +14,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
 from rotationzoo.codec.engines import ENGINES
+from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.geometry import Layer, cached_layers
@@ -80,9 +81,9 @@ def base_for(artifact: Artifact, folder: Path, architecture: str = "qwen3") -> P
 
 
 def exported(engine: str, artifact: Artifact, folder: Path, **changes):
-    if engine == "llama.cpp" and "base" not in changes:
+    if engine == "llama.cpp" and "options" not in changes:
         folder.mkdir(parents=True, exist_ok=True)
-        changes["base"] = base_for(artifact, folder)
+        changes["options"] = Options(base=base_for(artifact, folder))
     return export(artifact, Request(engine, folder / "out", **changes))
 
 

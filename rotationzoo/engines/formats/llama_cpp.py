@@ -11,13 +11,14 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from rotationzoo.engines.base import PAGE, Launch, Payload, check_limits, clip_text
+from rotationzoo.artifact.manifest import hash_config
+from rotationzoo.engines.base import PAGE, Launch, Options, Payload, check_limits, clip_text
 from rotationzoo.engines.formats import gguf_file
 from rotationzoo.engines.rotation_file import as_mapping, objective_name
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import text_config
-from rotationzoo.model.source import find_cached
+from rotationzoo.model.source import Source, find, find_cached
 from rotationzoo.storage.files import read_json
 from rotationzoo.storage.gguf_reader import Reader, open_gguf
 
@@ -36,7 +37,7 @@ _FIELDS = {
 }
 
 
-def write_files(work: Path, final: Path, payload: Payload, base: Path | None) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write a copy of the base model, with rotations added, to `work`.
 
     Raises `RotationZooError` for what neither fork can run, and for a base that does not fit.
@@ -48,6 +49,7 @@ def write_files(work: Path, final: Path, payload: Payload, base: Path | None) ->
             raise RotationZooError(
                 f"llama.cpp cannot run head dimension {dim}: {blocks}", hint=PAGE
             )
+    base = options.base
     if base is None:
         raise RotationZooError(
             "llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf"
@@ -57,7 +59,7 @@ def write_files(work: Path, final: Path, payload: Payload, base: Path | None) ->
     architecture = objective_name(reader.value("general.architecture"))
     for problem, hint in _problems(reader, architecture, payload):
         raise RotationZooError(problem, hint)
-    compared = _compare_config(reader, architecture, payload)
+    compared = _compare_config(reader, architecture, options, payload)
     tensors = gguf_file.rotation_tensors(payload)
     notes = {
         **payload.provenance,
@@ -114,14 +116,27 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
                 )
 
 
-def _compare_config(reader: Reader, architecture: str, payload: Payload) -> str:
-    """Compare the base with the config of the artifact's model, if that is in the hub's cache, and
-    return a note that says what was compared. Raises `RotationZooError` for a file that was
-    converted from another model."""
-    source = find_cached(payload.model, payload.provenance.get("model_revision"))
+def _compare_config(reader: Reader, architecture: str, options: Options, payload: Payload) -> str:
+    """Compare the base with the config of its model, and return a note that says what was compared.
+    Unless the user names the model, it is looked for on this machine.
+
+    Raises `RotationZooError` for a file that was converted from another model.
+    """
+    if options.model:
+        source: Source | None = find(options.model)
+    else:
+        source = find_cached(payload.model, payload.provenance.get("model_revision"))
     if source is None:
-        absent = f"{payload.model} is not in the hub's cache here"
-        return f"the base was compared by its shapes alone: {absent}"
+        return (
+            f"the base was compared by its shapes alone: {payload.model} was not "
+            "found on this machine (--model says where it is)"
+        )
+    stated = payload.provenance.get("config_sha256")
+    if options.model and stated not in (None, hash_config(source.folder)):
+        raise RotationZooError(
+            f"{options.model} is not the model of this artifact: its config differs",
+            hint="check --model",
+        )
     config = text_config(read_json(source.folder / "config.json"))
     # Some configs keep `rope_theta` under `rope_parameters`.
     config = {**as_mapping(config.get("rope_parameters")), **config}

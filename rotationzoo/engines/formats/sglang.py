@@ -7,7 +7,7 @@ files by two environment variables.
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import Launch, Payload, check_limits
+from rotationzoo.engines.base import Launch, Options, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
@@ -31,7 +31,7 @@ def _check_payload(payload: Payload) -> None:
             )
 
 
-def write_files(work: Path, final: Path, payload: Payload, base: Path | None) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write the pair to `work`. The environment variables name the files in `final`. Raises
     `RotationZooError` for what SGLang's kernels cannot run."""
     _check_payload(payload)

@@ -7,7 +7,7 @@ variable. Each file holds one float32 matrix R `[D, D]`, for `c @ R`.
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import Launch, Payload
+from rotationzoo.engines.base import Launch, Options, Payload
 from rotationzoo.engines.formats.oscar_pt import write_pt
 from rotationzoo.engines.formats.sglang import windows_of
 
@@ -15,7 +15,7 @@ _PACKED = 512  # elements of the latents that the server's own kernels pack
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 
 
-def write_files(work: Path, final: Path, payload: Payload, base: Path | None) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write a file for each layer to `work`. The environment variables name the folder `final`."""
     for layer, matrix in payload.key.rotation.items():
         write_pt(work / f"layer_{layer}.pt", matrix.float().contiguous().clone())

@@ -16,11 +16,11 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.engines import formats
+from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.source import Source
 from rotationzoo.recipe import Data
 
 
@@ -32,7 +32,7 @@ def test_two_head_dimensions_in_a_gguf(made, tmp_path):
     for architecture in ("gemma4", "qwen3"):
         path = tmp_path / f"{architecture}.gguf"
         wide = engines.write_base(path, 2, 64, 4, 2, 32, architecture, dims={1: 64})
-        agreed = dict(pooled=True, clip=(1.0, 1.0), windows=(0, 0), base=wide)
+        agreed = dict(pooled=True, clip=(1.0, 1.0), windows=(0, 0), options=Options(base=wide))
         request = Request("llama.cpp", tmp_path / architecture, **agreed)
         if architecture == "qwen3":
             with pytest.raises(RotationZooError, match="loads one head dimension"):
@@ -50,7 +50,7 @@ def test_two_head_dimensions_in_a_gguf(made, tmp_path):
 def test_a_gguf_keeps_everything_else(made, tmp_path):
     artifact = made(head_dim=32)
     base = base_for(artifact, tmp_path)
-    done = exported("llama.cpp", artifact, tmp_path, base=base)
+    done = exported("llama.cpp", artifact, tmp_path, options=Options(base=base))
     before, after = gguf.GGUFReader(base), gguf.GGUFReader(next(done.path.glob("*.gguf")))
     tensors = {tensor.name: tensor for tensor in after.tensors}
     for tensor in before.tensors:
@@ -72,9 +72,9 @@ def test_a_gguf_keeps_everything_else(made, tmp_path):
         "LLAMA_KV_HP_SINK": "8",
         "LLAMA_KV_HP_RECENT": "16",
     }
-    base = next(done.path.glob("*.gguf"))
+    options = Options(base=next(done.path.glob("*.gguf")))
     with pytest.raises(RotationZooError, match="has rotations already"):
-        exported("llama.cpp", artifact, tmp_path / "again", base=base)
+        exported("llama.cpp", artifact, tmp_path / "again", options=options)
 
 
 def test_bases_that_do_not_fit(made, tmp_path):
@@ -89,17 +89,17 @@ def test_bases_that_do_not_fit(made, tmp_path):
         options = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "dim": 32, **shape}
         base = engines.write_base(tmp_path / "wrong.gguf", **options)
         with pytest.raises(RotationZooError, match=reason):
-            exported("llama.cpp", artifact, tmp_path, base=base)
+            exported("llama.cpp", artifact, tmp_path, options=Options(base=base))
     (tmp_path / "none.gguf").write_bytes(b"GGUF or not")
     with pytest.raises(RotationZooError, match="is no GGUF file"):
-        exported("llama.cpp", artifact, tmp_path, base=tmp_path / "none.gguf")
+        exported("llama.cpp", artifact, tmp_path, options=Options(base=tmp_path / "none.gguf"))
     with pytest.raises(RotationZooError, match="from the model's own file") as refused:
-        exported("llama.cpp", artifact, tmp_path, base=None)
+        exported("llama.cpp", artifact, tmp_path, options=Options())
     assert "--base" in refused.value.hint
 
 
 @pytest.fixture(scope="module")
-def calibrated(tmp_path_factory) -> tuple[Path, Artifact]:
+def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
     """A model of head dimension 32, and an artifact that was made for it."""
     folder = tmp_path_factory.mktemp("model")
     model = save_tiny(folder / "tiny", head_dim=32, hidden_size=64, rope_theta=5e5)
@@ -107,19 +107,11 @@ def calibrated(tmp_path_factory) -> tuple[Path, Artifact]:
     return model, calibrate(Job(str(model), recipe, folder / "artifact", device="cpu"))
 
 
-@pytest.fixture
-def of_a_model(calibrated, monkeypatch) -> tuple[Path, Artifact]:
-    """The same, where the model is in the hub's cache."""
-    cached = Source("tiny", calibrated[0], "0" * 40)
-    monkeypatch.setattr("rotationzoo.engines.formats.llama_cpp.find_cached", lambda *_: cached)
-    return calibrated
-
-
 def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
     model, artifact = of_a_model
-    base = engines.convert_model(model, tmp_path / "base.gguf")
-    notes = exported("llama.cpp", artifact, tmp_path, base=base).launch.notes
-    assert "the base has the config of tiny; its weights were not compared" in notes
+    options = Options(base=engines.convert_model(model, tmp_path / "base.gguf"), model=str(model))
+    notes = exported("llama.cpp", artifact, tmp_path, options=options).launch.notes
+    assert f"the base has the config of {model}; its weights were not compared" in notes
 
 
 @pytest.mark.parametrize(
@@ -135,15 +127,20 @@ def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
 def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
     model, artifact = of_a_model
     base = engines.convert_model(model, tmp_path / "base.gguf", **changes)
-    with pytest.raises(RotationZooError, match=r"base\.gguf was not converted from tiny"):
-        exported("llama.cpp", artifact, tmp_path, base=base)
+    said = f"base.gguf was not converted from {re.escape(str(model))}"
+    with pytest.raises(RotationZooError, match=said):
+        exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model=str(model)))
     assert not (tmp_path / "out").exists()
+    with pytest.raises(RotationZooError, match="demo is not the model of this artifact"):
+        exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model="demo"))
 
 
 def test_a_base_that_cannot_be_compared_is_said_to_be_so(made, tmp_path):
     notes = exported("llama.cpp", made(head_dim=32), tmp_path).launch.notes
-    absent = "tiny/qwen3 is not in the hub's cache here"
-    assert f"the base was compared by its shapes alone: {absent}" in notes
+    assert (
+        "the base was compared by its shapes alone: tiny/qwen3 was not found on this machine "
+        "(--model says where it is)" in notes
+    )
     said = "\n".join(notes)
     assert "\nkeep the base: llama.cpp itself refuses the copy" in said
     assert re.search("rotations can serve worse than none.*exact windows", said)
