@@ -36,11 +36,12 @@ class Card:
         return max(0, int(self.memory * UTILIZATION) - self.count * OWN)
 
 
+OTHERS = ("MI300X",)  # of AMD, on which our kernels do not run
 # GiB as PyTorch's errors report them ("has a total capacity of"), up to 8 % less than a data sheet.
 _SIZES = {
     "RTX 3090": 23.56, "RTX 4090": 23.52, "RTX 5060 Ti": 15.47, "RTX 5070": 11.49,
     "RTX 5070 Ti": 15.46, "RTX 5080": 15.47, "RTX 5090": 31.36, "L40S": 44.39, "A100 80GB": 79.15,
-    "H100": 79.18, "H200": 139.8, "B200": 178.35,
+    "H100": 79.18, "H200": 139.8, "B200": 178.35, "MI300X": 191.69,
 }  # fmt: skip
 CARDS = {name: Card(name, int(size * _GIB)) for name, size in _SIZES.items()}
 

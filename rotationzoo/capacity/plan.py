@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.budget import Budget
-from rotationzoo.capacity.cards import CARDS, Card, several
+from rotationzoo.capacity.cards import CARDS, OTHERS, Card, several
 from rotationzoo.capacity.shape import CACHES, Shape, Storage, Weights, read_shape, weigh
 from rotationzoo.codec.budget import check_room
 from rotationzoo.figures import size_words
@@ -66,9 +66,9 @@ class Capacity:
     def room(self, cache: str, weights: str, card: Card) -> int:
         """Bytes of a card for requests, next to these weights and to what a server takes once."""
         room = card.usable - self.sizes_of_weights[weights]
-        if cache == _SMALLEST:
-            room -= self.shape.server_bytes(self.wish.storage, 0)
-        return room
+        if cache != _SMALLEST:
+            return room
+        return 0 if card.kind in OTHERS else room - self.shape.server_bytes(self.wish.storage, 0)
 
     def longest(self, cache: str, weights: str, card: Card, requests: int = 1) -> int | None:
         """The most tokens that each of some requests can have next to these weights on a card. None
@@ -169,6 +169,8 @@ def remarks(capacity: Capacity) -> list[str]:
             f"{wish.model} was made for {made}: {tokens} need RoPE scaling: "
             f"--rope-scaling yarn:{factor}"
         )
+    if wish.card.kind in OTHERS:
+        lines.append(f"our kernels do not run on {wish.card.kind}, which gets no cache of ours")
     paged = [each.layer for each in capacity.shape.layers if wish.storage.has_pages(each)]
     shapes = {(each.layer.kv_heads, each.layer.key_dim) for each in capacity.shape.layers}
     if paged and len(shapes) > 1:

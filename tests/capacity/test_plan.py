@@ -129,3 +129,10 @@ def test_tokens_of_a_request_by_default(measure, positions, context):
 def test_cards_that_cannot_share_the_heads(measure):
     capacity = measure("Qwen3-8B", "3x24GiB", storage=Storage(VLLM))
     assert "KV heads over 3 GPUs" in " ".join(remarks(capacity))
+
+
+def test_cards_that_cannot_serve_our_cache(measure):
+    other = measure("Qwen3-8B", "MI300X")
+    assert "our kernels do not run on MI300X" in " ".join(remarks(other))
+    most = capacity_json(other)["max_context"]
+    assert most["int2"] == 0 < most["fp8"]

@@ -36,7 +36,7 @@ def test_json(inside, qwen3_8b):
     assert report["bits_per_element"] == pytest.approx(2.25 + 16 * 384 / 131_072)
     assert report["max_context"].keys() == report["max_requests"].keys()
     assert report["max_context"]["int2"] > 6 * report["max_context"]["bf16"] > 0
-    assert [card["name"] for card in report["cards"]][-2:] == ["H200", "B200"]
+    assert [card["name"] for card in report["cards"]][-3:] == ["H200", "B200", "MI300X"]
     assert report["fits"] is True
     folder = "rotations/Qwen3-8B-oscar-quick"
     assert report["commands"] == [
