@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rotationzoo.budget import Budget
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import (
     named,
@@ -98,6 +99,11 @@ def calibrate_command(
     if asked and keep is None:
         raise UsageError("--lengths are of the questions for --keep", "add: --keep 90")
     # Commands import what they need only when they run: `--help` must not wait for torch.
+    from rotationzoo.recipe.loading import load
+
+    if recipe is not None:
+        load(recipe)  # raises, and so does the next, before torch is imported
+    Budget(settings.bits, settings.key_bits, settings.value_bits)
     from rotationzoo.api import QUESTION_LENGTH, calibration_job
     from rotationzoo.cli.calibrate_view import show_plan
     from rotationzoo.evaluation.prepare import check_keep

@@ -42,7 +42,7 @@ def export_command(
     """
     if to is None:
         raise UsageError(
-            "export writes for one engine", hint="name the engine: --for vllm, or --for sglang"
+            "export writes what one engine reads", hint="name it: --for vllm, or --for sglang"
         )
     from rotationzoo.artifact.store import Artifact
 
