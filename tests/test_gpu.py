@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from check_statistics import largest_difference
 from support.codec import restore
+from support.direct_statistics import largest_difference
 from support.reports import evaluate
 from support.tensors import stored_statistics
 

@@ -15,27 +15,62 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import random_models
 import torch
-from loading import load_chosen, make_text_parser
-from measuring import Job, attempt, describe_machine, interleave, peak_of, seconds_of
+from measuring import (
+    DEVICE,
+    Job,
+    attempt,
+    describe_machine,
+    interleave,
+    make_parser,
+    peak_of,
+    seconds_of,
+)
+from transformers import PreTrainedModel
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.sensitivity import measure_sensitivities, write_texts
 from rotationzoo.linalg.moments import Statistics
+from rotationzoo.model import loading
 from rotationzoo.model.capture import decoder
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import silent
+from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.text.rows import Corpus, read_corpus
+
+
+def load_chosen(name: str, args: argparse.Namespace) -> tuple[PreTrainedModel, Corpus]:
+    """A model on `DEVICE`, of `SHAPES` with random weights and text, or one of a hub id, a folder
+    or `demo` in the device's usual type; and the rows of text that the options choose."""
+    if name in random_models.SHAPES:
+        shape = random_models.SHAPES[name]
+        model = random_models.make_model(replace(shape, positions=max(40_960, args.length)))
+        size = args.tokens // args.length, args.length
+        return model, Corpus([*random_models.random_text(shape.vocabulary, *size)], "random", None)
+    source = find(name)
+    fetch(source)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    model = loading.load(source, loading.load_config(source), DEVICE, dtype)
+    data = Data(source=args.data, tokens=args.tokens, length=args.length)
+    return model, read_corpus(data, loading.load_tokenizer(source))
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of one model."""
-    loaded = load_chosen(name, args)
-    model, geometry, batches = loaded.model, loaded.geometry, loaded.batches(args.batch)
+    model, text = load_chosen(name, args)
+    print(f"{text.tokens} tokens, {model.dtype}, {model.config._attn_implementation}")
+    batches = [ids.to(DEVICE) for ids in text.batches(args.batch)]
+    with torch.no_grad():
+        geometry = geometry_of(model, batches[0][:1, :32])
     recipe, totals = PRESETS["oscar"], Statistics()
 
     @torch.no_grad()
@@ -50,7 +85,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     times = interleave(jobs, args.repeats)
     fits = [seconds_of(lambda: fit(totals, recipe, geometry)) for _ in range(3)]
     report = {
-        "tokens": loaded.text.tokens,
+        "tokens": text.tokens,
         "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
         "seconds": times,
         "ratios": {job: median_ratio(times, job) for job in jobs},
@@ -58,7 +93,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "device_peak_bytes": peak,
     }
     if args.budget:
-        texts = write_texts(loaded.text.rows, recipe, None)
+        texts = write_texts(text.rows, recipe, None)
         given = model, geometry, fit(totals, recipe, geometry), texts, None, silent
         report["sensitivity_seconds"] = seconds_of(lambda: measure_sensitivities(*given))
     return report
@@ -83,7 +118,10 @@ def print_lines(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = make_text_parser(__doc__, tokens=16384, length=2048)
+    parser = make_parser(__doc__)
+    parser.add_argument("--data", default="bundled")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--published", action="store_true", help="oscar-v1, too")
     parser.add_argument("--budget", action="store_true", help="time what a budget of bits needs")

@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from check_statistics import largest_difference
 from support import architectures
+from support.direct_statistics import largest_difference
 from support.models import attention_calls
 
 from rotationzoo.artifact.fit import fit, target_moment

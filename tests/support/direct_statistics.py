@@ -1,6 +1,4 @@
-"""Compare the captured statistics with a direct computation from each layer's weights.
-
-    python scripts/bench/check_statistics.py MODEL [--data FILE] [--tokens 8192] [--dtype float64]
+"""Statistics computed directly from each layer's weights, to compare captured ones with.
 
 For every layer the reference takes the hidden states that enter attention, applies the layer's
 projections, norms and RoPE, builds the T x T softmax (with window, soft cap and sinks) and forms
@@ -8,12 +6,10 @@ Q^T Q and V^T S^T S V from it. It knows the module names of Llama, Mistral, Qwen
 and gpt-oss; the capture under test knows none.
 """
 
-import sys
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from loading import load_chosen, make_text_parser
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.statistics_layout import statistics_tensors
@@ -129,21 +125,3 @@ def largest_difference(
         error = (captured[name] - expected).norm(dim=dims) / expected.norm(dim=dims)
         worst[kind] = max(worst.get(kind, 0.0), error.max().item())
     return worst
-
-
-def main() -> None:
-    parser = make_text_parser(__doc__, tokens=8192, length=1024)
-    parser.add_argument("model")
-    parser.add_argument("--dtype", default="float64")
-    args = parser.parse_args()
-    loaded = load_chosen(args.model, args, getattr(torch, args.dtype))
-    errors = largest_difference(loaded.model, loaded.batches(1), sink=64)
-    for kind, error in errors.items():
-        print(f"{kind:22s} {error:.1e}")
-    tolerance = {"float64": 1e-9, "float32": 1e-5}.get(args.dtype, 1e-2)
-    if not max(errors.values()) < tolerance:
-        sys.exit(f"more than the {tolerance:.0e} that {args.dtype} allows")
-
-
-if __name__ == "__main__":
-    main()
