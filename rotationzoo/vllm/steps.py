@@ -179,9 +179,8 @@ class Planner:
 
     def _plan_in_kernel(self, step: Step, reads: Reads | None, *numbers: torch.Tensor) -> None:
         """What `_plan_in_torch` computes, in one launch; what prompts read goes to `reads`."""
-        decode, of_prompts = step.decode, [None] * 7
-        if reads is not None:
-            of_prompts = [getattr(reads, each.name) for each in fields(reads)]
+        decode = step.decode  # where there are no prompts, the kernel gets null pointers
+        of_prompts = [getattr(reads, each.name, None) for each in fields(Reads)]
         table, lengths, counts, mapping = (each.contiguous() for each in numbers)
         recent_slots = decode.recent.slots
         arguments = (
