@@ -131,7 +131,7 @@ class LayerPages:
         """Do as `write` and `attend` do. The codes of few new tokens are chosen and stored while
         queries, which read these exact, are at work."""
         few = self.find_few(rows)
-        if not few or step.decode.new > 1:  # of several, some may have no copies
+        if not few or not step.decode.copied:
             self.write(step, rows)
             self.attend(step, query, scores, output)
             return

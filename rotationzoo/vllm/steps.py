@@ -41,6 +41,8 @@ class DecodeMetadata:
 
     new: int
     """Of each request, the last `new` tokens read."""
+    copied: bool
+    """Whether all new tokens have copies, and are read from these alone."""
     spread: tuple[torch.Tensor, torch.Tensor] | None
     """int64: for `new` queries of each request, in whose row they are, any where a request has
     fewer, `[B new]`; and back, for every row. None: rows are those of the requests in turn."""
@@ -110,6 +112,7 @@ class Planner:
         self._used[0] = _NEVER
         self._now = 0
         self._most_rows, self._segment = max(segments.FEW, verified) * most_requests, segment
+        self._verified = verified
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def plan(
@@ -151,7 +154,8 @@ class Planner:
         # The batch of a graph has further tokens, which belong to no request.
         spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), device)
         bounds = page_table[:rows], starts, floors, ends
-        decode = DecodeMetadata(new, spread, *bounds, sink, recent)
+        copied = new <= min(self._verified, self.recent)
+        decode = DecodeMetadata(new, copied, spread, *bounds, sink, recent)
         room = -(-known.most_tokens // self.tokens)
         step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of)
         many, most = known.count_segments(self._segment), self._segment

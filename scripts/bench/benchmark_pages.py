@@ -124,7 +124,7 @@ def settings_of(shape: Shape, format: str) -> CacheSettings:
 class Server:
     """Requests of one length, whose pages lie in no order."""
 
-    def __init__(self, shape: Shape, settings: CacheSettings, copies: int):
+    def __init__(self, shape: Shape, settings: CacheSettings, copies: int, verified: int = 1):
         self.shape, self.settings = shape, settings
         each = -(-(shape.context + 1) // PAGE)
         count = shape.batch * each + 1
@@ -133,7 +133,7 @@ class Server:
         ]
         size = sum(layout.bytes for layout in layouts)
         self.planner = Planner(
-            settings.layout, PAGE, size, count, shape.batch, torch.device("cuda"), LONG
+            settings.layout, PAGE, size, count, shape.batch, torch.device("cuda"), LONG, verified
         )
         self.table = (torch.randperm(count - 1, device="cuda") + 1).view(shape.batch, each)
         self.layers = []
@@ -195,7 +195,7 @@ def ways_of(server: Server, new: int, few: int) -> dict[str, Callable[[LayerPage
 def time_shape(shape: Shape, format: str, few: list[int]) -> Iterator[tuple[str, float]]:
     """Seconds of each way."""
     settings = settings_of(shape, format)
-    server = Server(shape, settings, copies_of(bound_of(shape, format)))
+    server = Server(shape, settings, copies_of(bound_of(shape, format)), max(few, default=1))
     for name, way in ways_of(server, 1, 1).items():
         yield f"pages, {name}", timed(way, server.layers)
     for new in few:

@@ -16,7 +16,8 @@ steps. It prints one table, of medians of three where work can be repeated:
 * whole jobs: prompts and all their answers, and chats of ten turns after a shared prefix.
 
 An arm `feedback:fine:2.75+3` stores the format `fine` with a budget of 2.75 bits, and verifies
-three tokens a step, which n-grams draft. A number of 0, or an empty list, leaves its part out. With
+three tokens a step: n-grams draft them where prompts repeat themselves, and else they are made up,
+so that nearly all are rejected. A number of 0, or an empty list, leaves its part out. With
 a `--period`, prompts repeat themselves after so many tokens. The model may have random weights.
 Times of a first prompt and of jobs are measured once: the second time they are cached. Each arm
 compiles its kernels before.
@@ -40,6 +41,11 @@ STEPS = 64
 """A request takes so many; the second half is measured, when all requests decode."""
 
 
+def draft_always(_: object, drafts: int, sampled: list[list[int]], *__: Any, **___: Any) -> Any:
+    """As many drafts for each request that has a token: all steps are alike."""
+    return [[5] * drafts * bool(tokens) for tokens in sampled]
+
+
 class Engine:
     """One arm's engine, and random prompts."""
 
@@ -55,6 +61,10 @@ class Engine:
             config |= zip(("format", "bits"), stored, strict=False)
             config |= {"bits": float(config["bits"])} if "bits" in config else {}
             options = {"additional_config": {"rotationzoo": config}, "attention_backend": "CUSTOM"}
+        if drafts and not args.period:
+            from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+            NgramProposer.propose = draft_always
         if drafts:
             ngrams = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
             options["speculative_config"] = ngrams | {"num_speculative_tokens": int(drafts)}

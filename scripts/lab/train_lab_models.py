@@ -72,11 +72,15 @@ def widen_slow_key_biases(model: PreTrainedModel) -> None:
 
 
 def share_means(model: PreTrainedModel) -> None:
-    """Draw biases of queries and keys, so that about half of what they are is shared by all, as was
-    measured on SmolLM2-135M."""
+    """Draw biases of queries and keys in the slowest quarter of the RoPE pairs, the same for all
+    query heads of a KV head: what is shared there stays after RoPE, as in SmolLM2-135M."""
     for layer in model.model.layers:
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.bias.normal_(0, 1.5)
+        attention = layer.self_attn
+        heads, pairs = model.config.num_key_value_heads, attention.head_dim // 2
+        for projection in (attention.q_proj, attention.k_proj):
+            bias = projection.bias.view(heads, -1, 2, pairs)
+            shared = torch.randn(heads, 1, 2, pairs - 3 * pairs // 4)
+            bias[..., 3 * pairs // 4 :] = 1.5 * shared
 
 
 def peak_norms(model: PreTrainedModel) -> None:

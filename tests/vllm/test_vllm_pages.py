@@ -346,9 +346,10 @@ def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
     """In pages and windows of an 8B model's shape, whose new tokens weigh more than all others."""
     shape = benchmark_pages.Shape(batch, context)
     settings = benchmark_pages.settings_of(shape, "vllm")
-    server = benchmark_pages.Server(shape, settings, 1)
+    server = benchmark_pages.Server(shape, settings, 1, verified=new)
     layers = [server.layers[0], copy.deepcopy(server.layers[0])]
     step = server.step(new, new)
+    assert step.decode.copied
     for seed in range(50):
         generator = torch.Generator(device).manual_seed(seed)
         size = batch * new, shape.kv_heads, shape.dim
