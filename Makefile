@@ -63,6 +63,8 @@ vllm: $(VENV)/.ready-dev .venv-vllm/.ready  ## the tests that start a real vLLM 
 .venv-vllm/.ready: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm]'
+	@# The connector that hands pages to another server; on a CPU, too.
+	.venv-vllm/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@# They come along, and do not fit its torch.
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -94,13 +94,22 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         """Plan a step."""
         common = common_attn_metadata
         bounds, known = common.query_start_loc, _known_of(common, self.few)
-        table, mapping = common.block_table_tensor, common.slot_mapping
-        if self.pages > 1:
-            inside = torch.arange(self.pages, dtype=table.dtype, device=table.device)
-            table = (table[..., None] * self.pages + inside).flatten(1)
+        table, mapping = self._pages_of(common.block_table_tensor), common.slot_mapping
         tokens = common.num_actual_tokens
         step = self.planner.plan(table, common.seq_lens, bounds.diff(), mapping[:tokens], known)
         return RotatedMetadata(tokens, step)
+
+    def forget(self, blocks: list[int]) -> None:
+        """Let these blocks have no exact copies: others than our layers write them."""
+        numbers = torch.tensor(blocks).to(self.device, non_blocking=True)
+        self.planner.forget(self._pages_of(numbers))
+
+    def _pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The pages `[..., N pages]` of blocks `[..., N]`."""
+        if self.pages == 1:
+            return blocks
+        inside = torch.arange(self.pages, dtype=blocks.dtype, device=blocks.device)
+        return (blocks[..., None] * self.pages + inside).flatten(-2)
 
 
 class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
@@ -253,10 +262,6 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
-    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
         return in_two_bits(spec, cls.layer)
@@ -368,3 +373,15 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         from rotationzoo.vllm.self_check import check_pages  # which nothing needs later
 
         check_pages(self.vllm_config, self.stored, kv_cache_config)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: Any, *others: Any) -> Any:
+        """Run a step. What a KV connector loads has no exact copies: those of what these blocks
+        held before are forgotten, before the step is planned."""
+        # Without a connector, or without a load, there is nothing.
+        if loaded := getattr(scheduler_output.kv_connector_metadata, "loaded_blocks", None):
+            for group in (each for groups in self.model_runner.attn_groups for each in groups):
+                for builder in group.metadata_builders:
+                    if isinstance(builder, RotatedBuilder):
+                        builder.forget(loaded)
+        return super().execute_model(scheduler_output, *others)

@@ -58,7 +58,7 @@ def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
 def claim(config: Any) -> list[str]:
     """Have a server run our worker, and say what people should know of it. Raises
     `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
-    from rotationzoo.vllm.server import check_server, describe
+    from rotationzoo.vllm.server import check_server, describe, name_connector
     from rotationzoo.vllm.settings import parse_options, read_settings
 
     options = parse_options(config.additional_config)
@@ -71,6 +71,7 @@ def claim(config: Any) -> list[str]:
     if settings is None:
         raise RotationZooError("vLLM's worker is rotationzoo's, and no artifact is named", SERVE)
     check_server(settings, config)
+    name_connector(config)
     config.parallel_config.worker_cls = WORKER
     return [TRIED] * newer + describe(settings, config)
 

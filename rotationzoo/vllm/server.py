@@ -12,9 +12,15 @@ from rotationzoo.figures import byte_count
 from rotationzoo.geometry import full_attention_layers
 from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import BACKENDS, KEY, WORKER
+from rotationzoo.vllm import BACKENDS, CONNECTORS, KEY, WORKER
 from rotationzoo.vllm.settings import parse_options, served_layers, verified_tokens
 from rotationzoo.vllm.steps import count_slots
+
+SERVED_CONNECTORS = "OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector"
+"""Those of vLLM's KV connectors whose pages come from this server, or from one that says which
+artifact it serves."""
+_CONNECTOR_OPTIONS = {"cpu_bytes_to_use", "backends", "num_threads"}
+"""Others of the same connectors keep pages in files, or compare less."""
 
 
 def check_server(settings: CacheSettings, config: Any) -> None:
@@ -35,13 +41,16 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     copies = _copied_bytes(settings, config)
     memory = cache.gpu_memory_utilization * current_platform.get_device_total_memory()
     has_windows = full_attention_layers(model.hf_config) is not None
+    connector = _unserved_connector(config)
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
-        # It fills pages whose exact copies are of what they held before, and says to no worker
-        # which. Pages of another server may be of another artifact, which nothing compares.
-        "a KV connector": config.kv_transfer_config is not None,
-        "KV offloading": cache.kv_offloading_size is not None,
+        # Pages of another server may be of another artifact, which nothing compares.
+        f"this KV connector ({connector})": connector,
+        # It was not tried.
+        "a KV connector beside sliding windows or states": (
+            (model.is_hybrid or has_windows) and _has_connector(config)
+        ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "sliding windows beside states": model.is_hybrid and has_windows,
         # vLLM would copy such a block, and not know of the exact copies of its pages.
@@ -80,9 +89,46 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
             f"Weights are quantized ({quantization}): rotations were made for these, or for those "
             "that they were quantized from"
         )
+    if _has_connector(config):
+        notes.append(
+            "Pages that a KV connector loads have no exact copies: they are read from codes, also "
+            "the first tokens of a request"
+        )
     if config.lora_config is not None:
         notes.append("Rotations were made without the adapters of --enable-lora, which change keys")
     return notes
+
+
+def name_connector(config: Any) -> None:
+    """Have vLLM take its KV connector, if it is asked for one, from our module: it says to workers
+    which blocks it loads."""
+    from vllm.config import KVTransferConfig
+
+    if not _has_connector(config):
+        return
+    # For offloading, vLLM adds the connector's name later.
+    transfer = config.kv_transfer_config or KVTransferConfig()
+    transfer.kv_connector_module_path = CONNECTORS
+    config.kv_transfer_config = transfer
+
+
+def _has_connector(config: Any) -> bool:
+    offloads = config.cache_config.kv_offloading_size is not None
+    return offloads or config.kv_transfer_config is not None
+
+
+def _unserved_connector(config: Any) -> str:
+    """What a server is asked for of a KV connector that is not served; empty where all is."""
+    cache, transfer = config.cache_config, config.kv_transfer_config
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
+        return str(cache.kv_offloading_backend)
+    if transfer is None:
+        return ""
+    path, name = transfer.kv_connector_module_path, transfer.kv_connector
+    others = sorted({*transfer.kv_connector_extra_config} - _CONNECTOR_OPTIONS)
+    if path not in (None, CONNECTORS) or name not in (None, *SERVED_CONNECTORS):
+        return str(name)
+    return ", ".join(others)
 
 
 def _copied_bytes(settings: CacheSettings, config: Any) -> int:

@@ -171,6 +171,12 @@ class Planner:
         windows = self.sink + self.recent
         return replace(step, prompts=plan_prompts(known, reads, page_table, windows, most))
 
+    def forget(self, pages: torch.Tensor) -> None:
+        """Let these pages have no copies. Page 0 never has any."""
+        self._used[self.slot_of[pages]] = 0
+        self._used[0] = _NEVER
+        self.slot_of[pages] = 0
+
     def _buffer(
         self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
     ) -> torch.Tensor:
@@ -217,7 +223,7 @@ class Planner:
         decode, (rows, pages) = step.decode, step.decode.recent.slots.shape
         step.pages.copy_(stored // self.tokens)
         step.page_offsets.copy_(stored % self.tokens)
-        self._forget(torch.where(step.page_offsets == 0, step.pages, 0))
+        self.forget(torch.where(step.page_offsets == 0, step.pages, 0))
         # Of few new tokens, the first one has a window of its own.
         firsts = torch.where(counts > decode.new, lengths, contexts + 1)
         self._copy_windows(table, contexts, firsts, lengths, pages)
@@ -243,12 +249,6 @@ class Planner:
         recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]
         held, starts, ends, new = (e[rows:].int() for e in (contexts, sink, recents, counts))
         return find_reads(held, starts, ends, new, many, self._segment)
-
-    def _forget(self, pages: torch.Tensor) -> None:
-        """Let these pages have no copies. Page 0 never has any."""
-        self._used[self.slot_of[pages]] = 0
-        self._used[0] = _NEVER
-        self.slot_of[pages] = 0
 
     def _copy_windows(
         self,

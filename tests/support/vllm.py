@@ -3,6 +3,8 @@
 import json
 import os
 import subprocess
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +56,7 @@ def engine_job(
     prompts_too=False,
     sampling=None,
     broken=False,
+    handed=None,
     **engine,
 ) -> dict:
     """A job of `vllm_driver.py`."""
@@ -74,22 +77,48 @@ def engine_job(
         **engine,
     }
     job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
-    return job | {"sampling": sampling or {}} | ({"broken": True} if broken else {})
+    job |= {"sampling": sampling or {}, "handed": handed}
+    return job | ({"broken": True} if broken else {})
 
 
 def drive(folder: Path, job: dict, **variables: str):
     """What `vllm_driver.py` does with a job. `variables`: of its environment; `ALSO` is a folder to
     import from."""
-    (folder / "job.json").write_text(json.dumps(job))
-    words = [PYTHON, ROOT / "tests/vllm/vllm_driver.py", "job.json", "result.json"]
-    variables = {**environment(), **variables}
-    variables["PYTHONPATH"] += f":{variables.pop('ALSO', ROOT)}"
+    words, variables = _driver(folder, job, variables)
     done = subprocess.run(
         words, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
     )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return json.loads((folder / "result.json").read_text())
+
+
+@contextmanager
+def hold(folder: Path, job: dict, **variables: str):
+    """What `vllm_driver.py` does with a job, whose engine stays until the block ends."""
+    words, variables = _driver(folder, {**job, "held": True}, variables)
+    log = folder / "log"
+    with log.open("w") as output:
+        options = {"cwd": folder, "env": variables, "stdout": output, "stderr": output}
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, **options)
+    try:
+        for _ in range(600):
+            if process.poll() is not None or (folder / "result.json").exists():
+                break
+            time.sleep(1)
+        assert process.poll() is None, log.read_text()
+        yield json.loads((folder / "result.json").read_text())
+    finally:
+        process.communicate(timeout=60)
+
+
+def _driver(folder: Path, job: dict, variables: dict[str, str]) -> tuple[list, dict[str, str]]:
+    """The words and the environment of a driver."""
+    (folder / "job.json").write_text(json.dumps(job))
+    words = [PYTHON, ROOT / "tests/vllm/vllm_driver.py", "job.json", "result.json"]
+    variables = {**environment(), **variables}
+    variables["PYTHONPATH"] += f":{variables.pop('ALSO', ROOT)}"
+    return words, variables
 
 
 def environment() -> dict[str, str]:

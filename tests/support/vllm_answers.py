@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from rotationzoo import Artifact, RotatedCache
+from rotationzoo.rotations import SIDES
 from support.vllm import CHUNK, TOKENS
 
 # Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
@@ -52,3 +53,38 @@ def read_exact(model, ids: list[int]) -> list[float]:
     with torch.no_grad():
         read = model(row[None]).logits[0, :-1].log_softmax(-1)
     return read.gather(1, row[1:, None])[:, 0].tolist()
+
+
+def read_loaded(artifact: Path, model, ids: list[int], held: int) -> list[float]:
+    """The log probability of each token after the next one of the `held` first ones, which another
+    server stored in chunks, and which are read from codes alone."""
+    row = torch.tensor(ids, device=model.device)[None]
+    cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
+    codec, layout, given = cache.settings.codec, cache.settings.layout, {}
+    for index, layer in enumerate(cache.layers):
+        layer.update = _noting(layer.update, given.setdefault(index, []))
+    loaded = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for at in range(0, held, CHUNK):
+            model(row[:, at : min(at + CHUNK, held)], past_key_values=cache)
+        for index, calls in given.items():
+            rows = (torch.cat(each, 2) for each in zip(*calls, strict=True))
+            # Both leave the mean of keys out, which those of later tokens have here.
+            stored = (
+                codec.fake_quantize(each, index, side, layout.format)
+                + (each - codec.keep_exact(each, index, side))
+                for each, side in zip(rows, SIDES, strict=True)
+            )
+            loaded.update(*stored, index)
+        logits = model(row[:, held:-1], past_key_values=loaded).logits[0].log_softmax(-1)
+    return logits.gather(1, row[0, held + 1 :, None])[:, 0].tolist()
+
+
+def _noting(update, calls: list):
+    """A layer's `update`, which notes its keys and values."""
+
+    def note(keys, values, *given, **others):
+        calls.append((keys, values))
+        return update(keys, values, *given, **others)
+
+    return note

@@ -28,6 +28,10 @@ SHORT = Data(tokens=1024, length=512)
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0}
 EXACT = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 SPREAD = "--hf_overrides.rope_parameters.factor=4 --hf_overrides.rope_parameters.rope_type=linear"
+NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+FILES = '{"kv_connector":"ExampleConnector","kv_role":"kv_both"}'
+TIERS = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":'
+TIERS += '{"spec_name":"TieringOffloadingSpec"}}'
 DRAFTS = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":2}'
 REFUSED = {
     "--additional_config {}": "another additional_config",
@@ -51,6 +55,9 @@ REFUSED = {
     "-pp 2": "pipeline parallelism",
     "--prefix-match-unit 64": "prefixes that end inside a block",
     '--weight-transfer-config {"backend":"nccl"}': "weights that change meanwhile",
+    f"--kv-transfer-config {FILES}": "this KV connector (ExampleConnector)",
+    f"--kv-transfer-config {TIERS}": "this KV connector (spec_name)",
+    "--kv-offloading-size 1 --kv-offloading-backend lmcache": "this KV connector (lmcache)",
     "--no-such-option": "vLLM refuses its options: unrecognized arguments: --no-such-option",
     "--max-num-seqs many": "vLLM refuses its options: argument --max-num-seqs: invalid int",
     "--max-model-len 99999": "max_model_len (99999) is greater than",
@@ -61,6 +68,8 @@ NOTED = {
     '--hf-overrides {"rms_norm_eps":1e-06}': "exact, which takes",
     "--max-num-seqs 512": "403 MB for 512 requests at a time",
     f"--max-num-seqs 512 --speculative-config {DRAFTS}": "471 MB for 512 requests at a time",
+    f"--kv-transfer-config {NIXL}": "they are read from codes",
+    "--kv-offloading-size 1": "they are read from codes",
     "--enable-lora": "without the adapters of --enable-lora",
     "--attention-backend CUSTOM": "exact, which takes",
     f"--tokenizer {DEMO}": "exact, which takes",

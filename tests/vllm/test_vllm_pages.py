@@ -154,6 +154,17 @@ def test_a_page_forgets_its_former_tokens():
         server.end(request)
 
 
+def test_pages_that_others_write_are_read_from_codes():
+    server = Server(settings_of())
+    server.begin("loaded")
+    server.run({"loaded": draw(20)})
+    server.planner.forget(server.planner.slot_of.nonzero()[:, 0])
+    for new in range(1, 4):  # which are in a page of those tokens
+        step = server.plan({"loaded": 1})
+        assert step.decode.starts.tolist() == [0], "the sink, too"
+        assert step.decode.ends.tolist() == [20], f"only {new} are exact"
+
+
 def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read_from_codes():
     server = Server(settings_of(), most_requests=1, pages=80)
     rows = draw(42)

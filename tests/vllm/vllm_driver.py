@@ -5,7 +5,8 @@ the same time. The result has the tokens and log probabilities of each answer, a
 blocks. A job with a `server` asks that one instead, with OpenAI's client; one with `commands` runs
 rotationzoo's command line, and one with `configs` has vLLM make configs. One with `engines` runs
 the jobs of several, one after another, and one that is `broken` breaks a worker, which has to
-notice it.
+notice it. One that is `held` keeps its engine until its input ends, for another that loads its
+pages.
 """
 
 import json
@@ -24,7 +25,14 @@ def main() -> None:
     kinds["broken"] = break_worker
     kinds["engines"] = lambda job: [run_engine(each) for each in job["engines"]]
     work = next((kinds[key] for key in kinds if key in job), run_engine)
-    target.write_text(json.dumps(work(job)))
+    write_whole(target, work(job))
+
+
+def write_whole(target: Path, result) -> None:
+    """Write a file that is there only when it is complete."""
+    part = target.with_suffix(".part")
+    part.write_text(json.dumps(result))
+    part.rename(target)
 
 
 def run_engine(job: dict) -> dict:
@@ -34,9 +42,10 @@ def run_engine(job: dict) -> dict:
     # A prompt whose log probabilities are asked for is read whole, also where a prefix is there.
     given = {"prompt_logprobs": 0} if job.get("prompts_too") else {}
     given = {"temperature": 0, **given, **job["sampling"]}
-    settings = SamplingParams(max_tokens=job["tokens"], logprobs=0, **given)
-    rounds = []
-    for prompts in job["rounds"]:
+    rounds, handed = [], job.get("handed") or [None] * len(job["rounds"])
+    for prompts, of_connector in zip(job["rounds"], handed, strict=True):
+        more = {"extra_args": {"kv_transfer_params": of_connector}} if of_connector else {}
+        settings = SamplingParams(max_tokens=job["tokens"], logprobs=0, **given, **more)
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         requests = llm.generate(asked, settings, use_tqdm=False)
         rounds.append([each for request in requests for each in describe(request)])
@@ -46,7 +55,11 @@ def run_engine(job: dict) -> dict:
     cache = llm.llm_engine.vllm_config.cache_config
     held = {"blocks": cache.num_gpu_blocks, "capacity": cache.kv_cache_size_tokens}
     held["tokens"] = cache.num_gpu_blocks * cache.block_size  # without layers with a window
-    return {"rounds": rounds, "counted": counted, **held}
+    result = {"rounds": rounds, "counted": counted, **held}
+    if job.get("held"):
+        write_whole(Path(sys.argv[2]), result)
+        sys.stdin.read()
+    return result
 
 
 def describe(request) -> list[dict]:
@@ -57,6 +70,7 @@ def describe(request) -> list[dict]:
             "prompt": [only(each).logprob for each in prompt[1:]],
             "answer": [only(each).logprob for each in answer.logprobs],
             "cached": request.num_cached_tokens,
+            "handed": request.kv_transfer_params,
         }
         for answer in request.outputs
     ]
