@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.errors import RotationZooError, as_refusal
 from rotationzoo.recipe import FILES, Data
 from rotationzoo.text.chats import Message, read_functions, read_message
 from rotationzoo.words import counted, shortened
@@ -197,19 +197,14 @@ def _data_set(data: Data, path: Path) -> Iterator[_Record]:
 def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -> Iterator[None]:
     """Turn any error of a reader, a chat template or a hub client into one sentence of this `kind`
     that begins with `what`."""
-    try:
-        yield
-    except RotationZooError:
-        raise
-    except UnicodeDecodeError as error:
-        hint = "convert it, for example with: iconv -f latin1 -t utf-8"
-        raise kind(f"{what} is no UTF-8 text", hint) from error
-    except Exception as error:
-        raise kind(
-            f"{what}: {first_sentence(error)}",
-            hint="check --data, --subset, --split and --column, and the network; or use a local "
-            "file, or bundled",
-        ) from error
+    options = "--data, --subset, --split and --column"
+    hint = f"check {options}, and the network; or use a local file, or bundled"
+    with as_refusal(what, hint, kind):
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            hint = "convert it, for example with: iconv -f latin1 -t utf-8"
+            raise kind(f"{what} is no UTF-8 text", hint) from error
 
 
 def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[Sample]:
