@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rotationzoo.artifact import manifest as manifests
 from rotationzoo.artifact.layout import rotation_layout, rotations_from
-from rotationzoo.artifact.manifest import (
-    ROTATIONS,
-    STATISTICS,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-)
+from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, Manifest
 from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
@@ -69,14 +64,10 @@ class Artifact:
     def __repr__(self) -> str:
         return f"Artifact({str(self.folder)!r})"
 
-    def moved_to(self, folder: Path) -> "Artifact":
-        """The same artifact after its folder was renamed, with everything that was read of it."""
-        return Artifact(folder, self.content, self.hashes, self._examined)
-
     @cached_property
     def manifest(self) -> Manifest:
         """The typed manifest. Raises `RotationZooError` if it is damaged."""
-        return parse_manifest(self.content, str(self.folder / MANIFEST))
+        return manifests.parse_manifest(self.content, str(self.folder / MANIFEST))
 
     @property
     def identity(self) -> str:
@@ -213,4 +204,4 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             reason = f"there is no such folder{meant}"
             hint = "name the folder that calibrate wrote" if meant else hint
         raise RotationZooError(f"{folder} is no artifact: {reason}", hint=hint)
-    return read_manifest(path)
+    return manifests.read_manifest(path)

@@ -4,12 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.layer import (
@@ -203,12 +198,12 @@ class RotatedCache(DynamicCache):
                 hint="give the rotations of this model",
             )
         for index, layer in enumerate(layers):
-            if type(layer) is DynamicSlidingWindowLayer:
+            if type(layer) is cache_utils.DynamicSlidingWindowLayer:
                 window = layer.sliding_window
                 layers[index] = RotatedSlidingLayer(self.settings, index, self.padding, window)
-            elif type(layer) is DynamicLayer:
+            elif type(layer) is cache_utils.DynamicLayer:
                 layers[index] = RotatedLayer(self.settings, index, self.padding)
-            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+            elif type(layer) is cache_utils.LinearAttentionAndFullAttentionLayer:
                 states = layer.number_of_states
                 layers[index] = RotatedHybridLayer(self.settings, index, self.padding, states)
             elif hasattr(layer, "get_seq_length"):

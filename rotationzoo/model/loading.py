@@ -22,13 +22,7 @@ from rotationzoo.errors import (
     UsageError,
     as_unavailable,
 )
-from rotationzoo.model.files import (
-    GGUF,
-    check_count,
-    entry_file,
-    read_headers,
-    weight_files,
-)
+from rotationzoo.model import files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.placement import Placement, is_out_of_memory, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
@@ -108,7 +102,7 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
     """Build the model from its config on `meta`: shapes without weights. Raises `ModelUnavailable`,
     also for more layers than any model has, which some configs count in ways of their own."""
-    check_count(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), name)
+    files.check_count(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), name)
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
         options = _implementations(config)
@@ -149,9 +143,9 @@ def load(
     if source.model is not None:
         loaded: PreTrainedModel = source.model
         return loaded
-    paths, cannot = weight_files(source.folder), f"{source.name} could not be loaded"
+    paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
-    config.transformers_weights = entry_file(paths)
+    config.transformers_weights = files.entry_file(paths)
     if quantization_of(config):
         dtype = "auto"
         dequantize(config)
@@ -167,7 +161,7 @@ def load(
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT), hidden:
             # Those of a GGUF file have names and codes that are translated.
-            stored = {} if of_gguf else read_headers(paths)
+            stored = {} if of_gguf else files.read_headers(paths)
             check_codes(stored, config, source.name)
             model, loading_info = _model_class(config, source.name).from_pretrained(
                 source.folder,
@@ -221,7 +215,7 @@ def _gguf_options(paths: list[Path]) -> dict[str, Any]:
     """What makes transformers read a GGUF file, if there is one."""
     import transformers
 
-    if not paths or paths[0].name != GGUF:
+    if not paths or paths[0].name != files.GGUF:
         return {}
     options: dict[str, Any] = {"gguf_file": str(paths[0])}
     # Since 5.24, it would keep codes on a GPU, for kernels that it fetches from a hub and runs.
@@ -279,8 +273,8 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     if source.tokenizer is not None:
         given: PreTrainedTokenizerBase = source.tokenizer
         return given
-    files = [file for each in _TOKENIZERS for file in source.folder.glob(each)]
-    absent = "" if files else ": its tokenizer.json is not there"
+    found = any(any(source.folder.glob(each)) for each in _TOKENIZERS)
+    absent = "" if found else ": its tokenizer.json is not there"
     missing = ModelUnavailable(
         f"{source.name} has no readable tokenizer{absent}",
         hint=source.fetch_hint or "save the model's tokenizer into the same folder",
