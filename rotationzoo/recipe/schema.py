@@ -1,6 +1,5 @@
 """The schema of a recipe: the type, default, meaning and checks of every key, the scaling of RoPE
-among them, and which part of it may be published.
-"""
+among them, and which part of it may be published."""
 
 import hashlib
 import json

@@ -36,20 +36,15 @@ def write_pair(work: Path, final: Path, payload: Payload, prefix: str) -> dict[s
 
     With a key mean both sides have version 3, otherwise each has the lowest that can hold it.
     """
-    key, value = payload.key, payload.value
-    key_name, value_name = _file_name("k", key), _file_name("v", value)
-    version, value_version = _lowest_version(key), _lowest_version(value)
-    if version == 3:  # both files of a run share one name
-        value_version, value_name = version, key_name.replace("k_", "v_", 1)
-    write_pt(work / key_name, _content("k", key, payload.provenance, version))
-    write_pt(work / value_name, _content("v", value, payload.provenance, value_version))
-    key_clip, value_clip = payload.clip
-    return {
-        f"{prefix}_K_ROTATION_PATH": str(final / key_name),
-        f"{prefix}_V_ROTATION_PATH": str(final / value_name),
-        f"{prefix}_K_CLIP_RATIO": clip_text(key_clip, off=0),
-        f"{prefix}_V_CLIP_RATIO": clip_text(value_clip, off=0),
-    }
+    paths, clips = {}, {}
+    for letter, side, clip in zip("kv", (payload.key, payload.value), payload.clip, strict=True):
+        version = 3 if payload.key.mean or side.mean else 1 + side.per_head
+        # Both files of a run with a key mean share one name.
+        name = _file_name(letter, payload.key if payload.key.mean else side)
+        write_pt(work / name, _content(letter, side, payload.provenance, version))
+        paths[f"{prefix}_{letter.upper()}_ROTATION_PATH"] = str(final / name)
+        clips[f"{prefix}_{letter.upper()}_CLIP_RATIO"] = clip_text(clip, off=0)
+    return paths | clips
 
 
 def _file_name(letter: str, side: SideMatrices) -> str:
@@ -87,7 +82,11 @@ def _content(
         content["transform"] = {name: "center", "centered": bool(side.mean), "orthogonal": True}
     if provenance:
         content["calibration"] = dict(provenance)
-    content["layers"] = {layer: _entry(side, layer) for layer in sorted(side.rotation)}
+    layers: dict[int, dict[str, Any]]
+    layers = content["layers"] = {layer: {"layer_id": layer} for layer in sorted(side.rotation)}
+    for stored, field in _TENSORS.items():
+        for layer, tensor in getattr(side, field).items():
+            layers[layer][stored] = tensor.float().contiguous()
     return content
 
 
@@ -97,23 +96,6 @@ def write_pt(path: Path, content: Any) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     folders.write_new(path, buffer.getvalue())
-
-
-def _lowest_version(side: SideMatrices) -> int:
-    """The lowest version that can hold a side."""
-    if side.mean:
-        return 3
-    return 2 if side.per_head else 1
-
-
-def _entry(side: SideMatrices, layer: int) -> dict[str, Any]:
-    tables = {"rotation": side.rotation, "eigenvalues": side.eigenvalues, "k_mean": side.mean}
-    tensors = {
-        name: tensors[layer].float().contiguous()
-        for name, tensors in tables.items()
-        if layer in tensors
-    }
-    return {"layer_id": layer, **tensors}
 
 
 # Objectives that say which side a file holds; the last ones of keys look like those of values.
