@@ -166,10 +166,8 @@ class Artifact:
         if name == ROTATIONS and not problems:
             problems = sentences(orthogonality_problems(tensors, bool(self.manifest.imported)))
         if problems := problems or self._damage(name):
-            raise RotationZooError(
-                f"{self.folder / name} is damaged: {problems[0]}",
-                hint=f"see all of it with: rotationzoo verify {shlex.quote(str(self.folder))}",
-            )
+            hint = f"see all of it with: rotationzoo verify {shlex.quote(str(self.folder))}"
+            raise RotationZooError(f"{self.folder / name} is damaged: {problems[0]}", hint)
         return tensors
 
     def _check_same(self, name: str) -> None:
@@ -177,9 +175,8 @@ class Artifact:
         opened. The manifests are compared, because nothing else tells: file systems give a new
         folder the number of one that was removed."""
         if Artifact.open(self.folder).manifest.files.get(name) != self.manifest.files.get(name):
-            raise RotationZooError(
-                f"{self.folder} was replaced while it was read", hint="run the command again"
-            )
+            hint = "run the command again"
+            raise RotationZooError(f"{self.folder} was replaced while it was read", hint)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -191,10 +188,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
                 hint="name the artifact that they were exported from",
             )
         if files.size_of(folder / "config.json") is not None:
-            raise RotationZooError(
-                f"{folder} is a model, and has no rotations",
-                hint=f"make them with: rotationzoo calibrate {folder}",
-            )
+            hint = f"make them with: rotationzoo calibrate {folder}"
+            raise RotationZooError(f"{folder} is a model, and has no rotations", hint)
         reason, hint = f"it has no {MANIFEST}", "make one with: rotationzoo calibrate MODEL"
         if inside := sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}")):
             hint = f"name one of those in it, such as {inside[0]}"

@@ -47,10 +47,8 @@ def build_settings(
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
     elif not isinstance(rotations, Rotations):
-        raise UsageError(
-            f"an object of type {type(rotations).__name__} holds no rotations",
-            hint="give an artifact or its folder, or None",
-        )
+        hint = "give an artifact or its folder, or None"
+        raise UsageError(f"an object of type {type(rotations).__name__} holds no rotations", hint)
     elif options.get("bits") is not None:
         raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
     options = caches.as_engine(options, rotations.has_budget)

@@ -91,9 +91,8 @@ def measure_sensitivities(
         for (index, side), loss in zip(places, found, strict=True):
             progress("measuring what each layer loses", done, total)
             if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
-                raise RotationZooError(
-                    f"what {side}s of layer {index} lose is not finite", hint="--dtype float32"
-                )
+                hint = "--dtype float32"
+                raise RotationZooError(f"what {side}s of layer {index} lose is not finite", hint)
             losses[index, side] += max(0.0, loss - noise) / len(texts)
             done += 1
 

@@ -118,9 +118,8 @@ def check_matrices(file: RotationFile) -> None:
     for layer, matrix in content.rotation.items():
         problem = _problem(matrix, content.eigenvalues.get(layer), content.mean.get(layer))
         if problem is not None:
-            raise RotationZooError(
-                f"layer {layer} of {file.path.name} {problem}", hint="do not use it"
-            )
+            hint = "do not use it"
+            raise RotationZooError(f"layer {layer} of {file.path.name} {problem}", hint)
 
 
 def _problem(
@@ -173,9 +172,8 @@ def objective_name(content: Any) -> str:
 def check_layer(path: Path, layer: int | str) -> int:
     """The layer's number as an integer. Raises `RotationZooError` for one that no model has."""
     if int(layer) >= MOST_LAYERS:
-        raise RotationZooError(
-            f"{path.name} has a layer {layer}, and no model has", hint="do not use it"
-        )
+        hint = "do not use it"
+        raise RotationZooError(f"{path.name} has a layer {layer}, and no model has", hint)
     return int(layer)
 
 
@@ -184,9 +182,8 @@ def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
     a scalar."""
     plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
     if not plain or not tensor.numel():
-        raise RotationZooError(
-            f"the {label} in {path.name} is no table of real numbers", hint="do not use it"
-        )
+        hint = "do not use it"
+        raise RotationZooError(f"the {label} in {path.name} is no table of real numbers", hint)
 
 
 def _is_text(value: Any) -> bool:

@@ -52,9 +52,8 @@ def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedC
 
     kind = read_json(source.folder / "config.json").get("model_type")
     if not kind or not isinstance(kind, str):
-        raise ModelUnavailable(
-            f"{source.name} has no readable config.json with a model_type", hint=_FETCH_HINT
-        )
+        hint = _FETCH_HINT
+        raise ModelUnavailable(f"{source.name} has no readable config.json with a model_type", hint)
     if kind not in CONFIG_MAPPING:
         raise ModelUnavailable(
             f"transformers does not know the model type {kind!r} of {source.name}",
@@ -94,9 +93,8 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
     for auto in autos[::-1] if hasattr(config, READS_MEDIA) else autos:
         if type(config) in auto._model_mapping:
             return auto
-    raise UnsupportedModel(
-        f"{name} ({config.model_type}) is not a causal language model", hint=CAUSAL_HINT
-    )
+    hint = CAUSAL_HINT
+    raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model", hint)
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
@@ -195,9 +193,8 @@ def load(
         setattr(model, HEADLESS, missing != needed)
         missing = needed
     if missing:  # transformers only warns, and fills them with random numbers
-        raise ModelUnavailable(
-            f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT
-        )
+        hint = _FETCH_HINT
+        raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", hint)
     unused, parts = _find_unused(model, stored, loading_info["unexpected_keys"])
     if unused:
         raise ModelUnavailable(
@@ -367,6 +364,5 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         rows = f"a batch of {counted(batch, 'row')} of {length} tokens"
         half = f"--batch {batch // 2}"
         smaller = half if batch > 1 else "--device-map auto, or a shorter --length"
-        raise RotationZooError(
-            f"{rows} does not fit the device's memory", hint=f"add: {smaller}"
-        ) from error
+        hint = f"add: {smaller}"
+        raise RotationZooError(f"{rows} does not fit the device's memory", hint) from error

@@ -108,10 +108,8 @@ def find(model: str, revision: str | None = None) -> Source:
         return Source(model, folder, None)
     if is_local(model):  # a mistyped path
         kind = "file" if model.endswith(".gguf") else "folder"
-        raise ModelUnavailable(
-            f"there is no {kind} {model}{_alike(model)}",
-            hint="check the path, or give a hub id such as Qwen/Qwen3-8B",
-        )
+        hint = "check the path, or give a hub id such as Qwen/Qwen3-8B"
+        raise ModelUnavailable(f"there is no {kind} {model}{_alike(model)}", hint)
     repository, _, name = model.partition(":")
     name = name or _CONFIG
     with _hub_errors(model, revision):

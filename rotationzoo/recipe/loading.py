@@ -54,9 +54,8 @@ def load(recipe: str) -> Recipe:
     except (OSError, ValueError) as error:
         raise RotationZooError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):
-        raise RotationZooError(
-            f"{path} is no recipe: it holds no keys", hint="see configs/ for examples"
-        )
+        hint = "see configs/ for examples"
+        raise RotationZooError(f"{path} is no recipe: it holds no keys", hint)
     return from_dict(content, str(path))
 
 
@@ -83,9 +82,8 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     try:
         return Recipe(**{**preset, **content})
     except ValidationError as error:
-        raise RotationZooError(
-            f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key"
-        ) from error
+        hint = "see docs/recipes.md for every key"
+        raise RotationZooError(f"{origin}: {_first_problem(error)}", hint) from error
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:

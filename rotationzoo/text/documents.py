@@ -98,9 +98,8 @@ def _samples(data: Data, tally: Tally) -> Iterator[Sample]:
                 yield sample
     if empty:
         tally.check()
-        raise RotationZooError(
-            f"{data.source} holds no text", hint="give another source with --data, or bundled"
-        )
+        hint = "give another source with --data, or bundled"
+        raise RotationZooError(f"{data.source} holds no text", hint)
 
 
 def _read_sample(number: int, record: _Record | bytes, data: Data) -> Sample:
@@ -144,10 +143,8 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
     if suffix in FILES and not path.is_file():
         raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
     if path.exists() and suffix not in FILES:
-        raise RotationZooError(
-            f"{data.source} is no file that ends with {', '.join(FILES)}",
-            hint="give such a file, or a data set id of the hub, with --data",
-        )
+        hint = "give such a file, or a data set id of the hub, with --data"
+        raise RotationZooError(f"{data.source} is no file that ends with {', '.join(FILES)}", hint)
     if suffix == ".txt":
         return _pieces(path)
     return _json_lines(path) if suffix == ".jsonl" else _data_set(data, path)
@@ -159,10 +156,8 @@ def _column(record: _Record, wanted: list[str], data: Data) -> str:
         if column in record:
             return column
     columns = ", ".join(map(str, record)) or "none"
-    raise BadRow(
-        f"{data.source} has no column {' or '.join(wanted)}: it has {columns}",
-        hint="name the column of the text or of the chat messages with --column (or --images)",
-    )
+    hint = "name the column of the text or of the chat messages with --column (or --images)"
+    raise BadRow(f"{data.source} has no column {' or '.join(wanted)}: it has {columns}", hint)
 
 
 def _pieces(path: Path) -> Iterator[_Record]:

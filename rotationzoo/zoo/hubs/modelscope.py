@@ -105,9 +105,8 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
         while chunk := raw.read1(_CHUNK_BYTES):
             yield chunk
     except urllib3.exceptions.ReadTimeoutError as error:
-        raise HubError(
-            f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint=limits.NETWORK_HINT
-        ) from error
+        hint = limits.NETWORK_HINT
+        raise HubError(f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint) from error
     except urllib3.exceptions.HTTPError as error:
         raise requests.ConnectionError("the answer broke off") from error
 
@@ -119,9 +118,8 @@ def _asking(repo: str) -> Iterator[None]:
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
-        raise HubError(
-            "HF_HUB_OFFLINE is set: ModelScope is not asked", hint="unset HF_HUB_OFFLINE"
-        )
+        hint = "unset HF_HUB_OFFLINE"
+        raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", hint)
     printed = sys.stderr if _is_debugging() else io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):

@@ -75,9 +75,8 @@ def make_demand(
     # One signer is one name, and not its letters.
     named = [signers] if isinstance(signers, str) else signers or ()
     if issuer is not None and not named:
-        raise UsageError(
-            "--issuer needs a --signer that it vouches for", hint="add: --signer IDENTITY"
-        )
+        hint = "add: --signer IDENTITY"
+        raise UsageError("--issuer needs a --signer that it vouches for", hint)
     if named or require_signature:
         check_installed("checking a signature")
     parsed = tuple(parse_signer(name, issuer) for name in named)
