@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,36 +116,34 @@ def check_matrices(file: RotationFile) -> None:
     eigenvalues and mean are finite and of matching shape."""
     content = file.content
     for layer, matrix in content.rotation.items():
-        problem = _problem(matrix, content.eigenvalues.get(layer), content.mean.get(layer))
-        if problem is not None:
+        for problem in _problems(matrix, content.eigenvalues.get(layer), content.mean.get(layer)):
             hint = "do not use it"
             raise RotationZooError(f"layer {layer} of {file.path.name} {problem}", hint)
 
 
-def _problem(
+def _problems(
     matrix: torch.Tensor, eigenvalues: torch.Tensor | None, mean: torch.Tensor | None
-) -> str | None:
-    """What is wrong with the matrix `[D, D]` or `[H, D, D]` of a layer, or with what is beside it;
-    None if nothing is."""
+) -> Iterator[str]:
+    """What is wrong with the matrix `[D, D]` or `[H, D, D]` of a layer, or with what is beside it.
+    Each check relies on those before it."""
     if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2] or not matrix.numel():
-        return f"is no square matrix, but {list(matrix.shape)}"
+        yield f"is no square matrix, but {list(matrix.shape)}"
     if not torch.isfinite(matrix).all():
-        return "is not finite: its calibration failed"
+        yield "is not finite: its calibration failed"
     error = orthogonality.orthogonality_error(matrix)
     if not error <= orthogonality.ORTHOGONAL_IMPORTED:
-        return f"is no orthogonal matrix (largest |R R^T - I| {error:.1e})"
+        yield f"is no orthogonal matrix (largest |R R^T - I| {error:.1e})"
     if eigenvalues is not None:
         if eigenvalues.shape != matrix.shape[:-1] or not torch.isfinite(eigenvalues).all():
-            return "has eigenvalues that are not finite or not of its shape"
+            yield "has eigenvalues that are not finite or not of its shape"
         if eigenvalues.min() < -_NEGATIVE * eigenvalues.abs().max():
-            return "has negative eigenvalues: no second moment has"
+            yield "has negative eigenvalues: no second moment has"
     if mean is not None:
         # Heads that share a rotation may still have one mean each.
         shared = matrix.ndim == 2 and mean.ndim <= 2 and mean.shape[-1] == matrix.shape[-1]
         fits = shared or mean.shape == matrix.shape[:-1]
         if not fits or not torch.isfinite(mean).all():
-            return "has a mean that is not finite or not of its shape"
-    return None
+            yield "has a mean that is not finite or not of its shape"
 
 
 def as_mapping(content: Any) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import ModuleList
@@ -139,8 +139,7 @@ def load(
     to predict, its language-model head may be missing, as it is in some checkpoints.
     """
     if source.model is not None:
-        loaded: PreTrainedModel = source.model
-        return loaded
+        return cast("PreTrainedModel", source.model)
     paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
     config.transformers_weights = files.entry_file(paths)
@@ -204,8 +203,7 @@ def load(
     if parts:
         note = f"{' and '.join(parts)} of the checkpoint stand unused: the model here has none"
         setattr(model, _NOTES, [note])
-    evaluated: PreTrainedModel = model.eval()
-    return evaluated
+    return cast("PreTrainedModel", model.eval())
 
 
 def _gguf_options(paths: list[Path]) -> dict[str, Any]:
@@ -268,8 +266,7 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     if source.tokenizer is not None:
-        given: PreTrainedTokenizerBase = source.tokenizer
-        return given
+        return cast("PreTrainedTokenizerBase", source.tokenizer)
     found = any(any(source.folder.glob(each)) for each in _TOKENIZERS)
     absent = "" if found else ": its tokenizer.json is not there"
     missing = ModelUnavailable(
@@ -322,8 +319,7 @@ class RunSettings:
         """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread
         over devices it is the checkpoint's own type."""
         if self.dtype != "auto":
-            named: torch.dtype = getattr(torch, self.dtype)
-            return named
+            return cast(torch.dtype, getattr(torch, self.dtype))
         on_cpu_alone = self.torch_device == "cpu" and self.device_map is None
         return torch.float32 if on_cpu_alone else "auto"
 

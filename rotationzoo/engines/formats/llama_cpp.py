@@ -55,8 +55,8 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     reader = open_gguf(base)
     # `objective_name` reduces any untrusted field to short printable text.
     architecture = objective_name(reader.value("general.architecture"))
-    for problem, hint in _problems(reader, architecture, payload):
-        raise RotationZooError(problem, hint)
+    for problem, remedy in _problems(reader, architecture, payload):
+        raise RotationZooError(problem, remedy)
     compared = _compare_config(reader, architecture, options, payload)
     tensors = gguf_file.rotation_tensors(payload)
     notes = {

@@ -278,22 +278,18 @@ def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]
 
 
 def _side(path: Path, objective: str, transform: Mapping[str, Any]) -> str | None:
-    """`key` or `value`, from the file's name and its content, or None if neither says which.
-
-    Raises `RotationZooError` if the two differ.
-    """
+    """`key` or `value`, from the file's name and its content, or None if neither says which. Raises
+    `RotationZooError` if the two differ."""
     stated = next((side for side in SIDES if side in transform), None)
     if _OF_VALUES.match(objective):
         stated = "value"
     if _OF_KEYS.match(objective):
         stated = "key"
-    if not re.match(r"[kv](_|$)", path.stem):
-        return stated
-    named = "key" if path.stem.startswith("k") else "value"
-    if stated and named != stated:
+    named = {"k": "key", "v": "value"}.get(path.stem.partition("_")[0])
+    if stated and named and named != stated:
         raise RotationZooError(
             f"{path.name} is named as {named}s and says that it holds {stated}s "
             f"(objective {objective}): they are swapped",
             hint="do not use it, or give the files their right names",
         )
-    return named
+    return named or stated
