@@ -69,9 +69,8 @@ def normalise(file: RotationFile) -> RotationFile:
     descending = [layer for layer, values in eigenvalues.items() if (values.diff(dim=-1) < 0).any()]
     if descending:
         if any((eigenvalues[layer].diff(dim=-1) > 0).any() for layer in descending):
-            raise RotationZooError(
-                f"the eigenvalues of layer {descending[0]} in {name} are in no order"
-            )
+            of_layer = f"the eigenvalues of layer {descending[0]}"
+            raise RotationZooError(f"{of_layer} in {name} are in no order")
         # The matrices stay as they are: `descending` tells `describe` to name the composition
         # that makes them from ascending eigenvalues.
         eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}

@@ -63,22 +63,15 @@ def _content(
 ) -> dict[str, Any]:
     """The content of one side's file, of keys (`letter` is `k`) or values (`v`), in the order of
     OSCAR's own tools."""
-    objective, grouping = side.objective, "layer"
+    name, centered = ("key", "oscar2_center") if letter == "k" else ("value", "oscar2_v_pre_wo")
+    content: dict[str, Any] = {"format_version": version, "objective": side.objective}
+    content["source_grouping"] = "head" if version == 3 and side.per_head else "layer"
     if version == 2:
-        grouping = "per_kv_head"
-        objective = f"{objective.removesuffix('_perhead')}_perhead"
+        content["objective"] = f"{side.objective.removesuffix('_perhead')}_perhead"
+        content["source_grouping"] = "per_kv_head"
     if version == 3:
-        grouping = "head" if side.per_head else "layer"
-        objective = f"{objective}_center"
-        if re.match(_CALIBRATED, objective):
-            objective = "oscar2_center" if letter == "k" else "oscar2_v_pre_wo"
-    content: dict[str, Any] = {
-        "format_version": version,
-        "objective": objective,
-        "source_grouping": grouping,
-    }
-    if version == 3:
-        name = "key" if letter == "k" else "value"
+        plain = f"{side.objective}_center"
+        content["objective"] = centered if re.match(_CALIBRATED, plain) else plain
         content["transform"] = {name: "center", "centered": bool(side.mean), "orthogonal": True}
     if provenance:
         content["calibration"] = dict(provenance)
@@ -172,10 +165,9 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
     except RotationZooError:
         raise
     except Exception as error:  # pickle and zip files fail in many ways
+        reason = "it cannot be opened as plain tensors with layers"
         hint = "do not use it; files that need to run code when they are opened are refused"
-        raise _no_rotations(
-            path, "it cannot be opened as plain tensors with layers", hint
-        ) from error
+        raise _no_rotations(path, reason, hint) from error
     # OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
     declared = as_mapping(table.get("transform")).get("orthogonal") is not False
     if not declared or any(name in entry for entry in entries.values() for name in _COMPANIONS):
@@ -242,10 +234,8 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
             raise RotationZooError(f"{path.name} has layer {number} twice")
         stated = _layer_number(entry.get("layer_id", number))
         if stated != rotation_file.check_layer(path, number):
-            says = "no layer" if stated is None else f"layer {stated}"
-            raise RotationZooError(
-                f"{path.name}: the entry of layer {number} says that it is {says}"
-            )
+            says = "is no layer" if stated is None else f"is layer {stated}"
+            raise RotationZooError(f"{path.name}: the entry of layer {number} says that it {says}")
         entries[number] = dict(entry)
     if not entries:
         hint = "give a file that OSCAR's tools or rotationzoo export wrote"
@@ -254,10 +244,8 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
 
 
 def _layer_number(name: Any) -> int | None:
-    if isinstance(name, int):
-        return name if 0 <= name < 10**9 else None
-    number = re.fullmatch(r"(?:layers?[._])?(\d{1,9})", name) if isinstance(name, str) else None
-    return int(number[1]) if number else None
+    number = re.fullmatch(r"(?:layers?[._])?(\d{1,9})", str(name))
+    return int(number[1]) if number and isinstance(name, int | str) else None
 
 
 def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]]:
@@ -267,9 +255,8 @@ def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]
         found = {layer: entry.get(stored) for layer, entry in entries.items()}
         tables[name] = {i: each for i, each in found.items() if isinstance(each, torch.Tensor)}
         if tables[name] and (without := sorted(found.keys() - tables[name].keys())):
-            raise RotationZooError(
-                f"{path.name} has no {name} for layer {without[0]}, and has for others"
-            )
+            lacking = f"no {name} for layer {without[0]}"
+            raise RotationZooError(f"{path.name} has {lacking}, and has for others")
         for layer, tensor in tables[name].items():
             rotation_file.check_tensor(path, f"{name} of layer {layer}", tensor)
     if not tables["rotation"]:
