@@ -164,7 +164,5 @@ def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]
         if mean is not None and mean.ndim == 2:
             wrong |= len(mean) not in (1, layer.kv_heads)  # one mean may serve all heads
         if wrong:
-            yield (
-                f"layer {index} has {layer.kv_heads} KV heads with {side}s of {dim}, the file "
-                f"{list(matrix.shape)}"
-            )
+            heads = f"{layer.kv_heads} KV heads with {side}s of {dim}"
+            yield f"layer {index} has {heads}, the file {list(matrix.shape)}"

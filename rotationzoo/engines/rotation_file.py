@@ -107,9 +107,6 @@ def _known(composition: str) -> str:
     return composition if composition in COMPOSITIONS else GIVEN
 
 
-# ---- checks
-
-
 def check_matrices(file: RotationFile) -> None:
     """Raise `RotationZooError` unless every matrix is square, finite and orthogonal, and its
     eigenvalues and mean are finite and of matching shape."""

@@ -173,19 +173,17 @@ def load(
             )
     except ModelUnavailable as error:
         if is_out_of_memory(error.__cause__):
-            raise ModelUnavailable(
-                f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
-            ) from error
-        if placement is not None and remedy(error.__cause__) == ROOM:
-            raise ModelUnavailable(
-                f"the disk of {placement.offload_folder} is full, and not all weights fit memory",
-                hint="make room, or name a folder on a larger disk: export TMPDIR=FOLDER",
-            ) from error
-        if "mismatched_sizes" in str(error):
-            raise ModelUnavailable(
-                f"{cannot}: its weights do not have the shapes of its config", hint=_FETCH_HINT
-            ) from error
-        raise
+            says = f"{source.name} does not fit the memory of {device}"
+            hint = "add: --device-map auto"
+        elif placement is not None and remedy(error.__cause__) == ROOM:
+            says = f"the disk of {placement.offload_folder} is full, and not all weights fit memory"
+            hint = "make room, or name a folder on a larger disk: export TMPDIR=FOLDER"
+        elif "mismatched_sizes" in str(error):
+            says = f"{cannot}: its weights do not have the shapes of its config"
+            hint = _FETCH_HINT
+        else:
+            raise
+        raise ModelUnavailable(says, hint) from error
     missing = sorted(loading_info["missing_keys"])
     if not predicts:
         needed = [name for name in missing if "lm_head" not in name]

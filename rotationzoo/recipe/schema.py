@@ -79,7 +79,7 @@ FILES = (".jsonl", ".txt", ".parquet")
 
 
 def digest(content: dict[str, Any]) -> str:
-    """sha256 of a recipe's content."""
+    """sha256 of a table, such as a recipe's content, as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
