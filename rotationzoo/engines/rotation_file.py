@@ -28,7 +28,7 @@ _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
 # What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
 # of latents, a permutation, and Hadamard matrices over groups of channels.
 _OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
-_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 _LONGEST_TEXT = 1000
 
 
@@ -169,15 +169,6 @@ def check_layer(path: Path, layer: int | str) -> int:
         hint = "do not use it"
         raise RotationZooError(f"{path.name} has a layer {layer}, and no model has", hint)
     return int(layer)
-
-
-def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
-    """Raise `RotationZooError` unless a tensor is dense, real floating-point, and neither empty nor
-    a scalar."""
-    plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
-    if not plain or not tensor.numel():
-        hint = "do not use it"
-        raise RotationZooError(f"the {label} in {path.name} is no table of real numbers", hint)
 
 
 def _is_text(value: Any) -> bool:

@@ -104,6 +104,7 @@ _MOST_SHARED = 1 << 28
 _MOST_ENTRIES = (len(_TENSORS) + 1) * MOST_LAYERS
 _LARGEST_PICKLE = 2 << 20  # bytes; 1,024 layers of three tensors each took 0.25 MB
 
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _Entries = dict[int, dict[str, Any]]
 """Layer -> the file's entry for it."""
 
@@ -249,7 +250,8 @@ def _layer_number(name: Any) -> int | None:
 
 
 def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]]:
-    """The tensors of each name by layer: of all layers or of none."""
+    """The tensors of each name by layer: of all layers or of none, and each a dense table of real
+    numbers that is not empty."""
     tables = {}
     for stored, name in _TENSORS.items():
         found = {layer: entry.get(stored) for layer, entry in entries.items()}
@@ -258,7 +260,10 @@ def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]
             lacking = f"no {name} for layer {without[0]}"
             raise RotationZooError(f"{path.name} has {lacking}, and has for others")
         for layer, tensor in tables[name].items():
-            rotation_file.check_tensor(path, f"{name} of layer {layer}", tensor)
+            plain = tensor.layout == torch.strided and tensor.dtype in _REAL
+            if not plain or not tensor.ndim or not tensor.numel():
+                label = f"the {name} of layer {layer} in {path.name}"
+                raise RotationZooError(f"{label} is no table of real numbers", "do not use it")
     if not tables["rotation"]:
         raise _no_rotations(path, "it has no rotation")
     return tables
