@@ -1,7 +1,7 @@
 """The errors that rotationzoo raises for known failures, and their exit codes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class RotationZooError(Exception):
@@ -80,14 +80,21 @@ def first_sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def as_unavailable(
-    what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback"
+def as_refusal(
+    what: str, hint: str | None = None, kind: type[RotationZooError] = RotationZooError
 ) -> Iterator[None]:
-    """Turn any error raised inside the block into a `ModelUnavailable`, whose message is `what` and
+    """Turn any error raised inside the block into one of this `kind`, whose message is `what` and
     the first line of the original. A `RotationZooError` passes through unchanged."""
     try:
         yield
     except RotationZooError:  # it has a sentence and a hint of its own
         raise
     except Exception as error:
-        raise ModelUnavailable(f"{what}: {first_sentence(error)}", hint=hint) from error
+        raise kind(f"{what}: {first_sentence(error)}", hint) from error
+
+
+def as_unavailable(
+    what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback"
+) -> AbstractContextManager[None]:
+    """Turn any error raised inside the block into a `ModelUnavailable`, as `as_refusal` does."""
+    return as_refusal(what, hint, ModelUnavailable)

@@ -1,6 +1,5 @@
 """Composes the rotations that a recipe asks for from second moments: the eigenbasis, then the
-factors with which a writer chooses codes by error feedback.
-"""
+factors with which a writer chooses codes by error feedback."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -65,15 +65,13 @@ def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
         found.setdefault(layer, set()).add(side)
     rotations = {}
     for layer, sides in sorted(found.items()):
-        by_side = {side: _rotation_from(tensors, layer, side) for side in rows_of(sides).sides}
+        by_side = {}
+        for side in rows_of(sides).sides:
+            matrix, clip = (tensors[tensor_name(layer, side, it)] for it in ("rotation", "clip"))
+            optional = {field: tensors.get(tensor_name(layer, side, field)) for field in OPTIONAL}
+            by_side[side] = Rotation(matrix, clip, **optional)
         rotations[layer] = LayerRotations.of_sides(by_side)
     return Rotations(rotations)
-
-
-def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -> Rotation:
-    optional = {field: tensors.get(tensor_name(layer, side, field)) for field in OPTIONAL}
-    clip = tensors[tensor_name(layer, side, "clip")]
-    return Rotation(tensors[tensor_name(layer, side, "rotation")], clip, **optional)
 
 
 def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:

@@ -1,8 +1,6 @@
 """The schema of an artifact's manifest, which gives every command well-typed data. It does not
 check whether a manifest is true: `verify` does."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import Recipe, digest
 from rotationzoo.sides import HEADS, LATENTS, CachedRows, rows_of
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import plain, read_json
@@ -235,4 +233,4 @@ def hash_config(folder: Path, unquantized: bool = False) -> str:
     config = read_json(folder / "config.json")
     for key in ["transformers_version"] + ["quantization_config"] * unquantized:
         config.pop(key, None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return digest(config)

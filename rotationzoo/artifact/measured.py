@@ -9,15 +9,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from rotationzoo.artifact.scores import (
-    Decision,
-    Errors,
-    ExactTaskRecall,
-    Figures,
-    Recall,
-    Score,
-    TaskRecall,
-)
+from rotationzoo.artifact import scores
+from rotationzoo.artifact.scores import Errors, Figures
 from rotationzoo.storage.strict_json import Count, Sha256
 
 # ---- arms
@@ -66,8 +59,8 @@ class ArmSummary(Measures, AboutArm):
 
     bits_per_element: float
     bits_at_length: float
-    tasks: Mapping[str, Score]
-    all_tasks: Recall | None
+    tasks: Mapping[str, scores.Score]
+    all_tasks: scores.Recall | None
     """All tasks together; None if the exact model can do none of them."""
 
 
@@ -81,16 +74,16 @@ class ArmCosts(Measures):
 class MeasuredArm(ArmCosts, ArmSummary):
     """Everything that was measured of one arm with one cache."""
 
-    tasks: Mapping[str, TaskRecall]
+    tasks: Mapping[str, scores.TaskRecall]
 
 
 class ExactSummary(Figures):
     """The figures of the model without a 2-bit cache that the manifest keeps."""
 
     perplexity: float
-    tasks: Mapping[str, Score]
+    tasks: Mapping[str, scores.Score]
     """Of every task, also the ones that it cannot do."""
-    all_tasks: Recall | None
+    all_tasks: scores.Recall | None
     """All tasks that it can do together; None if there is none."""
 
 
@@ -105,7 +98,7 @@ class ExactCosts(Figures):
 class Exact(ExactCosts, ExactSummary):
     """Everything that was measured of the model without a 2-bit cache."""
 
-    tasks: Mapping[str, ExactTaskRecall]
+    tasks: Mapping[str, scores.ExactTaskRecall]
 
 
 Arm = TypeVar("Arm", bound=AboutArm)
@@ -129,7 +122,7 @@ class Verdict(Figures):
 
     texts: Count
     words: list[str]
-    decisions: list[Decision] = Field(default_factory=list)
+    decisions: list[scores.Decision] = Field(default_factory=list)
 
 
 # ---- the whole

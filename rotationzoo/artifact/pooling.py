@@ -27,14 +27,9 @@ def check_pooled(artifacts: Sequence[Artifact]) -> None:
         _check_statistics(artifact)
 
 
-def has_statistics(artifact: Artifact) -> bool:
-    """Whether an artifact has what one rotation per layer is fitted from."""
-    complete = artifact.statistics is not None or not artifact.recipe.needs_statistics
-    return complete and artifact.recipe.composition != GIVEN
-
-
 def _check_statistics(artifact: Artifact) -> None:
-    if not has_statistics(artifact):
+    complete = artifact.statistics is not None or not artifact.recipe.needs_statistics
+    if not complete or artifact.recipe.composition == GIVEN:
         raise RotationZooError(
             f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
             "layer from",

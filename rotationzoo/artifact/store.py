@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rotationzoo.artifact import manifest as manifests
 from rotationzoo.artifact.layout import rotation_layout, rotations_from
-from rotationzoo.artifact.manifest import (
-    ROTATIONS,
-    STATISTICS,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-)
+from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, Manifest
 from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
@@ -69,14 +64,10 @@ class Artifact:
     def __repr__(self) -> str:
         return f"Artifact({str(self.folder)!r})"
 
-    def moved_to(self, folder: Path) -> "Artifact":
-        """The same artifact after its folder was renamed, with everything that was read of it."""
-        return Artifact(folder, self.content, self.hashes, self._examined)
-
     @cached_property
     def manifest(self) -> Manifest:
         """The typed manifest. Raises `RotationZooError` if it is damaged."""
-        return parse_manifest(self.content, str(self.folder / MANIFEST))
+        return manifests.parse_manifest(self.content, str(self.folder / MANIFEST))
 
     @property
     def identity(self) -> str:
@@ -175,10 +166,8 @@ class Artifact:
         if name == ROTATIONS and not problems:
             problems = sentences(orthogonality_problems(tensors, bool(self.manifest.imported)))
         if problems := problems or self._damage(name):
-            raise RotationZooError(
-                f"{self.folder / name} is damaged: {problems[0]}",
-                hint=f"see all of it with: rotationzoo verify {shlex.quote(str(self.folder))}",
-            )
+            hint = f"see all of it with: rotationzoo verify {shlex.quote(str(self.folder))}"
+            raise RotationZooError(f"{self.folder / name} is damaged: {problems[0]}", hint)
         return tensors
 
     def _check_same(self, name: str) -> None:
@@ -186,9 +175,8 @@ class Artifact:
         opened. The manifests are compared, because nothing else tells: file systems give a new
         folder the number of one that was removed."""
         if Artifact.open(self.folder).manifest.files.get(name) != self.manifest.files.get(name):
-            raise RotationZooError(
-                f"{self.folder} was replaced while it was read", hint="run the command again"
-            )
+            hint = "run the command again"
+            raise RotationZooError(f"{self.folder} was replaced while it was read", hint)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -200,10 +188,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
                 hint="name the artifact that they were exported from",
             )
         if files.size_of(folder / "config.json") is not None:
-            raise RotationZooError(
-                f"{folder} is a model, and has no rotations",
-                hint=f"make them with: rotationzoo calibrate {folder}",
-            )
+            hint = f"make them with: rotationzoo calibrate {folder}"
+            raise RotationZooError(f"{folder} is a model, and has no rotations", hint)
         reason, hint = f"it has no {MANIFEST}", "make one with: rotationzoo calibrate MODEL"
         if inside := sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}")):
             hint = f"name one of those in it, such as {inside[0]}"
@@ -213,4 +199,4 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             reason = f"there is no such folder{meant}"
             hint = "name the folder that calibrate wrote" if meant else hint
         raise RotationZooError(f"{folder} is no artifact: {reason}", hint=hint)
-    return read_manifest(path)
+    return manifests.read_manifest(path)

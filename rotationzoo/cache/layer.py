@@ -7,12 +7,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers import PreTrainedModel, cache_utils
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from rotationzoo.cache.decoding_step import MOST_CANDIDATES, DecodingStep, LazyRows, MaskCheck
 from rotationzoo.cache.stream import Reach, Rows, Stream
@@ -31,10 +27,6 @@ class Padding:
     """Empty where no mask was seen: then no row begins with padding."""
     settled: bool = False
     """Whether every row has had a token that is no padding."""
-
-    def of_batch(self, rows: int) -> list[int]:
-        """The starts of a batch of `rows` rows."""
-        return self.starts if len(self.starts) == rows else [0] * rows
 
     def note(self, mask: torch.Tensor) -> None:
         """Read the padding from the mask `[B, T]` of all tokens so far, 0 for padding.
@@ -107,7 +99,8 @@ class RotatedLayer(CacheLayerMixin):
         rotations are for other heads or dimensions."""
         settings = self.settings.for_layer(self.index, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
-        starts = self.padding.of_batch(key_states.shape[0])
+        starts, batch = self.padding.starts, key_states.shape[0]
+        starts = starts if len(starts) == batch else [0] * batch
         if len(set(starts)) == 1:
             self.starts = starts[:1]
             self.streams = [Stream(settings, self.index, key_states, value_states)]
@@ -379,7 +372,7 @@ class RotatedHybridLayer(LinearAttentionLayer, RotatedLayer):  # type: ignore[mi
 
 def states_of(layer: Any) -> Iterator[torch.Tensor]:
     """The states of a layer with linear attention, which a cache keeps as they are."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         for states in (layer.conv_states, layer.recurrent_states):
             yield from (state for state in states.values() if state is not None)
 

@@ -10,18 +10,10 @@ from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
+from rotationzoo.codec import settings as caches
 from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.settings import (
-    CacheOptions,
-    CacheSettings,
-    Layout,
-    Reading,
-    Rounding,
-    as_engine,
-    budget_beside_others,
-    complete_settings,
-)
+from rotationzoo.codec.settings import CacheOptions, CacheSettings
 from rotationzoo.errors import UsageError
 from rotationzoo.geometry import check_group_size, shares_blocks
 from rotationzoo.model.compatibility import check_fits
@@ -49,18 +41,18 @@ def build_settings(
         recipe = rotations.recipe
         check_fits(rotations, model)
         budget = served_budget(options, rotations, model.config)
-        rotations = served_rotations(rotations, engine, budget)
+        check_sides(engine, rotations.rotations.sides)
+        entry = find_engine(engine)
+        rotations = reduced_rotations(rotations, not entry.heads, entry.uncentered, budget)
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
     elif not isinstance(rotations, Rotations):
-        raise UsageError(
-            f"an object of type {type(rotations).__name__} holds no rotations",
-            hint="give an artifact or its folder, or None",
-        )
+        hint = "give an artifact or its folder, or None"
+        raise UsageError(f"an object of type {type(rotations).__name__} holds no rotations", hint)
     elif options.get("bits") is not None:
         raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
-    options = as_engine(options, rotations.has_budget)
-    settings = complete_settings(recipe, rotations, options)
+    options = caches.as_engine(options, rotations.has_budget)
+    settings = caches.complete_settings(recipe, rotations, options)
     dims = {rotation.dim for _, _, rotation in rotations.each()}
     check_group_size(settings.layout.group_size, dims)
     return settings
@@ -75,20 +67,13 @@ def served_budget(
     budget = None if bits is None else Budget(bits)
     if find_engine(options.get("engine", DEFAULT)).sliding:
         return budget
-    return budget_beside_others(budget, artifact.recipe.budget, shares_blocks(config))
-
-
-def served_rotations(artifact: Artifact, engine: str, budget: Budget | None = None) -> Rotations:
-    """What an engine reads of an artifact's rotations, with another budget where one is given."""
-    entry = find_engine(engine)
-    check_sides(engine, artifact.rotations.sides)
-    return reduced_rotations(artifact, not entry.heads, entry.uncentered, budget)
+    return caches.budget_beside_others(budget, artifact.recipe.budget, shares_blocks(config))
 
 
 def check_options(options: dict[str, Any]) -> None:
     """Raise `UsageError` for options that no cache can have."""
-    choices = {"format": tuple(SIMULATED), "rounding": get_args(Rounding)}
-    choices |= {"prefill_layout": get_args(Layout), "reading": get_args(Reading)}
+    choices = {"format": tuple(SIMULATED), "rounding": get_args(caches.Rounding)}
+    choices |= {"prefill_layout": get_args(caches.Layout), "reading": get_args(caches.Reading)}
     choices["engine"] = ENGINE_NAMES
     for name, words in choices.items():
         if name in options and options[name] not in words:

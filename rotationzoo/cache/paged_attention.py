@@ -20,13 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rotationzoo.cache.decoding_step import LazyRows, MaskCheck
 from rotationzoo.codec.attention import Scores
+from rotationzoo.model import capture
 from rotationzoo.model.cache_names import given_cache
-from rotationzoo.model.capture import (
-    AttentionFunction,
-    attention_registries,
-    decoder,
-    eager_attention,
-)
+from rotationzoo.model.capture import AttentionFunction
 
 _OPTIONS = {
     *("module", "query", "key", "value", "attention_mask"),
@@ -78,7 +74,7 @@ class PageReader:
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
         """Attend, with the arguments of an attention function of transformers."""
-        models_own = self.original or eager_attention(module)
+        models_own = self.original or capture.eager_attention(module)
         if not isinstance(key, LazyRows) or not isinstance(value, LazyRows):
             return models_own(module, query, key, value, attention_mask, **options)
         step = key.step
@@ -122,9 +118,9 @@ def _open(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     reading = _reading_of(kwargs)
     if reading is None or reading.is_open or _returns_weights(model, kwargs):
         return
-    tower = decoder(model)
+    tower = capture.decoder(model)
     if model not in _registries:
-        _registries[model] = attention_registries(tower)
+        _registries[model] = capture.attention_registries(tower)
     with _lock:
         readers = []
         for registry in _registries[model]:

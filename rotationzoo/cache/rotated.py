@@ -4,12 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.layer import (
@@ -182,9 +177,8 @@ class RotatedCache(DynamicCache):
         """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
         cache class of its own: what that keeps is not known."""
         if self._planned is not self.layers:  # of a class that the model insists on
-            raise RotationZooError(
-                f"a {type(self).__mro__[2].__name__} cannot be emptied", hint="make a new cache"
-            )
+            hint = "make a new cache"
+            raise RotationZooError(f"a {type(self).__mro__[2].__name__} cannot be emptied", hint)
         for layer in self.layers:
             layer.reset()
         self.padding.forget()
@@ -203,12 +197,12 @@ class RotatedCache(DynamicCache):
                 hint="give the rotations of this model",
             )
         for index, layer in enumerate(layers):
-            if type(layer) is DynamicSlidingWindowLayer:
+            if type(layer) is cache_utils.DynamicSlidingWindowLayer:
                 window = layer.sliding_window
                 layers[index] = RotatedSlidingLayer(self.settings, index, self.padding, window)
-            elif type(layer) is DynamicLayer:
+            elif type(layer) is cache_utils.DynamicLayer:
                 layers[index] = RotatedLayer(self.settings, index, self.padding)
-            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+            elif type(layer) is cache_utils.LinearAttentionAndFullAttentionLayer:
                 states = layer.number_of_states
                 layers[index] = RotatedHybridLayer(self.settings, index, self.padding, states)
             elif hasattr(layer, "get_seq_length"):
@@ -239,10 +233,8 @@ def _own_class(model: PreTrainedModel) -> type | None:
 def check_model(model: object) -> None:
     """Raise `UsageError` for what is no transformers model."""
     if not isinstance(model, PreTrainedModel):
-        raise UsageError(
-            f"a {type(model).__name__} is no model of transformers",
-            hint="give what from_pretrained returns; of a PEFT model, model.get_base_model()",
-        )
+        hint = "give what from_pretrained returns; of a PEFT model, model.get_base_model()"
+        raise UsageError(f"a {type(model).__name__} is no model of transformers", hint)
 
 
 def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:

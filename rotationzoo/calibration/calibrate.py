@@ -57,7 +57,7 @@ def check_output(job: Job) -> None:
     with disk_errors(job.output):
         recover(job.output)
         check_replaceable(job.output)
-        if _holds_artifact(job):
+        if (job.output / MANIFEST).is_file():
             artifact = Artifact.open(job.output)
             if not (job.restart or job.unfinished or _asked_recipe(artifact) == job.recipe.hash):
                 raise _other_recipe(job, artifact)
@@ -67,7 +67,7 @@ def check_output(job: Job) -> None:
 def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
     """The finished artifact of this same job, or None if it is missing, damaged or about to be
     replaced. Raises `RotationZooError` if the folder holds the artifact of another job."""
-    if job.restart or job.unfinished or not _holds_artifact(job):
+    if job.restart or job.unfinished or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
     saved = {**artifact.manifest.identity, "recipe": _asked_recipe(artifact)}
@@ -77,10 +77,6 @@ def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
             hint="choose another place with --output, or replace it with --restart",
         )
     return None if artifact.damaged_files() else artifact
-
-
-def _holds_artifact(job: Job) -> bool:
-    return (job.output / MANIFEST).is_file()
 
 
 def _other_recipe(job: Job, artifact: Artifact) -> RotationZooError:

@@ -1,7 +1,6 @@
 """The main loop of a calibration: batches of token rows -> second moments of the attention's inputs
 and outputs. While it runs, the sums of whole batches, which a checkpoint keeps, stand apart from
-those of the batch under way.
-"""
+those of the batch under way."""
 
 import inspect
 import itertools

@@ -7,19 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.calibration.memory import (
-    SIZED,
-    Footprint,
-    choose_batch,
-    earlier_batch,
-    total_memory,
-)
-from rotationzoo.calibration.recipe_checks import (
-    check_length,
-    check_recipe,
-    settle_centering,
-    shorten_rows,
-)
+from rotationzoo.calibration import memory as memories
+from rotationzoo.calibration import recipe_checks
 from rotationzoo.codec.budget import has_room
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
@@ -121,15 +110,15 @@ def plan(job: Job) -> Plan:
         geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
-    recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
-    recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
+    recipe = recipe_checks.shorten_rows(job.recipe, config) if job.fit_length else job.recipe
+    recipe, notes = recipe_checks.settle_centering(recipe, shifted_layers(geometry or []))
     if source.model is not None and not has_weights(source):
         notes.append("the weights are not identified: the loaded model is in no files here")
     if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):
         recipe = without_budget(recipe)
         notes.append(f"all layers have 2 bits: {reason}")
-    check_recipe(recipe, geometry or [])
-    check_length(recipe, config)
+    recipe_checks.check_recipe(recipe, geometry or [])
+    recipe_checks.check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error
     job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
@@ -163,8 +152,8 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     if not loads_stored or dequantized:
         loaded = dtype.itemsize * model.num_parameters()
     on_cpu = job.torch_device == "cpu"
-    memory = total_memory(on_cpu, spread=job.device_map is not None)
-    needs = Footprint(
+    memory = memories.total_memory(on_cpu, spread=job.device_map is not None)
+    needs = memories.Footprint(
         recipe=job.recipe,
         geometry=known.geometry or [],
         config=model.config,
@@ -172,10 +161,10 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         item=dtype.itemsize,
         on_cpu=on_cpu,
     )
-    if job.batch == SIZED:
+    if job.batch == memories.SIZED:
         limits = memory_limits(job.device_map, job.max_memory)
-        earlier = None if job.restart else earlier_batch(job.checkpoint, job.output)
-        job = replace(job, batch=earlier or choose_batch(needs, loaded, limits))
+        earlier = None if job.restart else memories.earlier_batch(job.checkpoint, job.output)
+        job = replace(job, batch=earlier or memories.choose_batch(needs, loaded, limits))
         needs = replace(needs, batch=job.batch)
     return replace(
         known,

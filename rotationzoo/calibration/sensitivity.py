@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,9 +91,8 @@ def measure_sensitivities(
         for (index, side), loss in zip(places, found, strict=True):
             progress("measuring what each layer loses", done, total)
             if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
-                raise RotationZooError(
-                    f"what {side}s of layer {index} lose is not finite", hint="--dtype float32"
-                )
+                hint = "--dtype float32"
+                raise RotationZooError(f"what {side}s of layer {index} lose is not finite", hint)
             losses[index, side] += max(0.0, loss - noise) / len(texts)
             done += 1
 
@@ -134,7 +134,10 @@ def write_texts(
     if tokenizer is not None:
         with suppress(RotationZooError):
             prompts = [each for its in asked for each in write_prompts(its, tokenizer, filler)]
-    compared = [(prompt.ids, _answer_positions(prompt)) for prompt in prompts]
+    compared = []
+    for prompt in prompts:  # at the positions that predict the tokens of answers
+        answers = [range(it.answer.start, it.answer.stop) for it in prompt.questions]
+        compared.append((prompt.ids, [at - 1 for at in chain.from_iterable(answers)]))
     for row in longest[: 0 if prompts else ROWS]:
         last = min(POSITIONS, max(1, len(row) // 4))
         compared.append((row, [*range(len(row) - last, len(row))]))
@@ -147,12 +150,6 @@ def write_texts(
 
 def _windows(recipe: Recipe, length: int) -> tuple[int, int]:
     return min(recipe.sink, length // 4), min(recipe.recent, length // 4)
-
-
-def _answer_positions(prompt: Prompt) -> list[int]:
-    """The positions that predict the tokens of answers."""
-    answers = [question.answer for question in prompt.questions]
-    return [at - 1 for answer in answers for at in range(answer.start, answer.stop)]
 
 
 def _lose(

@@ -4,14 +4,12 @@ are compared with the resulting statistics."""
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
 
 from rotationzoo.artifact.fit import target_moment
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.compatibility import check_artifacts
@@ -19,7 +17,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.source import Source, fetch, find
+from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.text.rows import read_corpus
@@ -88,7 +86,20 @@ def check_membership(
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:  # before the weights are fetched
         check_artifacts(candidate.model, [artifact], geometry)
-    statistics = _collect_statistics(candidate, source, config, artifact, progress)
+    # As a calibration with the artifact's recipe would collect them.
+    check_loadable(config, source.name, candidate.torch_device)
+    fetch(source)
+    text = read_corpus(TEXT, loading.load_tokenizer(source))
+    loading.check_ids(text.rows, config, source.name)
+    with place_weights(candidate.device_map, candidate.max_memory) as placement:
+        progress("loading the model", 0, 0)
+        how = candidate.torch_device, candidate.torch_dtype, placement
+        model = loading.load(source, config, *how, predicts=False)
+        with loading.forward_errors(candidate.model, 1, TEXT.length), torch.no_grad():
+            first_tokens = text.rows[0][None, :_TRANSPARENCY_TOKENS]
+            check_transparent(model, first_tokens.to(loading.input_device(model)))
+            batches = text.batches(1)
+            statistics = collect(model, artifact.geometry, batches, recipe, progress=progress)
     shares: dict[str, list[torch.Tensor]] = {}
     for layer, side, rotation in rotations:
         group = recipe.group(rotation.dim)
@@ -97,30 +108,6 @@ def check_membership(
         shares.setdefault(side, []).append(explained_share(basis, moment))
     means = {side: torch.cat(parts).mean().item() for side, parts in shares.items()}
     return Agreement(*(means[side] for side in artifact.rotations.cached.pair))
-
-
-def _collect_statistics(
-    candidate: Candidate,
-    source: Source,
-    config: PretrainedConfig,
-    artifact: Artifact,
-    progress: Progress,
-) -> Statistics:
-    """The model's statistics on `TEXT`, as a calibration with its recipe would collect them."""
-    device = candidate.torch_device
-    check_loadable(config, source.name, device)
-    fetch(source)
-    text = read_corpus(TEXT, loading.load_tokenizer(source))
-    loading.check_ids(text.rows, config, source.name)
-    with place_weights(candidate.device_map, candidate.max_memory) as placement:
-        progress("loading the model", 0, 0)
-        dtype = candidate.torch_dtype
-        model = loading.load(source, config, device, dtype, placement, predicts=False)
-        with loading.forward_errors(candidate.model, 1, TEXT.length), torch.no_grad():
-            first_tokens = text.rows[0][None, :_TRANSPARENCY_TOKENS]
-            check_transparent(model, first_tokens.to(loading.input_device(model)))
-            batches = text.batches(1)
-            return collect(model, artifact.geometry, batches, artifact.recipe, progress=progress)
 
 
 def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:

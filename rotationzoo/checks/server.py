@@ -108,10 +108,8 @@ def recorded_probes(artifact: Artifact) -> list[Probe]:
     if not probes:
         model, *revision = model_words(artifact)
         words = ["rotationzoo", "evaluate", model, str(artifact.folder), "--save", *revision]
-        raise RotationZooError(
-            f"{artifact.folder} has no record of what a server answers",
-            hint=f"record it with: {shlex.join(words)}",
-        )
+        hint = f"record it with: {shlex.join(words)}"
+        raise RotationZooError(f"{artifact.folder} has no record of what a server answers", hint)
     return probes
 
 
@@ -126,9 +124,8 @@ class Server:
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.address):
-            raise UsageError(
-                f"{self.address} is no address of a server", hint="--server http://127.0.0.1:8000"
-            )
+            hint = "--server http://127.0.0.1:8000"
+            raise UsageError(f"{self.address} is no address of a server", hint)
 
     def read(self) -> ServerCheck:
         """Let it continue the recorded prompts, and compare what it answers. Raises

@@ -146,9 +146,8 @@ def has_room(budget: Budget, group_size: int | None, geometry: Geometry) -> bool
 def _extra_bits(places: Sequence[Place], bits: float, group_size: int | None) -> float:
     """Bits an element that a budget leaves beyond codes of 2 bits and their scales."""
     if not places:
-        raise RotationZooError(
-            "a budget for keys and one for values leave none for latents", hint="give --bits alone"
-        )
+        hint = "give --bits alone"
+        raise RotationZooError("a budget for keys and one for values leave none for latents", hint)
     taken = 0.0
     for place in places:
         taken += place.elements * int2.bits_per_element(place.dim, group_size, COARSE)

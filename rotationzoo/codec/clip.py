@@ -28,9 +28,8 @@ def clip_position(
     """
     ratio = torch.as_tensor(ratio, dtype=torch.float64)
     if not ((ratio > 0) & (ratio <= 1)).all():
-        raise RotationZooError(
-            "a clip ratio must be above 0 and at most 1", hint="1 turns clipping off"
-        )
+        hint = "1 turns clipping off"
+        raise RotationZooError("a clip ratio must be above 0 and at most 1", hint)
     if interpolated:
         position = ratio * (channels - 1)
     else:

@@ -51,9 +51,8 @@ def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device
         from cuda.core import Device, Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache
     except ImportError as error:
-        raise RotationZooError(
-            "the CUDA kernels need NVIDIA's cuda.core", hint=f"install it with: {INSTALL}"
-        ) from error
+        hint = f"install it with: {INSTALL}"
+        raise RotationZooError("the CUDA kernels need NVIDIA's cuda.core", hint) from error
     with torch.cuda.device(device):
         gpu = Device(torch.cuda.current_device())
         gpu.set_current()

@@ -56,11 +56,6 @@ class AttentionVariant:
         return 32 * self.warps // 4
 
     @property
-    def key_group(self) -> int:
-        """Channels of a key that share a scale."""
-        return self.key.dim // self.key.groups
-
-    @property
     def column_bytes(self) -> int:
         """Bytes of a query that `prepare` writes: two of each channel and of each third bit.
         `COLUMN` in the source."""
@@ -233,7 +228,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
     rows = batch, layout.heads, padded
     prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
-    headers = query.new_empty(*rows, 2 + layout.dim // variant.key_group, dtype=torch.float32)
+    headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     launch = Launcher(query.device)

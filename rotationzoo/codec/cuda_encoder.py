@@ -132,7 +132,5 @@ def check_factor(factor: torch.Tensor, heads: int, dim: int) -> None:
         problem = "is not finite"
     else:
         return
-    raise RotationZooError(
-        f"the factor of error feedback {problem}",
-        hint="linalg.error_feedback.factorize makes one for every KV head",
-    )
+    hint = "linalg.error_feedback.factorize makes one for every KV head"
+    raise RotationZooError(f"the factor of error feedback {problem}", hint)

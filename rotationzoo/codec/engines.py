@@ -103,9 +103,8 @@ def find_engine(name: str) -> Entry:
     """The row of an engine. Raises `UsageError` for an unknown name."""
     if name not in ENGINES:
         names = ", ".join(ENGINES)
-        raise UsageError(
-            f"there is no engine {name!r}{nearest(name, ENGINES)}", hint=f"give one of {names}"
-        )
+        hint = f"give one of {names}"
+        raise UsageError(f"there is no engine {name!r}{nearest(name, ENGINES)}", hint)
     return ENGINES[name]
 
 
@@ -131,7 +130,5 @@ def choose_format(engine: str, has_budget: bool = False) -> str:
     entry = find_engine(engine)
     if entry.format:
         return BUDGETED if has_budget and entry.budget else entry.format
-    raise UsageError(
-        f"{engine} rounds to a codebook of its own, which is not simulated here",
-        hint="measure on that engine; for another format, leave out --for: --format sglang",
-    )
+    hint = "measure on that engine; for another format, leave out --for: --format sglang"
+    raise UsageError(f"{engine} rounds to a codebook of its own, which is not simulated here", hint)

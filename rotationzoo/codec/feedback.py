@@ -73,9 +73,7 @@ def _encode(
     rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factor: torch.Tensor, format: Format
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The codes, scales and offsets of rows whose groups reach from `low` to `high`,
-    `[..., H, T, D / group]`, and the error `e M e^T` of each row, `[..., H, T]`.
-
-    """
+    `[..., H, T, D / group]`, and the error `e M e^T` of each row, `[..., H, T]`."""
     ranges = int2.metadata(low, high, format)
     dim, groups = rows.shape[-1], low.shape[-1]
     largest = int2.largest_codes((groups, dim // groups), format, rows.device).flatten()

@@ -144,23 +144,19 @@ class RotatedCodec:
         self, layer: int, side: str, format: int2.Format, device: torch.device
     ) -> Encoder | None:
         """A kernel that does what `quantize` does; None where there is none for this device."""
-        place = layer, side, format, device
-        if place not in self._encoders:
-            self._encoders[place] = self._make_encoder(*place)
-        return self._encoders[place]
-
-    def _make_encoder(
-        self, layer: int, side: str, format: int2.Format, device: torch.device
-    ) -> Encoder | None:
-        rotation = self.rotations[layer][side]
+        place, rotation = (layer, side, format, device), self.rotations[layer][side]
+        if place in self._encoders:
+            return self._encoders[place]
         group = self.group_size or rotation.dim
         stored = self.stored_format(layer, side, format)
-        variant = Variant(rotation.dim, group, torch.float32, stored)
-        if not cuda_encoder.supports(variant) or not cuda_encoder.kernels_run_on(device):
-            return None
-        if self.rounding == "feedback" and rotation.feedback is not None:
-            return cuda_encoder.feedback_encoder(rotation.feedback, variant, device)
-        return cuda_encoder.clip_encoder(rotation.clip, variant, device)
+        variant, made = Variant(rotation.dim, group, torch.float32, stored), None
+        if cuda_encoder.supports(variant) and cuda_encoder.kernels_run_on(device):
+            if self.rounding == "feedback" and rotation.feedback is not None:
+                made = cuda_encoder.feedback_encoder(rotation.feedback, variant, device)
+            else:
+                made = cuda_encoder.clip_encoder(rotation.clip, variant, device)
+        self._encoders[place] = made
+        return made
 
     def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
         """How a page of `tokens` tokens holds what `quantize` returns."""

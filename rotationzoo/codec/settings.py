@@ -138,15 +138,11 @@ def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
     if not budget:
         return
     if not has_budget:
-        raise UsageError(
-            "--bits is for rotations that have a budget of bits, and none have",
-            hint="leave it out, or make some with: rotationzoo calibrate MODEL --bits 2.5",
-        )
+        hint = "leave it out, or make some with: rotationzoo calibrate MODEL --bits 2.5"
+        raise UsageError("--bits is for rotations that have a budget of bits, and none have", hint)
     if SIMULATED[format].offset != "none":
-        raise UsageError(
-            f"rows of the format {format} have the same bits in all layers",
-            hint=f"leave out --bits, or add: --format {BUDGETED}",
-        )
+        hint = f"leave out --bits, or add: --format {BUDGETED}"
+        raise UsageError(f"rows of the format {format} have the same bits in all layers", hint)
 
 
 def budget_beside_others(budget: Budget | None, own: Budget, has_others: bool) -> Budget | None:

@@ -38,9 +38,8 @@ def check_target(target: Path) -> None:
         return
     is_empty = target.is_dir() and not any(target.iterdir())
     if not is_empty and size_of(target / EXPORT) is None:
-        raise RotationZooError(
-            f"{target} exists and holds other files", hint="choose another place with --output"
-        )
+        hint = "choose another place with --output"
+        raise RotationZooError(f"{target} exists and holds other files", hint)
 
 
 def install_export(work: Path, target: Path) -> None:

@@ -42,20 +42,18 @@ def gather_files(files: Sequence[Path]) -> Files:
             check_matrices(latents)
             return {LATENT: latents}
         paths = _pair_in(paths[0])
-    pair = _pair_of([file for path in paths for file in _read_file(path)])
-    pair = {side: normalise(file) for side, file in pair.items()}
+    read: list[RotationFile] = []
+    for path in paths:
+        if path.suffix == ".gguf":
+            from rotationzoo.engines.formats.gguf_file import read_gguf
+
+            read += read_gguf(path)  # both sides
+        else:
+            read.append(oscar_pt.read_pt(path))
+    pair = {side: normalise(file) for side, file in _pair_of(read).items()}
     for problem, hint in _problems(**pair):
         raise RotationZooError(problem, hint)
     return pair
-
-
-def _read_file(path: Path) -> list[RotationFile]:
-    """The sides in one file: both of a GGUF file, and one of any other."""
-    if path.suffix == ".gguf":
-        from rotationzoo.engines.formats.gguf_file import read_gguf
-
-        return read_gguf(path)
-    return [oscar_pt.read_pt(path)]
 
 
 def _pair_of(files: list[RotationFile]) -> Files:
@@ -166,7 +164,5 @@ def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]
         if mean is not None and mean.ndim == 2:
             wrong |= len(mean) not in (1, layer.kv_heads)  # one mean may serve all heads
         if wrong:
-            yield (
-                f"layer {index} has {layer.kv_heads} KV heads with {side}s of {dim}, the file "
-                f"{list(matrix.shape)}"
-            )
+            heads = f"{layer.kv_heads} KV heads with {side}s of {dim}"
+            yield f"layer {index} has {heads}, the file {list(matrix.shape)}"

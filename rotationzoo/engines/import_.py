@@ -15,7 +15,7 @@ from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.formats.oscar_pt import latent_files
 from rotationzoo.engines.gather import Files, find_geometry, gather_files
 from rotationzoo.engines.rotation_file import describe
-from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.errors import RotationZooError, as_refusal
 from rotationzoo.geometry import Geometry, cached_layers, check_group_size, geometry_json, head_dims
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
 from rotationzoo.linalg.compositions import recover_basis
@@ -130,12 +130,8 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         stated["key_clip"], stated["value_clip"] = job.clip
     if job.windows:
         stated["sink"], stated["recent"] = job.windows
-    try:
+    with as_refusal(f"{first.path.name} says what no recipe can"):
         recipe = Recipe.model_validate({**published.model_dump(), **stated})
-    except ValueError as error:
-        raise RotationZooError(
-            f"{first.path.name} says what no recipe can: {first_sentence(error)}"
-        ) from error
     if not stated.keys() >= set(_SERVED):
         clips = f"{recipe.key_clip:g}/{recipe.value_clip:g} and "
         what, clips = ("windows", "") if of_latents else ("clip ratios or windows", clips)

@@ -1,6 +1,5 @@
 """Assembling an engine's payload: an artifact's matrices and serving parameters, reduced as the
-user asked, and what the files state about the origin of their rotations.
-"""
+user asked, and what the files state about the origin of their rotations."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,8 +120,9 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
     served |= {"key_clip": key_clip, "value_clip": value_clip}
     if recipe.group_size is not None:
         served["group_size"] = recipe.group_size
+    model = artifact.manifest.model  # only those from the hub have a revision
     return Payload(
-        model=_model_to_serve(artifact),
+        model=model.id if model.revision else str(find_model(artifact) or PLACEHOLDER),
         geometry=artifact.geometry,
         key=key,
         value=value,
@@ -160,12 +160,3 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
         if rotation.mean is not None:
             means[layer] = rotation.mean
     return SideMatrices(matrices, objective, eigenvalues, means)
-
-
-def _model_to_serve(artifact: Artifact) -> str:
-    """The launch command's model: its hub id, its folder, or a placeholder."""
-    model = artifact.manifest.model
-    # Only models from the hub have a revision.
-    if model.revision:
-        return model.id
-    return str(find_model(artifact) or PLACEHOLDER)

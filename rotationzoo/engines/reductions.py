@@ -32,9 +32,8 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
     clip = (1.0, 1.0) if engine.clip == "none" else request.clip or (keys, values)
     if engine.clip == "one" and clip[0] != clip[1]:
         if request.clip:
-            raise UsageError(
-                f"{request.engine} has a single clip ratio", hint=f"--clip {max(clip):g}"
-            )
+            hint = f"--clip {max(clip):g}"
+            raise UsageError(f"{request.engine} has a single clip ratio", hint)
         clip = (max(clip), max(clip))
     chosen = {"pooled": request.pooled or not engine.heads, "clip": clip}
     return Settled(**{**vars(request), **chosen, "windows": request.windows or windows})

@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
 # What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
 # of latents, a permutation, and Hadamard matrices over groups of channels.
 _OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
-_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 _LONGEST_TEXT = 1000
 
 
@@ -69,9 +69,8 @@ def normalise(file: RotationFile) -> RotationFile:
     descending = [layer for layer, values in eigenvalues.items() if (values.diff(dim=-1) < 0).any()]
     if descending:
         if any((eigenvalues[layer].diff(dim=-1) > 0).any() for layer in descending):
-            raise RotationZooError(
-                f"the eigenvalues of layer {descending[0]} in {name} are in no order"
-            )
+            of_layer = f"the eigenvalues of layer {descending[0]}"
+            raise RotationZooError(f"{of_layer} in {name} are in no order")
         # The matrices stay as they are: `descending` tells `describe` to name the composition
         # that makes them from ascending eigenvalues.
         eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
@@ -108,45 +107,39 @@ def _known(composition: str) -> str:
     return composition if composition in COMPOSITIONS else GIVEN
 
 
-# ---- checks
-
-
 def check_matrices(file: RotationFile) -> None:
     """Raise `RotationZooError` unless every matrix is square, finite and orthogonal, and its
     eigenvalues and mean are finite and of matching shape."""
     content = file.content
     for layer, matrix in content.rotation.items():
-        problem = _problem(matrix, content.eigenvalues.get(layer), content.mean.get(layer))
-        if problem is not None:
-            raise RotationZooError(
-                f"layer {layer} of {file.path.name} {problem}", hint="do not use it"
-            )
+        for problem in _problems(matrix, content.eigenvalues.get(layer), content.mean.get(layer)):
+            hint = "do not use it"
+            raise RotationZooError(f"layer {layer} of {file.path.name} {problem}", hint)
 
 
-def _problem(
+def _problems(
     matrix: torch.Tensor, eigenvalues: torch.Tensor | None, mean: torch.Tensor | None
-) -> str | None:
-    """What is wrong with the matrix `[D, D]` or `[H, D, D]` of a layer, or with what is beside it;
-    None if nothing is."""
+) -> Iterator[str]:
+    """What is wrong with the matrix `[D, D]` or `[H, D, D]` of a layer, or with what is beside it.
+    Each check relies on those before it."""
     if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2] or not matrix.numel():
-        return f"is no square matrix, but {list(matrix.shape)}"
+        yield f"is no square matrix, but {list(matrix.shape)}"
     if not torch.isfinite(matrix).all():
-        return "is not finite: its calibration failed"
+        yield "is not finite: its calibration failed"
     error = orthogonality.orthogonality_error(matrix)
     if not error <= orthogonality.ORTHOGONAL_IMPORTED:
-        return f"is no orthogonal matrix (largest |R R^T - I| {error:.1e})"
+        yield f"is no orthogonal matrix (largest |R R^T - I| {error:.1e})"
     if eigenvalues is not None:
         if eigenvalues.shape != matrix.shape[:-1] or not torch.isfinite(eigenvalues).all():
-            return "has eigenvalues that are not finite or not of its shape"
+            yield "has eigenvalues that are not finite or not of its shape"
         if eigenvalues.min() < -_NEGATIVE * eigenvalues.abs().max():
-            return "has negative eigenvalues: no second moment has"
+            yield "has negative eigenvalues: no second moment has"
     if mean is not None:
         # Heads that share a rotation may still have one mean each.
         shared = matrix.ndim == 2 and mean.ndim <= 2 and mean.shape[-1] == matrix.shape[-1]
         fits = shared or mean.shape == matrix.shape[:-1]
         if not fits or not torch.isfinite(mean).all():
-            return "has a mean that is not finite or not of its shape"
-    return None
+            yield "has a mean that is not finite or not of its shape"
 
 
 def as_mapping(content: Any) -> Mapping[str, Any]:
@@ -173,20 +166,9 @@ def objective_name(content: Any) -> str:
 def check_layer(path: Path, layer: int | str) -> int:
     """The layer's number as an integer. Raises `RotationZooError` for one that no model has."""
     if int(layer) >= MOST_LAYERS:
-        raise RotationZooError(
-            f"{path.name} has a layer {layer}, and no model has", hint="do not use it"
-        )
+        hint = "do not use it"
+        raise RotationZooError(f"{path.name} has a layer {layer}, and no model has", hint)
     return int(layer)
-
-
-def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
-    """Raise `RotationZooError` unless a tensor is dense, real floating-point, and neither empty nor
-    a scalar."""
-    plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
-    if not plain or not tensor.numel():
-        raise RotationZooError(
-            f"the {label} in {path.name} is no table of real numbers", hint="do not use it"
-        )
 
 
 def _is_text(value: Any) -> bool:

@@ -1,12 +1,15 @@
 """Hadamard matrices of every order that Paley x Sylvester reaches, and the bit-reversal
 permutation, float64 and the same on every machine."""
 
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 
 import torch
 
 from rotationzoo.errors import RotationZooError
+
+_SYLVESTER = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+"""That of order 2, of which larger ones are Kronecker powers."""
 
 
 @cache
@@ -28,19 +31,11 @@ def hadamard(order: int) -> torch.Tensor:
         factor, rest = divmod(order, 1 << power)
         if rest == 0 and (core := _paley(factor)) is not None:
             root: float = order**0.5
-            return torch.kron(_sylvester(1 << power), core) / root
+            return reduce(torch.kron, [*[_SYLVESTER] * power, core]) / root
     raise RotationZooError(
         f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}",
         hint="use a recipe without a Hadamard factor: composition: plain",
     )
-
-
-def _sylvester(order: int) -> torch.Tensor:
-    """The +-1 Sylvester matrix of a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < order:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
-    return matrix
 
 
 def _paley(order: int) -> torch.Tensor | None:
@@ -56,10 +51,9 @@ def _paley(order: int) -> torch.Tensor | None:
     q = order // 2 - 1
     if order % 4 == 0 and q % 4 == 1 and (field := _prime_power(q)):
         conference = _bordered(_jacobsthal(*field), corner=1)
-        plus = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
         minus = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
         diagonal = torch.eye(q + 1, dtype=torch.float64)
-        return torch.kron(conference, plus) + torch.kron(diagonal, minus)
+        return torch.kron(conference, _SYLVESTER) + torch.kron(diagonal, minus)
     return None
 
 

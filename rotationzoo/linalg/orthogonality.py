@@ -43,10 +43,8 @@ def invert(matrices: torch.Tensor) -> torch.Tensor:
         inverses: torch.Tensor = torch.linalg.inv_ex(matrices).inverse
     error = (matrices @ inverses - identity(matrices.shape[-1])).abs().max().item()
     if not error <= INVERTED:  # NaN is never at most what is allowed
-        raise RotationZooError(
-            f"a matrix has no inverse: its product is off by {error:.0e}",
-            hint="verify the rotations; if they are sound, run again with OMP_NUM_THREADS=1",
-        )
+        hint = "verify the rotations; if they are sound, run again with OMP_NUM_THREADS=1"
+        raise RotationZooError(f"a matrix has no inverse: its product is off by {error:.0e}", hint)
     return inverses
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -87,8 +87,7 @@ class Attention:
         offloaded = any(each.is_meta for each in self.module.parameters(recurse=False))
         with align_module_device(self.module) if offloaded else nullcontext():
             _, weights = eager(self.module, query, key, any_value, self.mask, **self.options)
-        softmax: torch.Tensor = weights
-        return softmax
+        return cast(torch.Tensor, weights)
 
 
 @dataclass(frozen=True)
@@ -215,8 +214,8 @@ def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
 def eager_attention(module: torch.nn.Module) -> AttentionFunction:
     """The eager implementation. It is in no registry: each modeling file defines its own, and the
     registry look-up falls back to that. Raises `AttributeError` where there is none."""
-    function: AttentionFunction = sys.modules[type(module).__module__].eager_attention_forward
-    return function
+    modeling_file = sys.modules[type(module).__module__]
+    return cast(AttentionFunction, modeling_file.eager_attention_forward)
 
 
 def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]:
@@ -238,8 +237,7 @@ def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tens
     the same with and without capture, or on a GPU differ by as much as two plain runs do."""
 
     def logits() -> torch.Tensor:
-        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-        return result
+        return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
 
     plain = logits()
     with intercept(model, Call.run):

@@ -183,10 +183,8 @@ def _lines(config: PretrainedConfig) -> list[str]:
 def check_adapter(folder: Path) -> None:
     """Raise `RotationZooError` for a folder without an adapter, and where peft is missing."""
     if not (folder / "adapter_config.json").is_file():
-        raise RotationZooError(
-            f"{folder} holds no adapter: it has no adapter_config.json",
-            hint="give a folder that peft's save_pretrained has written",
-        )
+        hint = "give a folder that peft's save_pretrained has written"
+        raise RotationZooError(f"{folder} holds no adapter: it has no adapter_config.json", hint)
     if find_spec("peft") is None:
         raise RotationZooError("peft is not installed", hint="run: pip install 'peft>=0.18'")
 

@@ -76,9 +76,8 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
         )
     attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
     if any(getattr(module, "is_causal", True) is False for module in attentions):
-        raise UnsupportedModel(
-            f"{name} is an encoder: its tokens attend to later ones", hint=CAUSAL_HINT
-        )
+        hint = CAUSAL_HINT
+        raise UnsupportedModel(f"{name} is an encoder: its tokens attend to later ones", hint)
     if unseen := sorted(stored.keys() - calls.keys()):
         raise UnsupportedModel(
             f"{name} caches keys in layers {unseen} that never called the attention interface"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import ModuleList
@@ -22,13 +22,7 @@ from rotationzoo.errors import (
     UsageError,
     as_unavailable,
 )
-from rotationzoo.model.files import (
-    GGUF,
-    check_count,
-    entry_file,
-    read_headers,
-    weight_files,
-)
+from rotationzoo.model import files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.placement import Placement, is_out_of_memory, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
@@ -58,9 +52,8 @@ def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedC
 
     kind = read_json(source.folder / "config.json").get("model_type")
     if not kind or not isinstance(kind, str):
-        raise ModelUnavailable(
-            f"{source.name} has no readable config.json with a model_type", hint=_FETCH_HINT
-        )
+        hint = _FETCH_HINT
+        raise ModelUnavailable(f"{source.name} has no readable config.json with a model_type", hint)
     if kind not in CONFIG_MAPPING:
         raise ModelUnavailable(
             f"transformers does not know the model type {kind!r} of {source.name}",
@@ -100,15 +93,14 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
     for auto in autos[::-1] if hasattr(config, READS_MEDIA) else autos:
         if type(config) in auto._model_mapping:
             return auto
-    raise UnsupportedModel(
-        f"{name} ({config.model_type}) is not a causal language model", hint=CAUSAL_HINT
-    )
+    hint = CAUSAL_HINT
+    raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model", hint)
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
     """Build the model from its config on `meta`: shapes without weights. Raises `ModelUnavailable`,
     also for more layers than any model has, which some configs count in ways of their own."""
-    check_count(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), name)
+    files.check_count(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), name)
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
         options = _implementations(config)
@@ -147,11 +139,10 @@ def load(
     to predict, its language-model head may be missing, as it is in some checkpoints.
     """
     if source.model is not None:
-        loaded: PreTrainedModel = source.model
-        return loaded
-    paths, cannot = weight_files(source.folder), f"{source.name} could not be loaded"
+        return cast("PreTrainedModel", source.model)
+    paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
-    config.transformers_weights = entry_file(paths)
+    config.transformers_weights = files.entry_file(paths)
     if quantization_of(config):
         dtype = "auto"
         dequantize(config)
@@ -167,7 +158,7 @@ def load(
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT), hidden:
             # Those of a GGUF file have names and codes that are translated.
-            stored = {} if of_gguf else read_headers(paths)
+            stored = {} if of_gguf else files.read_headers(paths)
             check_codes(stored, config, source.name)
             model, loading_info = _model_class(config, source.name).from_pretrained(
                 source.folder,
@@ -182,28 +173,25 @@ def load(
             )
     except ModelUnavailable as error:
         if is_out_of_memory(error.__cause__):
-            raise ModelUnavailable(
-                f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
-            ) from error
-        if placement is not None and remedy(error.__cause__) == ROOM:
-            raise ModelUnavailable(
-                f"the disk of {placement.offload_folder} is full, and not all weights fit memory",
-                hint="make room, or name a folder on a larger disk: export TMPDIR=FOLDER",
-            ) from error
-        if "mismatched_sizes" in str(error):
-            raise ModelUnavailable(
-                f"{cannot}: its weights do not have the shapes of its config", hint=_FETCH_HINT
-            ) from error
-        raise
+            says = f"{source.name} does not fit the memory of {device}"
+            hint = "add: --device-map auto"
+        elif placement is not None and remedy(error.__cause__) == ROOM:
+            says = f"the disk of {placement.offload_folder} is full, and not all weights fit memory"
+            hint = "make room, or name a folder on a larger disk: export TMPDIR=FOLDER"
+        elif "mismatched_sizes" in str(error):
+            says = f"{cannot}: its weights do not have the shapes of its config"
+            hint = _FETCH_HINT
+        else:
+            raise
+        raise ModelUnavailable(says, hint) from error
     missing = sorted(loading_info["missing_keys"])
     if not predicts:
         needed = [name for name in missing if "lm_head" not in name]
         setattr(model, HEADLESS, missing != needed)
         missing = needed
     if missing:  # transformers only warns, and fills them with random numbers
-        raise ModelUnavailable(
-            f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT
-        )
+        hint = _FETCH_HINT
+        raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", hint)
     unused, parts = _find_unused(model, stored, loading_info["unexpected_keys"])
     if unused:
         raise ModelUnavailable(
@@ -213,15 +201,14 @@ def load(
     if parts:
         note = f"{' and '.join(parts)} of the checkpoint stand unused: the model here has none"
         setattr(model, _NOTES, [note])
-    evaluated: PreTrainedModel = model.eval()
-    return evaluated
+    return cast("PreTrainedModel", model.eval())
 
 
 def _gguf_options(paths: list[Path]) -> dict[str, Any]:
     """What makes transformers read a GGUF file, if there is one."""
     import transformers
 
-    if not paths or paths[0].name != GGUF:
+    if not paths or paths[0].name != files.GGUF:
         return {}
     options: dict[str, Any] = {"gguf_file": str(paths[0])}
     # Since 5.24, it would keep codes on a GPU, for kernels that it fetches from a hub and runs.
@@ -277,10 +264,9 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     if source.tokenizer is not None:
-        given: PreTrainedTokenizerBase = source.tokenizer
-        return given
-    files = [file for each in _TOKENIZERS for file in source.folder.glob(each)]
-    absent = "" if files else ": its tokenizer.json is not there"
+        return cast("PreTrainedTokenizerBase", source.tokenizer)
+    found = any(any(source.folder.glob(each)) for each in _TOKENIZERS)
+    absent = "" if found else ": its tokenizer.json is not there"
     missing = ModelUnavailable(
         f"{source.name} has no readable tokenizer{absent}",
         hint=source.fetch_hint or "save the model's tokenizer into the same folder",
@@ -331,8 +317,7 @@ class RunSettings:
         """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread
         over devices it is the checkpoint's own type."""
         if self.dtype != "auto":
-            named: torch.dtype = getattr(torch, self.dtype)
-            return named
+            return cast(torch.dtype, getattr(torch, self.dtype))
         on_cpu_alone = self.torch_device == "cpu" and self.device_map is None
         return torch.float32 if on_cpu_alone else "auto"
 
@@ -373,6 +358,5 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         rows = f"a batch of {counted(batch, 'row')} of {length} tokens"
         half = f"--batch {batch // 2}"
         smaller = half if batch > 1 else "--device-map auto, or a shorter --length"
-        raise RotationZooError(
-            f"{rows} does not fit the device's memory", hint=f"add: {smaller}"
-        ) from error
+        hint = f"add: {smaller}"
+        raise RotationZooError(f"{rows} does not fit the device's memory", hint) from error

@@ -135,15 +135,11 @@ def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | No
         with suppress(ValueError):
             size = convert_file_size_to_int(amount)
         if not device or size is None:
-            raise UsageError(
-                f"--max-memory has no amount in {part!r}",
-                hint="write it as: --max-memory 0=20GiB,cpu=60GiB",
-            )
+            hint = "write it as: --max-memory 0=20GiB,cpu=60GiB"
+            raise UsageError(f"--max-memory has no amount in {part!r}", hint)
         if not device.isdigit() and device not in ("cpu", "disk", "mps"):
-            raise UsageError(
-                f"--max-memory knows no device {device!r}",
-                hint="name GPUs by number: --max-memory 0=20GiB,cpu=60GiB",
-            )
+            hint = "name GPUs by number: --max-memory 0=20GiB,cpu=60GiB"
+            raise UsageError(f"--max-memory knows no device {device!r}", hint)
         name = int(device) if device.isdigit() else device
         if name in limits:
             raise UsageError(f"--max-memory names {device} twice", hint="give it one amount")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
@@ -39,8 +39,7 @@ class HiddenStates:
         part["last_hidden_state"] = self.output.last_hidden_state[:, positions]
         with returning([decoder(self.model)], part):
             result = self.model(input_ids=self.ids[:, positions], use_cache=False)
-        logits: torch.Tensor = result.logits
-        return logits
+        return cast(torch.Tensor, result.logits)
 
     def row(self, number: int) -> "HiddenStates":
         """The hidden states of one row of the batch."""

@@ -1,6 +1,5 @@
 """The source of a model: a hub repository, a folder, a GGUF file or the demo; how it is identified,
-and how its weights are fetched, which may take hours.
-"""
+and how its weights are fetched, which may take hours."""
 
 import atexit
 import hashlib
@@ -15,14 +14,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors as client
 
 from rotationzoo.errors import (
     ModelUnavailable,
@@ -31,15 +23,8 @@ from rotationzoo.errors import (
     as_unavailable,
     first_sentence,
 )
-from rotationzoo.model.files import (
-    GGUF,
-    absent_weights,
-    check_configs,
-    indexed_bytes,
-    is_gguf,
-    tensor_ends,
-    weight_files,
-)
+from rotationzoo.model import files
+from rotationzoo.model.files import GGUF, check_configs
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
@@ -111,8 +96,8 @@ def find(model: str, revision: str | None = None) -> Source:
         if folder.is_file():
             return Source(model, _stand_in(folder, model), None)
         if not (folder / "config.json").is_file():
-            files = [path.name for path in folder.iterdir()]
-            if only := _only_gguf(files, f"{model.rstrip('/')}/"):
+            names = [path.name for path in folder.iterdir()]
+            if only := _only_gguf(names, f"{model.rstrip('/')}/"):
                 return Source(model, _stand_in(folder / only, model), None)
             raise ModelUnavailable(
                 f"{model} is no model: the folder has no config.json",
@@ -123,20 +108,18 @@ def find(model: str, revision: str | None = None) -> Source:
         return Source(model, folder, None)
     if is_local(model):  # a mistyped path
         kind = "file" if model.endswith(".gguf") else "folder"
-        raise ModelUnavailable(
-            f"there is no {kind} {model}{_alike(model)}",
-            hint="check the path, or give a hub id such as Qwen/Qwen3-8B",
-        )
+        hint = "check the path, or give a hub id such as Qwen/Qwen3-8B"
+        raise ModelUnavailable(f"there is no {kind} {model}{_alike(model)}", hint)
     repository, _, name = model.partition(":")
     name = name or _CONFIG
     with _hub_errors(model, revision):
         try:
             file = huggingface_hub.hf_hub_download(repository, name, revision=revision)
-        except LocalEntryNotFoundError:  # the hub is out of reach
+        except client.LocalEntryNotFoundError:  # the hub is out of reach
             raise
-        except EntryNotFoundError:
-            files = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
-            name = (_only_gguf(files, f"{model}:") if name == _CONFIG else None) or ""
+        except client.EntryNotFoundError:
+            names = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
+            name = (_only_gguf(names, f"{model}:") if name == _CONFIG else None) or ""
             if not name:
                 raise
             file = huggingface_hub.hf_hub_download(repository, name, revision=revision)
@@ -191,10 +174,10 @@ def _stand_in(file: Path, name: str) -> Path:
     return folder
 
 
-def _only_gguf(files: Iterable[str], place: str) -> str | None:
+def _only_gguf(names: Iterable[str], place: str) -> str | None:
     """The GGUF file among these; None where there is none. Raises `ModelUnavailable` for several in
     this `place`."""
-    found = sorted(name for name in files if name.endswith(".gguf"))
+    found = sorted(name for name in names if name.endswith(".gguf"))
     if len(found) > 1:
         raise ModelUnavailable(
             f"{place[:-1]} has no config.json, and {len(found)} GGUF files",
@@ -216,7 +199,7 @@ def fetch(source: Source, weights: bool = True) -> None:
     machine or loaded. Raises `ModelUnavailable`."""
     if source.model is not None:
         return
-    if source.revision is not None and not is_gguf(source.folder):
+    if source.revision is not None and not files.is_gguf(source.folder):
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):
             huggingface_hub.snapshot_download(
@@ -228,7 +211,7 @@ def fetch(source: Source, weights: bool = True) -> None:
         check_configs(source.folder, source.name)
     if not weights or has_weights(source):
         return
-    if absent := absent_weights(source.folder):
+    if absent := files.absent_weights(source.folder):
         file, reason = absent
         raise ModelUnavailable(
             f"the weights of {source.name} are not complete: they lack {file}, {reason}",
@@ -241,53 +224,48 @@ def fetch(source: Source, weights: bool = True) -> None:
 
 def has_weights(source: Source) -> bool:
     """Whether all weight files are on this machine."""
-    return bool(weight_files(source.folder))
+    return bool(files.weight_files(source.folder))
 
 
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub client's exceptions into one sentence each. Subclasses are caught before their
-    parents."""
+    """Turn the hub client's exceptions into one sentence each."""
     huggingface_token()  # raises before any request for a token that cannot be sent
     try:
         with asking_huggingface() as use:
             yield
     except RotationZooError:
         raise
-    except GatedRepoError as error:
-        raise ModelUnavailable(
-            f"{model} is gated and this machine has no access to it",
-            hint=f"accept its terms on https://huggingface.co/{model}, then run: hf auth login",
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelUnavailable(
-            f"there is no model {model} on the hub, nor a folder of that name{_alike(model)}",
-            hint="check the spelling; for a private model run: hf auth login",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelUnavailable(
-            f"{model} has no revision {revision}",
-            hint="give a branch, a tag or a commit of the repository",
-        ) from error
-    except LocalEntryNotFoundError as error:
-        failure = describe_failure(error.__cause__, use.answer)
-        raise _not_cached(model, revision or "main", failure) from error
-    except EntryNotFoundError as error:
-        repository, _, file = model.partition(":")
-        raise ModelUnavailable(
-            f"{repository} has no file {file}"
-            if file
-            else f"{model} is no transformers model: it has no config.json",
-            hint="give the repository of the original weights",
-        ) from error
-    # Anything that the client's transport, its cache folder or a full disk may raise.
+    # The client's transport, its cache folder and a full disk may raise anything.
     except Exception as error:
-        hint = "check the network and the disk of HF_HOME, then run the same command again"
-        if status_of(error) in (401, 403):
-            hint = "run: hf auth login"
-        raise ModelUnavailable(
-            f"{model} could not be fetched: {first_sentence(error)}", hint=hint
-        ) from error
+        if isinstance(error, client.LocalEntryNotFoundError):
+            failure = describe_failure(error.__cause__, use.answer)
+            raise _not_cached(model, revision or "main", failure) from error
+        raise ModelUnavailable(*_explain(error, model, revision)) from error
+
+
+def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, str]:
+    """What an exception of the hub's client says, and what helps. Subclasses come before their
+    parents."""
+    repository, _, file = model.partition(":")
+    match error:
+        case client.GatedRepoError():
+            hint = f"accept its terms on https://huggingface.co/{model}, then run: hf auth login"
+            return f"{model} is gated and this machine has no access to it", hint
+        case client.RepositoryNotFoundError() | client.HFValidationError():
+            says = f"there is no model {model} on the hub, nor a folder of that name{_alike(model)}"
+            return says, "check the spelling; for a private model run: hf auth login"
+        case client.RevisionNotFoundError():
+            hint = "give a branch, a tag or a commit of the repository"
+            return f"{model} has no revision {revision}", hint
+        case client.EntryNotFoundError():
+            says = f"{model} is no transformers model: it has no config.json"
+            says = f"{repository} has no file {file}" if file else says
+            return says, "give the repository of the original weights"
+    hint = "check the network and the disk of HF_HOME, then run the same command again"
+    if status_of(error) in (401, 403):
+        hint = "run: hf auth login"
+    return f"{model} could not be fetched: {first_sentence(error)}", hint
 
 
 def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
@@ -334,7 +312,7 @@ def weights_fingerprint(source: Source) -> str:
     It is the same for every sharding of the same weights, and takes seconds for a model of any
     size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
     """
-    tensors = tensor_ends(weight_files(source.folder))
+    tensors = files.tensor_ends(files.weight_files(source.folder))
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name])
@@ -350,7 +328,7 @@ def fetch_weights(source: Source, progress: Progress) -> None:
     Bytes are told where the index of the weights says how many there are: that is fetched with the
     tokenizer, and models of a single file have none.
     """
-    total = indexed_bytes(source.folder)
+    total = files.indexed_bytes(source.folder)
     if source.revision is None or total is None or has_weights(source):
         progress(_STAGE, 0, 0)
         fetch(source)

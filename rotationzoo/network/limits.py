@@ -58,13 +58,11 @@ def limit_chunks(
     for chunk in chunks:
         received += len(chunk)
         if received > limit:
-            raise HubError(
-                f"{what} sent more than {limit:,} bytes", hint="tell the owners of that server"
-            )
+            hint = "tell the owners of that server"
+            raise HubError(f"{what} sent more than {limit:,} bytes", hint)
         if seconds is not None and time.monotonic() - started > seconds:
-            raise HubError(
-                f"{what} sent no more than {received:,} bytes in {seconds:.0f} s", hint=NETWORK_HINT
-            )
+            hint = NETWORK_HINT
+            raise HubError(f"{what} sent no more than {received:,} bytes in {seconds:.0f} s", hint)
         yield chunk
 
 
@@ -90,7 +88,5 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
 def check_encoding(headers: Any, what: str) -> None:
     """Raise `HubError` for a compressed body, whose limit does not limit what it unpacks to."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
-        raise HubError(
-            f"{what} sent a compressed answer, which was not asked for",
-            hint="tell the owners of that server",
-        )
+        hint = "tell the owners of that server"
+        raise HubError(f"{what} sent a compressed answer, which was not asked for", hint)

@@ -1,6 +1,5 @@
 """Access tokens of the hubs: checked before they are sent, sent to the endpoint in use alone, and
-redacted from all output.
-"""
+redacted from all output."""
 
 import os
 import re

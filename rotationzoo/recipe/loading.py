@@ -54,9 +54,8 @@ def load(recipe: str) -> Recipe:
     except (OSError, ValueError) as error:
         raise RotationZooError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):
-        raise RotationZooError(
-            f"{path} is no recipe: it holds no keys", hint="see configs/ for examples"
-        )
+        hint = "see configs/ for examples"
+        raise RotationZooError(f"{path} is no recipe: it holds no keys", hint)
     return from_dict(content, str(path))
 
 
@@ -75,21 +74,16 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     changes = content.get("data") or {}
     if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
         raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
-    if _leaves_out_budget({**content, "data": changes}):
+    # Its own keys may replace the preset's budget of bits, or allow none.
+    own_budget = asdict(EQUAL).keys() & content or changes.keys() & _MEDIA
+    if own_budget or content.get("feedback") is False:
         preset |= asdict(EQUAL)
     content["data"] = {**preset["data"], **changes}
     try:
         return Recipe(**{**preset, **content})
     except ValidationError as error:
-        raise RotationZooError(
-            f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key"
-        ) from error
-
-
-def _leaves_out_budget(content: dict[str, Any]) -> bool:
-    """Whether a recipe's own keys replace a preset's budget of bits, or allow none."""
-    is_spent = bool(asdict(EQUAL).keys() & content)
-    return is_spent or content.get("feedback") is False or bool(content["data"].keys() & _MEDIA)
+        hint = "see docs/recipes.md for every key"
+        raise RotationZooError(f"{origin}: {_first_problem(error)}", hint) from error
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:

@@ -1,6 +1,5 @@
 """The schema of a recipe: the type, default, meaning and checks of every key, the scaling of RoPE
-among them, and which part of it may be published.
-"""
+among them, and which part of it may be published."""
 
 import hashlib
 import json
@@ -80,7 +79,7 @@ FILES = (".jsonl", ".txt", ".parquet")
 
 
 def digest(content: dict[str, Any]) -> str:
-    """sha256 of a recipe's content."""
+    """sha256 of a table, such as a recipe's content, as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

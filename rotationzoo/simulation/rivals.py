@@ -18,23 +18,8 @@ from rotationzoo.errors import UsageError
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.hadamard import hadamard
 from rotationzoo.rotations import SIDES
-from rotationzoo.simulation.engine_formats import (
-    BLOCK,
-    MLX_GROUP,
-    NVFP4_BLOCK,
-    TILE,
-    read_exl3,
-    read_fp8,
-    read_int4_per_token_head,
-    read_kvarn,
-    read_lloyd_max,
-    read_lmdeploy,
-    read_mlx,
-    read_nvfp4,
-    read_q4_0,
-    read_q8_0,
-    read_uniform,
-)
+from rotationzoo.simulation import engine_formats as engines
+from rotationzoo.simulation.engine_formats import BLOCK, TILE
 
 _KIVI = int2.Format(interpolated=False, metadata="float16", offset="minimum", packing="consecutive")
 """Codes are `(x - minimum) / scale`, rounded, with scale and minimum in float16 and no clip."""
@@ -97,26 +82,26 @@ def _in_blocks(read: Callable[[torch.Tensor], torch.Tensor], bits: int) -> Stora
 
 def _turboquant(key_bits: int, value_bits: int) -> EngineCache:
     """Keys of 8 bits are FP8."""
-    key = Storage(partial(read_lloyd_max, bits=key_bits), key_bits, row_bits=16)
-    value = Storage(partial(read_uniform, bits=value_bits), value_bits, row_bits=32)
+    key = Storage(partial(engines.read_lloyd_max, bits=key_bits), key_bits, row_bits=16)
+    value = Storage(partial(engines.read_uniform, bits=value_bits), value_bits, row_bits=32)
     return EngineCache("vLLM", _FP8 if key_bits == 8 else key, value)
 
 
 def _exl3(bits: int) -> EngineCache:
-    each = _in_blocks(partial(read_exl3, bits=bits), bits)
+    each = _in_blocks(partial(engines.read_exl3, bits=bits), bits)
     return EngineCache("ExLlamaV3", each, each)
 
 
 def _mlx(bits: int) -> EngineCache:
-    read = partial(read_mlx, bits=bits)
-    each = Storage(read, bits + 32 / MLX_GROUP, group=MLX_GROUP)
+    read = partial(engines.read_mlx, bits=bits)
+    each = Storage(read, bits + 32 / engines.MLX_GROUP, group=engines.MLX_GROUP)
     return EngineCache("mlx-lm", each, each)
 
 
 def _kvarn(key_bits: int, value_bits: int) -> EngineCache:
     """A channel of a tile has a scale and a minimum and a token a scale; of values, vice versa."""
-    key = partial(read_kvarn, bits=key_bits, per_channel=True)
-    value = partial(read_kvarn, bits=value_bits, per_channel=False)
+    key = partial(engines.read_kvarn, bits=key_bits, per_channel=True)
+    value = partial(engines.read_kvarn, bits=value_bits, per_channel=False)
     return EngineCache(
         "KVarN",
         Storage(key, key_bits + 32 / TILE, row_bits=16, tokens=TILE),
@@ -124,18 +109,18 @@ def _kvarn(key_bits: int, value_bits: int) -> EngineCache:
     )
 
 
-_Q4_0, _FP8 = _in_blocks(read_q4_0, 4), Storage(read_fp8, 8)
-_INT4 = Storage(read_int4_per_token_head, 4, row_bits=32)
-_NVFP4 = Storage(read_nvfp4, 4 + 8 / NVFP4_BLOCK, group=NVFP4_BLOCK)
+_Q4_0, _FP8 = _in_blocks(engines.read_q4_0, 4), Storage(engines.read_fp8, 8)
+_INT4 = Storage(engines.read_int4_per_token_head, 4, row_bits=32)
+_NVFP4 = Storage(engines.read_nvfp4, 4 + 8 / engines.NVFP4_BLOCK, group=engines.NVFP4_BLOCK)
 _LMDEPLOY = EngineCache(
     "LMDeploy",
-    Storage(partial(read_lmdeploy, bits=3, with_signs=True), 4, row_bits=32),
-    Storage(partial(read_lmdeploy, bits=2, with_signs=False), 2, row_bits=16),
+    Storage(partial(engines.read_lmdeploy, bits=3, with_signs=True), 4, row_bits=32),
+    Storage(partial(engines.read_lmdeploy, bits=2, with_signs=False), 2, row_bits=16),
 )
 
 ENGINE_CACHES = {
-    "q8_0": _llama_cpp(read_q8_0, 8),
-    "q4_0": _llama_cpp(read_q4_0, 4),
+    "q8_0": _llama_cpp(engines.read_q8_0, 8),
+    "q4_0": _llama_cpp(engines.read_q4_0, 4),
     "q4_0-unrotated": EngineCache("llama.cpp, LLAMA_ATTN_ROT_DISABLE=1", _Q4_0, _Q4_0),
     "fp8": EngineCache("vLLM, SGLang", _FP8, _FP8),
     "int4_per_token_head": EngineCache("vLLM", _INT4, _INT4),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -181,8 +181,7 @@ class _SimulatedAttention:
 def _hidden_states(output: Any) -> torch.Tensor:
     """The hidden states of a module that returns them alone, or in a tuple before the attention
     weights."""
-    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return states
+    return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
 
 
 def _attention_kl(

@@ -47,9 +47,8 @@ def child(folder: Path, name: str) -> Path:
         raise RotationZooError(str(error)) from error
     # Both are resolved, because the folder itself may lie behind a link.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise RotationZooError(
-            f"{path} leads out of its folder by a symbolic link", hint="remove the link"
-        )
+        hint = "remove the link"
+        raise RotationZooError(f"{path} leads out of its folder by a symbolic link", hint)
     return path
 
 
@@ -61,14 +60,12 @@ def size_of(path: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise RotationZooError(
-            f"{path} cannot be read: {error.strerror}", hint="check who may read it"
-        ) from error
+        hint = "check who may read it"
+        raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint) from error
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise RotationZooError(
-            f"{path} is {kind} and not a file", hint="remove it, or put the file itself there"
-        )
+        hint = "remove it, or put the file itself there"
+        raise RotationZooError(f"{path} is {kind} and not a file", hint)
     return status.st_size
 
 

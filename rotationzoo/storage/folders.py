@@ -111,9 +111,8 @@ def check_name(folder: Path) -> None:
     its own, such as `.`, and for a folder that contains the current one, and `RotationZooError` for
     a symbolic link."""
     if folder.name in ("", ".."):
-        raise UsageError(
-            f"{folder} is no folder that can be replaced", hint="name a new folder with --output"
-        )
+        hint = "name a new folder with --output"
+        raise UsageError(f"{folder} is no folder that can be replaced", hint)
     if folder.is_symlink():
         raise RotationZooError(
             f"{folder} is a symbolic link, which nothing is written through",
@@ -121,10 +120,8 @@ def check_name(folder: Path) -> None:
         )
     # Replacing it would leave the user's shell in a removed folder.
     if folder.is_dir() and Path.cwd().is_relative_to(folder.resolve()):
-        raise UsageError(
-            f"{folder} holds the current folder, and is replaced whole",
-            hint="go to another folder first: cd ..",
-        )
+        hint = "go to another folder first: cd .."
+        raise UsageError(f"{folder} holds the current folder, and is replaced whole", hint)
 
 
 def check_writable(folder: Path) -> None:

@@ -27,10 +27,8 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
     while (handle := _try(lock)) is None:
         waited = time.monotonic() - started
         if waited > WAIT:
-            raise RotationZooError(
-                f"another process is {doing}; gave up after {WAIT:g} s",
-                hint="run the command again when it is done",
-            )
+            hint = "run the command again when it is done"
+            raise RotationZooError(f"another process is {doing}; gave up after {WAIT:g} s", hint)
         if waited > min(_SILENCE, WAIT / 2) and not mentioned:
             log.warning("Waiting up to %g s for another process that is %s", WAIT, doing)
             mentioned = True
@@ -52,9 +50,8 @@ def _try(lock: Path) -> int | None:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise RotationZooError(
-            f"{lock} is a symbolic link, and no lock is one", hint="remove it"
-        ) from error
+        hint = "remove it"
+        raise RotationZooError(f"{lock} is a symbolic link, and no lock is one", hint) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(handle), lock.lstat()):

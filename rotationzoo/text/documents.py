@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.errors import RotationZooError, as_refusal
 from rotationzoo.recipe import FILES, Data
 from rotationzoo.text.chats import Message, read_functions, read_message
 from rotationzoo.words import counted, shortened
@@ -98,9 +98,8 @@ def _samples(data: Data, tally: Tally) -> Iterator[Sample]:
                 yield sample
     if empty:
         tally.check()
-        raise RotationZooError(
-            f"{data.source} holds no text", hint="give another source with --data, or bundled"
-        )
+        hint = "give another source with --data, or bundled"
+        raise RotationZooError(f"{data.source} holds no text", hint)
 
 
 def _read_sample(number: int, record: _Record | bytes, data: Data) -> Sample:
@@ -144,10 +143,8 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
     if suffix in FILES and not path.is_file():
         raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
     if path.exists() and suffix not in FILES:
-        raise RotationZooError(
-            f"{data.source} is no file that ends with {', '.join(FILES)}",
-            hint="give such a file, or a data set id of the hub, with --data",
-        )
+        hint = "give such a file, or a data set id of the hub, with --data"
+        raise RotationZooError(f"{data.source} is no file that ends with {', '.join(FILES)}", hint)
     if suffix == ".txt":
         return _pieces(path)
     return _json_lines(path) if suffix == ".jsonl" else _data_set(data, path)
@@ -159,10 +156,8 @@ def _column(record: _Record, wanted: list[str], data: Data) -> str:
         if column in record:
             return column
     columns = ", ".join(map(str, record)) or "none"
-    raise BadRow(
-        f"{data.source} has no column {' or '.join(wanted)}: it has {columns}",
-        hint="name the column of the text or of the chat messages with --column (or --images)",
-    )
+    hint = "name the column of the text or of the chat messages with --column (or --images)"
+    raise BadRow(f"{data.source} has no column {' or '.join(wanted)}: it has {columns}", hint)
 
 
 def _pieces(path: Path) -> Iterator[_Record]:
@@ -197,19 +192,14 @@ def _data_set(data: Data, path: Path) -> Iterator[_Record]:
 def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -> Iterator[None]:
     """Turn any error of a reader, a chat template or a hub client into one sentence of this `kind`
     that begins with `what`."""
-    try:
-        yield
-    except RotationZooError:
-        raise
-    except UnicodeDecodeError as error:
-        hint = "convert it, for example with: iconv -f latin1 -t utf-8"
-        raise kind(f"{what} is no UTF-8 text", hint) from error
-    except Exception as error:
-        raise kind(
-            f"{what}: {first_sentence(error)}",
-            hint="check --data, --subset, --split and --column, and the network; or use a local "
-            "file, or bundled",
-        ) from error
+    options = "--data, --subset, --split and --column"
+    hint = f"check {options}, and the network; or use a local file, or bundled"
+    with as_refusal(what, hint, kind):
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            hint = "convert it, for example with: iconv -f latin1 -t utf-8"
+            raise kind(f"{what} is no UTF-8 text", hint) from error
 
 
 def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[Sample]:

@@ -1,6 +1,5 @@
 """Rows of text with images or audio, made by the processor of a vision or omni model: one row per
-document, in which the processor's chat template says where they stand.
-"""
+document, in which the processor's chat template says where they stand."""
 
 import io
 from pathlib import Path

@@ -214,10 +214,8 @@ class Index(_Growing):
         Fields that are None are left out, except in copies and files, where null says unknown."""
         entries = []
         for entry in sorted(self.entries, key=_order):
-            row = entry.model_dump(exclude_none=True)
-            row["copies"] = [copy.model_dump() for copy in entry.copies]
-            row["files"] = {name: file.model_dump() for name, file in entry.files.items()}
-            entries.append(row)
+            whole = entry.model_dump(include={"copies", "files"})
+            entries.append(entry.model_dump(exclude_none=True) | whole)
         content = {**(self.model_extra or {}), "schema": self.schema_, "entries": entries}
         if self.statement is not None:
             content["statement"] = self.statement.model_dump()

@@ -46,10 +46,8 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
         return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
     if place is not None:
         if "://" in place:  # not quoted: an address may hold a password
-            raise UsageError(
-                "--index is a path, and no address",
-                hint="fetch the file and give its path, or name a zoo's repository with --repo",
-            )
+            hint = "fetch the file and give its path, or name a zoo's repository with --repo"
+            raise UsageError("--index is a path, and no address", hint)
         return LoadedIndex(index.read(Path(place).expanduser()), place)
     try:
         return read_index(repo or ZOO, hub_name)

@@ -39,9 +39,8 @@ def listed_name(model: Model) -> str:
     if a local folder is called `demo`."""
     if model.revision is not None:
         if not re.fullmatch(REPOSITORY, model.id):
-            raise RotationZooError(
-                f"{model.id!r} is no name of a model on a hub", hint="calibrate the model again"
-            )
+            hint = "calibrate the model again"
+            raise RotationZooError(f"{model.id!r} is no name of a model on a hub", hint)
         return model.id
     name = folder_name(Path(model.id).name)
     if name.lower() != DEMO_NAME:
@@ -107,6 +106,5 @@ def check_unclaimed(content: Index, entry: Entry, repo: str) -> None:
     for listed in content.entries:
         is_same_name = listed.model.lower() == entry.model.lower()
         if is_same_name and listed.config_sha256 != entry.config_sha256:
-            raise RotationZooError(
-                f"{repo} lists another model as {listed.model} already", hint=_OTHER_NAME_HINT
-            )
+            hint = _OTHER_NAME_HINT
+            raise RotationZooError(f"{repo} lists another model as {listed.model} already", hint)

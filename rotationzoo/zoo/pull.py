@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
@@ -212,7 +212,7 @@ def _pull_copy(
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
         finding = _check(loaded, entry, artifact, what, demand)
     remember(artifact.identity)
-    moved = artifact.moved_to(target)
+    moved = replace(artifact, folder=target)  # with everything that was read of it
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
 
 

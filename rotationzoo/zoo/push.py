@@ -244,9 +244,8 @@ def _push_to_hub(
             return hub.publish(Publication(repo, files, message, parent, upload.tag, to.create_pr))
         except StaleParent:
             continue  # there was a commit in between, so extend its index
-    raise HubError(
-        f"{repo} changes faster than it can be extended", hint="run the same command again later"
-    )
+    hint = "run the same command again later"
+    raise HubError(f"{repo} changes faster than it can be extended", hint)
 
 
 def _render_root_files(repo: str, content: index.Index) -> dict[str, bytes]:

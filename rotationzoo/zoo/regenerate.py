@@ -1,6 +1,5 @@
 """Which models need new rotations (their weights, config or recipe have changed), and making these,
-which must not be worse than the published ones.
-"""
+which must not be worse than the published ones."""
 
 import math
 import os

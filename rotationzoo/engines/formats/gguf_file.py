@@ -15,7 +15,7 @@ import torch
 from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Payload, SideMatrices
 from rotationzoo.engines.rotation_file import RotationFile
-from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.errors import RotationZooError, as_refusal, first_sentence
 from rotationzoo.rotations import SIDES
 from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
 
@@ -103,10 +103,6 @@ def read_gguf(path: Path) -> list[RotationFile]:
 
 def _read_matrix(path: Path, tensor: gguf.ReaderTensor) -> torch.Tensor:
     """R, float32 `[D, D]`, from a tensor that holds it transposed, in any type."""
-    try:
+    with as_refusal(f"{tensor.name} of {path.name} cannot be read"):  # of another type
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    except Exception as error:  # a type that the package cannot read
-        raise RotationZooError(
-            f"{tensor.name} of {path.name} cannot be read: {first_sentence(error)}"
-        ) from error
     return torch.from_numpy(np.atleast_2d(numbers).astype(np.float32)).mT.contiguous()

@@ -46,19 +46,17 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     for dim in sorted(payload.head_dims):
         if dim % _BLOCK:
             blocks = f"its blocks have {_BLOCK} channels"
-            raise RotationZooError(
-                f"llama.cpp cannot run head dimension {dim}: {blocks}", hint=PAGE
-            )
+            hint = PAGE
+            raise RotationZooError(f"llama.cpp cannot run head dimension {dim}: {blocks}", hint)
     base = options.base
     if base is None:
-        raise RotationZooError(
-            "llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf"
-        )
+        hint = "name it: --base MODEL.gguf"
+        raise RotationZooError("llama.cpp reads rotations from the model's own file", hint)
     reader = open_gguf(base)
     # `objective_name` reduces any untrusted field to short printable text.
     architecture = objective_name(reader.value("general.architecture"))
-    for problem, hint in _problems(reader, architecture, payload):
-        raise RotationZooError(problem, hint)
+    for problem, remedy in _problems(reader, architecture, payload):
+        raise RotationZooError(problem, remedy)
     compared = _compare_config(reader, architecture, options, payload)
     tensors = gguf_file.rotation_tensors(payload)
     notes = {

@@ -36,20 +36,15 @@ def write_pair(work: Path, final: Path, payload: Payload, prefix: str) -> dict[s
 
     With a key mean both sides have version 3, otherwise each has the lowest that can hold it.
     """
-    key, value = payload.key, payload.value
-    key_name, value_name = _file_name("k", key), _file_name("v", value)
-    version, value_version = _lowest_version(key), _lowest_version(value)
-    if version == 3:  # both files of a run share one name
-        value_version, value_name = version, key_name.replace("k_", "v_", 1)
-    write_pt(work / key_name, _content("k", key, payload.provenance, version))
-    write_pt(work / value_name, _content("v", value, payload.provenance, value_version))
-    key_clip, value_clip = payload.clip
-    return {
-        f"{prefix}_K_ROTATION_PATH": str(final / key_name),
-        f"{prefix}_V_ROTATION_PATH": str(final / value_name),
-        f"{prefix}_K_CLIP_RATIO": clip_text(key_clip, off=0),
-        f"{prefix}_V_CLIP_RATIO": clip_text(value_clip, off=0),
-    }
+    paths, clips = {}, {}
+    for letter, side, clip in zip("kv", (payload.key, payload.value), payload.clip, strict=True):
+        version = 3 if payload.key.mean or side.mean else 1 + side.per_head
+        # Both files of a run with a key mean share one name.
+        name = _file_name(letter, payload.key if payload.key.mean else side)
+        write_pt(work / name, _content(letter, side, payload.provenance, version))
+        paths[f"{prefix}_{letter.upper()}_ROTATION_PATH"] = str(final / name)
+        clips[f"{prefix}_{letter.upper()}_CLIP_RATIO"] = clip_text(clip, off=0)
+    return paths | clips
 
 
 def _file_name(letter: str, side: SideMatrices) -> str:
@@ -68,26 +63,23 @@ def _content(
 ) -> dict[str, Any]:
     """The content of one side's file, of keys (`letter` is `k`) or values (`v`), in the order of
     OSCAR's own tools."""
-    objective, grouping = side.objective, "layer"
+    name, centered = ("key", "oscar2_center") if letter == "k" else ("value", "oscar2_v_pre_wo")
+    content: dict[str, Any] = {"format_version": version, "objective": side.objective}
+    content["source_grouping"] = "head" if version == 3 and side.per_head else "layer"
     if version == 2:
-        grouping = "per_kv_head"
-        objective = f"{objective.removesuffix('_perhead')}_perhead"
+        content["objective"] = f"{side.objective.removesuffix('_perhead')}_perhead"
+        content["source_grouping"] = "per_kv_head"
     if version == 3:
-        grouping = "head" if side.per_head else "layer"
-        objective = f"{objective}_center"
-        if re.match(_CALIBRATED, objective):
-            objective = "oscar2_center" if letter == "k" else "oscar2_v_pre_wo"
-    content: dict[str, Any] = {
-        "format_version": version,
-        "objective": objective,
-        "source_grouping": grouping,
-    }
-    if version == 3:
-        name = "key" if letter == "k" else "value"
+        plain = f"{side.objective}_center"
+        content["objective"] = centered if re.match(_CALIBRATED, plain) else plain
         content["transform"] = {name: "center", "centered": bool(side.mean), "orthogonal": True}
     if provenance:
         content["calibration"] = dict(provenance)
-    content["layers"] = {layer: _entry(side, layer) for layer in sorted(side.rotation)}
+    layers: dict[int, dict[str, Any]]
+    layers = content["layers"] = {layer: {"layer_id": layer} for layer in sorted(side.rotation)}
+    for stored, field in _TENSORS.items():
+        for layer, tensor in getattr(side, field).items():
+            layers[layer][stored] = tensor.float().contiguous()
     return content
 
 
@@ -97,23 +89,6 @@ def write_pt(path: Path, content: Any) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     folders.write_new(path, buffer.getvalue())
-
-
-def _lowest_version(side: SideMatrices) -> int:
-    """The lowest version that can hold a side."""
-    if side.mean:
-        return 3
-    return 2 if side.per_head else 1
-
-
-def _entry(side: SideMatrices, layer: int) -> dict[str, Any]:
-    tables = {"rotation": side.rotation, "eigenvalues": side.eigenvalues, "k_mean": side.mean}
-    tensors = {
-        name: tensors[layer].float().contiguous()
-        for name, tensors in tables.items()
-        if layer in tensors
-    }
-    return {"layer_id": layer, **tensors}
 
 
 # Objectives that say which side a file holds; the last ones of keys look like those of values.
@@ -129,6 +104,7 @@ _MOST_SHARED = 1 << 28
 _MOST_ENTRIES = (len(_TENSORS) + 1) * MOST_LAYERS
 _LARGEST_PICKLE = 2 << 20  # bytes; 1,024 layers of three tensors each took 0.25 MB
 
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _Entries = dict[int, dict[str, Any]]
 """Layer -> the file's entry for it."""
 
@@ -190,10 +166,9 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Ent
     except RotationZooError:
         raise
     except Exception as error:  # pickle and zip files fail in many ways
+        reason = "it cannot be opened as plain tensors with layers"
         hint = "do not use it; files that need to run code when they are opened are refused"
-        raise _no_rotations(
-            path, "it cannot be opened as plain tensors with layers", hint
-        ) from error
+        raise _no_rotations(path, reason, hint) from error
     # OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
     declared = as_mapping(table.get("transform")).get("orthogonal") is not False
     if not declared or any(name in entry for entry in entries.values() for name in _COMPANIONS):
@@ -260,10 +235,8 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
             raise RotationZooError(f"{path.name} has layer {number} twice")
         stated = _layer_number(entry.get("layer_id", number))
         if stated != rotation_file.check_layer(path, number):
-            says = "no layer" if stated is None else f"layer {stated}"
-            raise RotationZooError(
-                f"{path.name}: the entry of layer {number} says that it is {says}"
-            )
+            says = "is no layer" if stated is None else f"is layer {stated}"
+            raise RotationZooError(f"{path.name}: the entry of layer {number} says that it {says}")
         entries[number] = dict(entry)
     if not entries:
         hint = "give a file that OSCAR's tools or rotationzoo export wrote"
@@ -272,46 +245,43 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
 
 
 def _layer_number(name: Any) -> int | None:
-    if isinstance(name, int):
-        return name if 0 <= name < 10**9 else None
-    number = re.fullmatch(r"(?:layers?[._])?(\d{1,9})", name) if isinstance(name, str) else None
-    return int(number[1]) if number else None
+    number = re.fullmatch(r"(?:layers?[._])?(\d{1,9})", str(name))
+    return int(number[1]) if number and isinstance(name, int | str) else None
 
 
 def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]]:
-    """The tensors of each name by layer: of all layers or of none."""
+    """The tensors of each name by layer: of all layers or of none, and each a dense table of real
+    numbers that is not empty."""
     tables = {}
     for stored, name in _TENSORS.items():
         found = {layer: entry.get(stored) for layer, entry in entries.items()}
         tables[name] = {i: each for i, each in found.items() if isinstance(each, torch.Tensor)}
         if tables[name] and (without := sorted(found.keys() - tables[name].keys())):
-            raise RotationZooError(
-                f"{path.name} has no {name} for layer {without[0]}, and has for others"
-            )
+            lacking = f"no {name} for layer {without[0]}"
+            raise RotationZooError(f"{path.name} has {lacking}, and has for others")
         for layer, tensor in tables[name].items():
-            rotation_file.check_tensor(path, f"{name} of layer {layer}", tensor)
+            plain = tensor.layout == torch.strided and tensor.dtype in _REAL
+            if not plain or not tensor.ndim or not tensor.numel():
+                label = f"the {name} of layer {layer} in {path.name}"
+                raise RotationZooError(f"{label} is no table of real numbers", "do not use it")
     if not tables["rotation"]:
         raise _no_rotations(path, "it has no rotation")
     return tables
 
 
 def _side(path: Path, objective: str, transform: Mapping[str, Any]) -> str | None:
-    """`key` or `value`, from the file's name and its content, or None if neither says which.
-
-    Raises `RotationZooError` if the two differ.
-    """
+    """`key` or `value`, from the file's name and its content, or None if neither says which. Raises
+    `RotationZooError` if the two differ."""
     stated = next((side for side in SIDES if side in transform), None)
     if _OF_VALUES.match(objective):
         stated = "value"
     if _OF_KEYS.match(objective):
         stated = "key"
-    if not re.match(r"[kv](_|$)", path.stem):
-        return stated
-    named = "key" if path.stem.startswith("k") else "value"
-    if stated and named != stated:
+    named = {"k": "key", "v": "value"}.get(path.stem.partition("_")[0])
+    if stated and named and named != stated:
         raise RotationZooError(
             f"{path.name} is named as {named}s and says that it holds {stated}s "
             f"(objective {objective}): they are swapped",
             hint="do not use it, or give the files their right names",
         )
-    return named
+    return named or stated

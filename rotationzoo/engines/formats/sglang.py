@@ -15,26 +15,17 @@ from rotationzoo.geometry import cached_layers
 _PAGE = 8  # tokens leave the exact window in pages of this size
 
 
-def _check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what SGLang's kernels cannot run."""
-    check_limits("SGLang", payload, powers=True)
-    group = payload.largest_group
-    if group & (group - 1):
-        raise RotationZooError(
-            f"SGLang cannot run quantization groups of {group}: only powers of two"
-        )
-    for name, tokens in (("sink", payload.sink), ("recent", payload.recent)):
-        if tokens % _PAGE:
-            raise RotationZooError(
-                f"SGLang cannot keep {tokens} {name} tokens exact: only multiples of {_PAGE}",
-                hint="add: --windows 64/256",
-            )
-
-
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write the pair to `work`. The environment variables name the files in `final`. Raises
     `RotationZooError` for what SGLang's kernels cannot run."""
-    _check_payload(payload)
+    check_limits("SGLang", payload, powers=True)
+    cannot, group = "SGLang cannot", payload.largest_group
+    if group & (group - 1):
+        raise RotationZooError(f"{cannot} run quantization groups of {group}: only powers of two")
+    for name, tokens in (("sink", payload.sink), ("recent", payload.recent)):
+        if tokens % _PAGE:
+            exact = f"keep {tokens} {name} tokens exact: only multiples of {_PAGE}"
+            raise RotationZooError(f"{cannot} {exact}", hint="add: --windows 64/256")
     environment = {
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
         **write_pair(work, final, payload, "SGLANG_OSCAR"),

@@ -227,7 +227,6 @@ def _check_commit(sha: Any, repo: str) -> str:
     """The commit, which becomes part of paths and URLs. Raises `HubError` unless it is 40
     hexadecimal digits."""
     if not re.fullmatch(r"[0-9a-f]{40}", str(sha)):
-        raise HubError(
-            f"{repo} on Hugging Face has no commit that can be read", hint="check HF_ENDPOINT"
-        )
+        hint = "check HF_ENDPOINT"
+        raise HubError(f"{repo} on Hugging Face has no commit that can be read", hint)
     return str(sha)

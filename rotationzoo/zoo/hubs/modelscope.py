@@ -105,9 +105,8 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
         while chunk := raw.read1(_CHUNK_BYTES):
             yield chunk
     except urllib3.exceptions.ReadTimeoutError as error:
-        raise HubError(
-            f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint=limits.NETWORK_HINT
-        ) from error
+        hint = limits.NETWORK_HINT
+        raise HubError(f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint) from error
     except urllib3.exceptions.HTTPError as error:
         raise requests.ConnectionError("the answer broke off") from error
 
@@ -119,9 +118,8 @@ def _asking(repo: str) -> Iterator[None]:
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
-        raise HubError(
-            "HF_HUB_OFFLINE is set: ModelScope is not asked", hint="unset HF_HUB_OFFLINE"
-        )
+        hint = "unset HF_HUB_OFFLINE"
+        raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", hint)
     printed = sys.stderr if _is_debugging() else io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
@@ -167,10 +165,12 @@ class ModelScope(Hub):
         self.endpoint = str(config.endpoint)
         self.api, self.files = HubApi(config=config), requests.Session()
         self.api.openapi._max_retries = 1
-        for client in (self.api.openapi, self.api.legacy):
-            for session in (client._session, client._read_session):
-                _mount(session, LimitedAdapter(self.endpoint, reads_all=True))
-        _mount(self.files, LimitedAdapter(self.endpoint, reads_all=False))
+        clients = self.api.openapi, self.api.legacy
+        sessions = [each for its in clients for each in (its._session, its._read_session)]
+        for session in (*sessions, self.files):
+            adapter = LimitedAdapter(self.endpoint, reads_all=session is not self.files)
+            for scheme in ("https://", "http://"):
+                session.mount(scheme, adapter)
         if not _is_debugging():
             # The client logs every step, and also every failure that it raises anyway.
             logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
@@ -244,11 +244,6 @@ class ModelScope(Hub):
                 self.retry(self.api.create_repo_tag, repo, "model", tag, revision=_BRANCH)
         url = tokens.redact(f"{self.endpoint}/models/{repo}/files?revision={tag}")
         return Published(tag, url, changed)
-
-
-def _mount(session: requests.Session, adapter: LimitedAdapter) -> None:
-    for scheme in ("https://", "http://"):
-        session.mount(scheme, adapter)
 
 
 def _read_token() -> str | None:

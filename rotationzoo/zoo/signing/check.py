@@ -11,19 +11,19 @@ the manifest lists.
 
 import base64
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasPath, Field
 
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
-from rotationzoo.errors import RotationZooError, UsageError, first_sentence
+from rotationzoo.errors import RotationZooError, UsageError, as_refusal, first_sentence
 from rotationzoo.network import limits
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.folders import link
@@ -75,9 +75,8 @@ def make_demand(
     # One signer is one name, and not its letters.
     named = [signers] if isinstance(signers, str) else signers or ()
     if issuer is not None and not named:
-        raise UsageError(
-            "--issuer needs a --signer that it vouches for", hint="add: --signer IDENTITY"
-        )
+        hint = "add: --signer IDENTITY"
+        raise UsageError("--issuer needs a --signer that it vouches for", hint)
     if named or require_signature:
         check_installed("checking a signature")
     parsed = tuple(parse_signer(name, issuer) for name in named)
@@ -232,23 +231,19 @@ def _verifier_of(signer: Signer, trust_config: Path | None) -> Any:
     from model_signing import verifying
 
     verifier, public_key = verifying.Config(), signer.public_key
+    if public_key is not None:
+        with as_refusal("the listed key is none", OWNERS_HINT), NamedTemporaryFile() as file:
+            file.write(public_key.encode())
+            file.flush()
+            return verifier.use_elliptic_key_verifier(public_key=file.name)
     problem = "Sigstore's keys cannot be fetched"
     hint = "check the network, or name a file of keys with --trust-config"
-    try:
-        if public_key is not None:
-            problem, hint = "the listed key is none", OWNERS_HINT
-            with tempfile.NamedTemporaryFile() as file:
-                file.write(public_key.encode())
-                file.flush()
-                return verifier.use_elliptic_key_verifier(public_key=file.name)
-        if trust_config is not None:
-            problem = f"{trust_config} cannot be read as a trust configuration"
-            hint = "check the file"
-        names = {"identity": signer.identity, "oidc_issuer": signer.issuer}
-        use = partial(verifier.use_sigstore_verifier, **names, trust_config=trust_config)
+    if trust_config is not None:
+        problem, hint = f"{trust_config} cannot be read as a trust configuration", "check the file"
+    names = {"identity": signer.identity, "oidc_issuer": signer.issuer}
+    use = partial(verifier.use_sigstore_verifier, **names, trust_config=trust_config)
+    with as_refusal(problem, hint):
         return limits.call_within(_TRUST_SECONDS, use, "Sigstore")
-    except Exception as error:  # the libraries have no common type of error
-        raise RotationZooError(f"{problem}: {first_sentence(error)}", hint=hint) from error
 
 
 def _verify(signed: Signed, signature: bytes, signer: Signer, verifier: Any) -> None:
@@ -262,7 +257,7 @@ def _verify(signed: Signed, signature: bytes, signer: Signer, verifier: Any) -> 
             place = folder.with_name(SIGNATURE)
             place.write_bytes(signature)
             verifier.verify(folder, place)
-    except Exception as error:  # as above
+    except Exception as error:  # the libraries have no common type of error
         reason = first_sentence(error)
         if reason.startswith("Signature mismatch"):
             names = [name for name in sorted(signed.files) if name in reason]
@@ -281,7 +276,7 @@ def _verify(signed: Signed, signature: bytes, signer: Signer, verifier: Any) -> 
 def gathered(named: Mapping[str, Path | bytes], name: str = "files") -> Iterator[Path]:
     """Yield a folder called `name`, for the block alone, of these files (name -> file or content)
     but for those that are not signed. Raises `OSError`."""
-    with tempfile.TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch:
         folder = Path(scratch, name)
         folder.mkdir()
         for each, content in named.items():

@@ -2,12 +2,11 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from rotationzoo.artifact.store import SIGNATURE
-from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.errors import RotationZooError, as_refusal
 from rotationzoo.network.tokens import check_token
 from rotationzoo.zoo.signing.check import UNSIGNED, check_installed, claimed_signer, gathered
 from rotationzoo.zoo.signing.signer import Signer, read_key
@@ -19,17 +18,6 @@ _CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 def can_sign_in_ci() -> bool:
     """Whether this is a job of GitHub Actions that may ask for a token of its identity."""
     return all(os.environ.get(name) for name in _CI_VARIABLES)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except RotationZooError:
-        raise
-    except Exception as error:  # the libraries have no common type of error
-        hint = "check the network and the identity, or sign with: --sign key.pem"
-        raise RotationZooError(f"it cannot be signed: {first_sentence(error)}", hint) from error
 
 
 class SigningTool:
@@ -44,7 +32,9 @@ class SigningTool:
         """The signer that its signatures name. None before the first keyless one, whose
         certificate says who it is."""
 
-    @_refusals()
+    @as_refusal(
+        "it cannot be signed", "check the network and the identity, or sign with: --sign key.pem"
+    )
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
         """The signature of these files (name -> file or content) but `UNSIGNED`, which its
         statement calls `name` together, and who it shows as its signer. Raises

@@ -87,10 +87,8 @@ def read_key(path: Path, private: bool = False) -> Signer:
         else:
             key = serialization.load_pem_public_key(data)
     except TypeError as error:
-        raise RotationZooError(
-            f"{path} is encrypted, and such keys are not read",
-            hint=f"decrypt it into a file of your own: openssl ec -in {path} -out plain.pem",
-        ) from error
+        hint = f"decrypt it into a file of your own: openssl ec -in {path} -out plain.pem"
+        raise RotationZooError(f"{path} is encrypted, and such keys are not read", hint) from error
     except ValueError as error:
         raise RotationZooError(f"{path} holds no {kind} key in PEM", hint=hint) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
