@@ -106,10 +106,10 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
 
     def _pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
         """The pages `[..., N pages]` of blocks `[..., N]`."""
-        if self.pages == 1:
-            return blocks
-        inside = torch.arange(self.pages, dtype=blocks.dtype, device=blocks.device)
-        return (blocks[..., None] * self.pages + inside).flatten(-2)
+        if self.pages > 1:
+            inside = torch.arange(self.pages, dtype=blocks.dtype, device=blocks.device)
+            blocks = (blocks[..., None] * self.pages + inside).flatten(-2)
+        return blocks
 
 
 class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]

@@ -7,19 +7,23 @@ skipped.
 
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from support.codec import on_gpu
 from support.places import ROOT
+from support.recipes import QUICK
 from support.vllm import NEEDS_VLLM, PYTHON, TOKENS, drive, engine_job, hold
 from support.vllm_answers import assert_same, differences, read_in_transformers, read_loaded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.model.source import DEMO
-from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import PRESETS, with_budget
 
 pytestmark = NEEDS_VLLM
 FIND_NIXL = [PYTHON, "-c", "import nixl._api"]
@@ -37,17 +41,28 @@ def prompts() -> tuple[list[int], list[int]]:
     return ids[:LENGTH], ids[LENGTH : 2 * LENGTH]
 
 
-def assert_loaded(made, answer: dict, held: int, device="cpu") -> None:
+@pytest.fixture(scope="module")
+def budgeted(tmp_path_factory) -> Path:
+    """An artifact whose layers take different bytes."""
+    recipe = with_budget(QUICK, Budget(2.7))
+    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
+    folder = tmp_path_factory.mktemp("budget") / "budgeted"
+    return calibrate(Job("demo", recipe, folder, device="cpu")).folder
+
+
+def assert_loaded(artifact, answer: dict, held: int, device="cpu") -> None:
     """That the `held` first tokens were read from codes alone, where others are read exact."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).to(device)
-    expected = read_loaded(made, model, answer["ids"], held)[-TOKENS:]
-    exact = read_in_transformers(made, model, answer["ids"])[-TOKENS:]
+    expected = read_loaded(artifact, model, answer["ids"], held)[-TOKENS:]
+    exact = read_in_transformers(artifact, model, answer["ids"])[-TOKENS:]
     assert differences(exact, expected).mean() > 0.01
     assert_same(answer["answer"], expected)
 
 
-def nixl(role: str, **options: str) -> dict:
-    return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role, **options}}
+def nixl(role: str) -> dict:
+    """The options of a server that gives pages or takes them."""
+    asked = {"kv_connector": "NixlConnector", "kv_role": f"kv_{role}"}
+    return {"kv_transfer_config": asked | {"kv_load_failure_policy": "recompute"}}
 
 
 def variables() -> dict[str, str]:
@@ -62,37 +77,51 @@ def variables() -> dict[str, str]:
     }
 
 
-@pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed beside vLLM")
-def test_a_server_on_the_loopback_address_hands_its_pages_over(made, prompts, tmp_path):
-    """The other server has few blocks, and the windows of another request had exact copies in
-    those that it loads into: measured without forgetting them, .53. Of another artifact, it loads
-    nothing, and reads the prompt itself."""
-    folders = first, second, third = [tmp_path / name for name in ("first", "second", "third")]
-    for folder in folders:
-        folder.mkdir()
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed beside vLLM")
+
+
+def hand_over(folder: Path, artifact: Path, prompts, others=()) -> list[dict]:
+    """What a server answers that loads the pages of a prompt from another, after it answered
+    another prompt; then what one with each of the `others` answers."""
     prompt, another = prompts
     asked = [{"do_remote_decode": True, "do_remote_prefill": False}]
-    job = engine_job(made, [[prompt]], 1, handed=asked, block_size=BLOCK, **nixl("kv_producer"))
+    first = engine_job(artifact, [[prompt]], 1, handed=asked, block_size=BLOCK, **nixl("producer"))
+    options, answers = FEW | nixl("consumer"), []
+    # Of two processes, each has a folder.
+    (folder / "first").mkdir()
+    with hold(folder / "first", first, **variables()) as prefilled:
+        handed = [None, prefilled["rounds"][0][0]["handed"]]
+        for each in (artifact, *others):
+            job = engine_job(each, [[another], [prompt]], handed=handed, **options)
+            answers.append(drive(folder, job, **variables())["rounds"][1][0])
+    return answers
+
+
+@needs_nixl
+def test_a_server_on_the_loopback_address_hands_its_pages_over(made, prompts, tmp_path):
+    """The other server has few blocks, and the windows of another request had exact copies in
+    those that it loads into. Without forgetting them, .53 was measured of random tokens. Of another
+    artifact, it loads nothing, and reads the prompt itself: 1.5 where that was not compared."""
     other = calibrate(Job("demo", PRESETS["hadamard"], tmp_path / "other", device="cpu")).folder
-    options = FEW | nixl("kv_consumer", kv_load_failure_policy="recompute")
-    with hold(first, job, **variables()) as prefilled:
-        handed = prefilled["rounds"][0][0]["handed"]
-        job = engine_job(made, [[another], [prompt]], handed=[None, handed], **options)
-        answer = drive(second, job, **variables())["rounds"][1][0]
-        job = engine_job(other, [[prompt]], handed=[handed], **options)
-        refused = drive(third, job, **variables())["rounds"][0][0]
+    answer, refused = hand_over(tmp_path, made, prompts, [other])
     # The last token of a prompt is always computed.
     assert_loaded(made, answer, LENGTH - 1)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     assert_same(refused["answer"], read_in_transformers(other, model, refused["ids"])[-TOKENS:])
 
 
+@needs_nixl
+def test_pages_of_layers_that_take_different_bytes_are_handed_over(budgeted, prompts, tmp_path):
+    (answer,) = hand_over(tmp_path, budgeted, prompts)
+    assert_loaded(budgeted, answer, LENGTH - 1)
+
+
 @on_gpu
 @pytest.mark.parametrize("simple", ["0", "1"])
-def test_pages_come_back_from_main_memory(simple, made, prompts, tmp_path, device):
+def test_pages_come_back_from_main_memory(simple, budgeted, prompts, tmp_path, device):
     """Of vLLM's two connectors for it. The second request takes all blocks of the first."""
     prompt, another = prompts
     rounds = [[prompt], [another], [prompt]]
-    job = engine_job(made, rounds, kv_offloading_size=1, **FEW)
+    job = engine_job(budgeted, rounds, kv_offloading_size=1, **FEW)
     answers = drive(tmp_path, job, VLLM_USE_SIMPLE_KV_OFFLOAD=simple)["rounds"]
-    assert_loaded(made, answers[2][0], LENGTH // BLOCK * BLOCK, device)
+    assert_loaded(budgeted, answers[2][0], LENGTH // BLOCK * BLOCK, device)
