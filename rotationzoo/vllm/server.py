@@ -42,14 +42,15 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     memory = cache.gpu_memory_utilization * current_platform.get_device_total_memory()
     has_windows = full_attention_layers(model.hf_config) is not None
     connector = _unserved_connector(config)
+    is_spread, drafts = parallel.tensor_parallel_size > 1, config.speculative_config is not None
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
         # Pages of another server may be of another artifact, which nothing compares.
         f"this KV connector ({connector})": connector,
-        # It was not tried.
-        "a KV connector beside sliding windows or states": (
-            (model.is_hybrid or has_windows) and _has_connector(config)
+        # They were not tried.
+        "a KV connector beside sliding windows, states, drafted tokens or tensor parallelism": (
+            _has_connector(config) and (model.is_hybrid or has_windows or is_spread or drafts)
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "sliding windows beside states": model.is_hybrid and has_windows,

@@ -58,6 +58,8 @@ REFUSED = {
     f"--kv-transfer-config {FILES}": "this KV connector (ExampleConnector)",
     f"--kv-transfer-config {TIERS}": "this KV connector (spec_name)",
     "--kv-offloading-size 1 --kv-offloading-backend lmcache": "this KV connector (lmcache)",
+    f"--kv-offloading-size 1 --speculative-config {DRAFTS}": "a KV connector beside",
+    "--kv-offloading-size 1 -tp 2": "a KV connector beside",
     "--no-such-option": "vLLM refuses its options: unrecognized arguments: --no-such-option",
     "--max-num-seqs many": "vLLM refuses its options: argument --max-num-seqs: invalid int",
     "--max-model-len 99999": "max_model_len (99999) is greater than",
