@@ -18,8 +18,7 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Claim, write_sound_artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.errors import RotationZooError, Unsound
-from rotationzoo.geometry import geometry_json
+from rotationzoo.errors import Unsound
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
@@ -67,18 +66,6 @@ def test_what_no_formula_makes_again_is_not_held_against_one(sound):
     moved = change_one(rotations, 0, "key", matrix=key.matrix, eigenvalues=key.eigenvalues)
     recipe = claim.recipe.model_copy(update={"composition": "given"})
     assert not list(replace(claim, recipe=recipe).origin_problems(moved, averages))
-
-
-def test_a_manifest_claims_its_recipe_and_geometry(sound):
-    claim, _, _ = sound
-    content = {
-        "recipe": claim.recipe.published(),
-        "geometry": geometry_json(claim.geometry),
-    }
-    assert Claim.from_manifest(content) == claim
-    assert Claim.from_manifest({**content, "imported": {}}).imported
-    with pytest.raises(RotationZooError, match="geometry in the manifest is damaged"):
-        Claim.from_manifest({**content, "geometry": [{"depth": 3}]})
 
 
 SMALL = Recipe(data=Data(tokens=512, length=128))

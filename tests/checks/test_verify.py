@@ -84,16 +84,6 @@ def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
     assert "rotations.safetensors is missing" in verification.problems
 
 
-def test_verify_finds_a_flipped_bit(copy):
-    path = copy.folder / "statistics.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 1
-    path.write_bytes(bytes(data))
-    assert verify(copy).problems == [
-        "statistics.safetensors is not the file that was written: its sha256 differs"
-    ]
-
-
 def test_verify_knows_the_model(calibrated, tiny, tmp_path):
     assert verify(calibrated, str(tiny)).ok
     other = save_tiny(tmp_path / "other")

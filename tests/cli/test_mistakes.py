@@ -8,7 +8,6 @@ import pytest
 from support.command_line import left_behind, only_error
 
 from rotationzoo.storage import locks
-from rotationzoo.words import counted
 
 MISTAKES = [
     ("nonsense", 2, "No such command 'nonsense'"),
@@ -38,6 +37,7 @@ MISTAKES = [
     ("calibrate demo --device-map auto --max-memory cpu", 2, "has no amount"),
     ("calibrate demo --device-map foo", 2, "there is no device map 'foo'"),
     ("evaluate demo --format sglan", 2, "is not one of 'sglang'"),
+    ("evaluate demo --prefill-layout window", 2, "--prefill-layout is for a prefill in chunks"),
     ("evaluate {made} demo", 2, "with their model: rotationzoo evaluate demo {made}"),
     ("evaluate {made} --save", 2, "{made} has rotations and no model"),
     ("evaluate demo {made} --for llama.cpp", 2, "codebook of its own"),
@@ -143,8 +143,3 @@ def test_a_mistyped_folder_of_a_model(inside, monkeypatch, command, typed, meant
     typed, meant = (text.replace("FOLDER", str(inside.folder)) for text in (typed, meant))
     says = only_error(inside(command, typed))
     assert says.startswith(f"Error: there is no folder {typed}{meant}\n")
-
-
-def test_one_is_not_many():
-    assert counted(1, "prompt") == "1 prompt"
-    assert [counted(0, "text"), counted(1024, "token")] == ["0 texts", "1,024 tokens"]

@@ -117,11 +117,6 @@ def log():
         yield at
 
 
-def test_what_is_over_at_once_says_nothing(log):
-    assert log(0, "looking at the model", 0, 0) == []
-    assert log(9.9, "calibrating", 64, 64) == []
-
-
 def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):
     assert log(1, "loading the model", 0, 0) == []
     assert log(11, "calibrating", 1, 1200) == ["[0:00:11] calibrating 1/1,200"]

@@ -159,16 +159,3 @@ def test_list_has_no_equal_rows_and_no_empty_columns(inside):
     assert "cost" in lines[1]
     assert "answers" not in lines[1], "nobody has asked"
     assert all("+1.23%" in line for line in lines[2:-2])
-
-
-def test_no_cell_of_a_table_is_cut(terminal):
-    screen = terminal(80)
-    name = "Qwen3-4B-Thinking-2507-imported" * 2
-    numbers = ["+12.34% ±10.12%", "0.0012 ±0.0001", "0.0800 ±0.0038", "3.03"]
-    columns = ["arm", "perplexity", "attention KL", "block error", "bits"]
-    table("title", columns, [[name, *numbers]])
-    lines = plain(screen.getvalue()).splitlines()
-    assert "…" not in screen.getvalue()
-    assert all(number in lines[2] for number in numbers)
-    assert "".join(line.split("  ")[0].strip() for line in lines[2:]) == name
-    assert max(map(len, lines)) <= 80

@@ -1,22 +1,9 @@
 """The folder of an export: whole, for servers to read, and never in the place of other work."""
 
-import json
-
 import pytest
 from support.engine_artifacts import OSCAR, WRITTEN, exported
 
 from rotationzoo.storage.files import sha256
-
-
-def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
-    artifact = made(head_dim=32)
-    done = exported("sglang", artifact, tmp_path)
-    victim = tmp_path / "victim"
-    victim.write_text("")
-    for content in ({"files": {"../victim": "", str(victim): ""}}, [1], {"files": 3}):
-        (done.path / "export.json").write_text(json.dumps(content))
-        exported("sglang", artifact, tmp_path)
-        assert victim.exists()
 
 
 @pytest.mark.parametrize("engine", WRITTEN)

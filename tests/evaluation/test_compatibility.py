@@ -131,15 +131,6 @@ def test_rows_longer_than_the_positions_name_the_flag(model, tmp_path):
     assert refusal.value.hint == "add: --length 256, or --rope-scaling yarn:2"
 
 
-def test_the_manifest_has_the_scaling(scaled):
-    assert scaled.recipe.rope_scaling == "yarn:2"
-    assert scaled.content["recipe"]["rope_scaling"] == "yarn:2"
-    assert scaled.recipe.name == "oscar-yarn-2"
-    plain = Recipe(data=LONG)
-    assert plain.published()["rope_scaling"] is None
-    assert scaled.recipe.hash != plain.hash
-
-
 def test_evaluate_scales_as_the_artifact_was_calibrated(model, scaled):
     report = evaluate(job_of(model, scaled, text=LONG))
     assert report["rope_scaling"] == "yarn:2:256"

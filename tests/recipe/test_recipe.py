@@ -40,11 +40,6 @@ def test_every_setting_changes_the_hash():
     assert override(Recipe(), tokens=4096).hash != Recipe().hash
 
 
-def test_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        Recipe().key_clip = 0.5  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -253,12 +253,6 @@ def of_recipe(manifest, recipe):
     return reproduce_command(manifest.model_copy(update={"recipe": recipe.published()}))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_named(manifest, name):
-    command = of_recipe(manifest, PRESETS[name])
-    assert command == f"rotationzoo calibrate demo --recipe {name}"
-
-
 def test_other_text_is_given_in_flags(manifest):
     changes = {"source": "my text.jsonl", "tokens": 4096, "seed": 3}
     recipe = override(PRESETS["oscar"], **changes)

@@ -16,11 +16,6 @@ def point(name: str, memory: float, share: float, **others) -> Point:
     return Point(name, memory, share, f"{share:.0%}", **others)
 
 
-def rows_of(points: list[Point]) -> list[dict]:
-    """What is drawn of each point."""
-    return draw_answers(points, UNIT)["data"]["values"]
-
-
 def labels_of(svg: str) -> list[str]:
     """The labels of all marks, as a screen reader reads them."""
     marks = ElementTree.fromstring(svg).iter()

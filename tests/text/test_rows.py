@@ -51,11 +51,6 @@ def test_rows_start_as_requests_do(jsonl, start):
         assert row[len(start)] != 0
 
 
-def test_fewer_tokens_than_asked_for_is_said(jsonl, tokenizer):
-    corpus = read_corpus(small(jsonl, tokens=10**6), tokenizer)
-    assert f"{corpus.tokens:,} tokens instead of 1,000,000" in corpus.note
-
-
 def test_batches_hold_rows_of_equal_length(jsonl, tokenizer):
     corpus = read_corpus(small(jsonl), tokenizer)
     assert [tuple(batch.shape) for batch in corpus.batches(3)] == [(3, 64), (3, 64), (2, 64)]
