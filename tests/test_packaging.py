@@ -43,11 +43,6 @@ def test_the_oldest_dependencies_are_the_lowest_that_are_allowed():
         assert version == Version(lowest(requirement)), f"{requirement} allows an older one"
 
 
-def test_the_torch_of_developers_is_one_that_is_allowed():
-    (torch,) = (item for item in requirements() if item.name == "torch")
-    assert pinned("constraints-cpu.txt")["torch"] in torch.specifier
-
-
 def test_an_extra_asks_for_the_same_wherever_it_is_named():
     """`dev` repeats what the tests need of the other extras."""
     development = {

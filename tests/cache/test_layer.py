@@ -1,6 +1,5 @@
 """One layer of a 2-bit cache against one that keeps every row and computes anew what is read."""
 
-import copy
 from itertools import product
 
 import pytest
@@ -34,9 +33,8 @@ ARMS = {
 }
 
 
-def layer_of(arm, windows, padding=None, **settings):
-    storage = CacheSettings(arm, windows, **{"block": 8, **settings})
-    return RotatedLayer(storage, 0, padding or Padding())
+def layer_of(arm, windows):
+    return RotatedLayer(CacheSettings(arm, windows, block=8), 0, Padding())
 
 
 def draw(batch, tokens, seed=0):
@@ -50,10 +48,6 @@ def feed(layer, rows, calls):
     """Hand rows over call by call; the keys and values that each call reads."""
     parts = zip(*(side.split(calls, dim=2) for side in rows), strict=True)
     return [layer.update(*part) for part in parts]
-
-
-def first(tokens, read):
-    return [side[:, :, :tokens] for side in read]
 
 
 def assert_same(reads, expected):
@@ -138,63 +132,6 @@ def test_a_window_does_not_reach_back_to_what_it_forgot():
     with pytest.raises(RotationZooError, match="the window of layer 0 would reach"):
         layer.crop(-1)
     layer.crop(0)
-
-
-def padded(rows, starts):
-    """A batch from rows of one length, of which the first tokens are padding."""
-    for side in rows:
-        for number, start in enumerate(starts):
-            side[number, :, :start] = torch.nan
-    return rows
-
-
-@pytest.mark.parametrize(
-    "calls", [[20, 1, 1, 1, 6, 1], [7, 7, 6, 1, 1, 1]], ids=["whole", "chunks"]
-)
-def test_each_row_of_a_padded_batch_is_read_as_if_alone(calls):
-    """Even where the first chunk is nothing but padding, and padding is not a number."""
-    arm, windows, starts = ARMS["one group"], CacheLayout(sink=2, recent=3), [4, 0, 11]
-    padding = Padding()
-    layer = layer_of(arm, windows, padding)
-    rows = padded(draw(3, sum(calls)), starts)
-    done, parts = 0, zip(*(side.split(calls, dim=2) for side in rows), strict=True)
-    reads = []
-    for new, part in zip(calls, parts, strict=True):
-        done += new
-        padding.note(torch.arange(done) >= torch.tensor(starts)[:, None])
-        reads.append(layer.update(*part))
-    for number, start in enumerate(starts):
-        alone, row_calls = [side[number : number + 1, :, start:] for side in rows], []
-        ends = torch.tensor(calls).cumsum(0) - start
-        for end in ends.clamp(min=0).tolist():
-            row_calls.append(end - sum(row_calls))
-        kept = [new for new in row_calls if new]
-        expected = feed(NaiveLayer(arm, windows), alone, kept)
-        seen = [[side[number : number + 1, :, start:] for side in read] for read in reads]
-        assert_same(seen[len(seen) - len(kept) :], expected)
-        assert not any(side[number, :, :start].any() for side in reads[-1]), "padding reads 0"
-
-
-@pytest.mark.parametrize("starts", [[], [0, 3, 1]], ids=["plain", "padded"])
-def test_rows_are_chosen_and_repeated(starts):
-    layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=3), Padding(starts))
-    feed(layer, draw(3, 24), [23, 1])
-    rows = layer.update(*draw(3, 1, seed=9))
-    copied = copy.deepcopy(layer)
-    beams = torch.tensor([2, 2, 0])
-    layer.reorder_cache(beams)
-    again = draw(3, 1, seed=10)
-    read = layer.update(*again)
-    # One more token was quantized since.
-    assert_same([first(22, read)], [[side[beams] for side in first(22, rows)]])
-    # Rows that came from one row have grown apart.
-    assert torch.equal(read[0][:, :, -1], ARMS["one group"].keep_exact(again[0], 0, "key")[:, :, 0])
-    copied.batch_repeat_interleave(2)
-    copied.batch_select_indices(torch.tensor([5, 1]))
-    read = copied.update(*draw(2, 1, seed=11))
-    assert_same([first(22, read)], [[side[[2, 0]] for side in first(22, rows)]])
-    layer.reset()
-    assert layer.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("format", [SGLANG, VLLM], ids=["float32", "float16"])

@@ -54,12 +54,6 @@ def page(folder, tmp_path_factory):
     return path
 
 
-def test_the_table_of_memory_says_what_the_verdict_says(folder):
-    report = make_report(Artifact.open(folder))
-    assert report.memory.rows[-1][1:] == ["67.1 MB", "10.6 MB", "6.3 times"]
-    assert any("10.6 MB in place of 67.1 MB: 6.3 times" in words for words in report.verdict.words)
-
-
 def report_of(folder: Path, evaluation: dict, made: Made = ONE):
     """The report of an artifact with this evaluation."""
     return make_report(Artifact.open(make_artifact(folder, made, evaluation)))
