@@ -170,9 +170,9 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
-def test_stopped_half_way_and_run_again(command, inside, whole, how):
+def test_stopped_half_way_and_run_again(command, program, inside, whole, how):
     words = [*WORDS, "out"]
-    start = [*command.program, "calibrate", "demo", *words]
+    start = [*program, "calibrate", "demo", *words]
     checkpoint = command.folder / "out.checkpoint.safetensors"
     code, errors = stop_once(checkpoint.exists, how, start, command.folder, command.environment)
     assert "out" not in left_behind(command), "stopped before it was done"
