@@ -21,7 +21,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.recipe.loading import PRESETS, override, without_budget
+from rotationzoo.recipe.loading import PRESETS, without_budget
 from rotationzoo.writer import write_artifact
 
 
@@ -229,15 +229,6 @@ def test_threads_are_those_that_torch_computes_with(tiny, tmp_path, set_threads)
     set_threads(1)
     with pytest.raises(RotationZooError, match="another job: threads differ"):
         calibrate(job(tiny, tmp_path))
-
-
-def test_another_recipes_work_is_kept_until_restart(tiny, tmp_path):
-    first = calibrate(job(tiny, tmp_path))
-    other = override(RECIPE, seed=2)
-    with pytest.raises(RotationZooError, match="holds the work of another recipe"):
-        calibrate(job(tiny, tmp_path, other))
-    assert verify(first).ok
-    assert calibrate(job(tiny, tmp_path, other, restart=True)).identity != first.identity
 
 
 def test_a_folder_of_something_else_is_never_replaced(tiny, tmp_path):

@@ -74,16 +74,6 @@ def test_the_command_line(inside, folder):
     assert "is no artifact" in missing.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_command_asks_for_a_cpu(inside, folder):
-    before = contents(folder)
-    refused = inside("validate", folder)
-    assert refused.returncode == 1
-    assert "is not validated: the CUDA reference needs an NVIDIA GPU" in refused.stderr
-    assert contents(folder) == before
-    assert inside("validate", folder, "--device", "cuda").returncode == 2
-
-
 @pytest.fixture
 def comparison():
     return KernelComparison(group_size=None, on_gpu=False)

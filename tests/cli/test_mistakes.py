@@ -12,9 +12,7 @@ from rotationzoo.storage import locks
 MISTAKES = [
     ("nonsense", 2, "No such command 'nonsense'"),
     ("calibrat demo", 2, "Did you mean 'calibrate'"),
-    ("inspect nowhere", 1, "nowhere is no artifact"),
     ("calibrate", 2, "Missing argument 'model'"),
-    ("calibrate ./nowhere", 1, "there is no folder ./nowhere"),
     ("calibrate empty", 1, "empty is no model: the folder has no config.json"),
     ("calibrate models/Qwen", 1, "nor a folder (did you mean 'models/Qwen3'?)"),
     ("calibrate demo --revision main", 1, "on this machine, which has no revision 'main'"),
