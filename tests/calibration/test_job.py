@@ -231,22 +231,6 @@ def test_threads_are_those_that_torch_computes_with(tiny, tmp_path, set_threads)
         calibrate(job(tiny, tmp_path))
 
 
-def test_a_folder_of_something_else_is_never_replaced(tiny, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("...")
-    for restart in (False, True):
-        with pytest.raises(RotationZooError, match="is no artifact"):
-            calibrate(job(tiny, tmp_path, restart=restart))
-    (tmp_path / "out" / "manifest.json").write_text('{"name": "a browser extension"}')
-    with pytest.raises(RotationZooError, match="damaged"):
-        calibrate(job(tiny, tmp_path, restart=True))
-    assert (tmp_path / "out" / "thesis.tex").exists()
-    artifact = calibrate(job(tiny, tmp_path / "other"))
-    (artifact.folder / "notes.md").write_text("mine")
-    with pytest.raises(RotationZooError, match=r"also holds notes\.md"):
-        calibrate(job(tiny, tmp_path / "other", restart=True))
-
-
 def test_an_artifact_that_cannot_be_replaced_is_put_back(calibrated, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(calibrated.folder, tmp_path / "out"))
     rename = Path.rename

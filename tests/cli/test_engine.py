@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from support import architectures
 from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
 from support.recipes import QUICK
@@ -13,13 +12,11 @@ from support.reports import evaluate
 from support.vllm import pretend, server_settings
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
-from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
@@ -120,16 +117,6 @@ def windowed(tmp_path_factory):
     return model, calibrate(model, output=folder / "made", recipe=recipe, **options)
 
 
-def test_layers_that_the_engine_keeps_exact_are_exact(windowed):
-    """Layers with a sliding window on vLLM; all others get the same bits."""
-    job = evaluation_job(*windowed, engine="vllm", **SHORT)
-    report = evaluate(job)
-    full = [n for n, kind in enumerate(architectures.MOSTLY_SLIDING) if "full" in kind]
-    assert (job.format, report["format"], report["layers"]) == ("fine", "fine", full)
-    assert any("sliding window stay exact" in note for note in report["notes"])
-    assert any("get the same bits" in note for note in report["notes"])
-
-
 @pytest.mark.parametrize("chosen", [{}, {"format": "fine"}, {"format": "sglang"}])
 @pytest.mark.parametrize("layers", [None, {3}])
 def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, chosen, layers):
@@ -202,14 +189,6 @@ def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_
     served = inside("serve", model, "--rotations", "made", "--dry-run")
     assert "Every layer has a sliding window" in served.stderr
     assert "Serving codes" not in served.stderr
-
-
-def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
-    """The demo's own rotations, pooled already."""
-    hadamard = Artifact.open(made)
-    chosen = choose_measures("vllm-oscar", [hadamard], {})
-    assert chosen["pooled"] == hadamard.rotations.per_head
-    assert choose_measures("vllm-oscar", [], {})["pooled"] is False
 
 
 def test_recipes_of_engines():
