@@ -1,5 +1,6 @@
 """One layer of a 2-bit cache against one that keeps every row and computes anew what is read."""
 
+import copy
 from itertools import product
 
 import pytest
@@ -33,8 +34,8 @@ ARMS = {
 }
 
 
-def layer_of(arm, windows):
-    return RotatedLayer(CacheSettings(arm, windows, block=8), 0, Padding())
+def layer_of(arm, windows, starts=()):
+    return RotatedLayer(CacheSettings(arm, windows, block=8), 0, Padding([*starts]))
 
 
 def draw(batch, tokens, seed=0):
@@ -48,6 +49,10 @@ def feed(layer, rows, calls):
     """Hand rows over call by call; the keys and values that each call reads."""
     parts = zip(*(side.split(calls, dim=2) for side in rows), strict=True)
     return [layer.update(*part) for part in parts]
+
+
+def first(tokens, read):
+    return [side[:, :, :tokens] for side in read]
 
 
 def assert_same(reads, expected):
@@ -132,6 +137,28 @@ def test_a_window_does_not_reach_back_to_what_it_forgot():
     with pytest.raises(RotationZooError, match="the window of layer 0 would reach"):
         layer.crop(-1)
     layer.crop(0)
+
+
+@pytest.mark.parametrize("starts", [[], [0, 3, 1]], ids=["plain", "padded"])
+def test_rows_are_chosen_and_repeated(starts):
+    layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=3), starts)
+    feed(layer, draw(3, 24), [23, 1])
+    rows = layer.update(*draw(3, 1, seed=9))
+    copied = copy.deepcopy(layer)
+    beams = torch.tensor([2, 2, 0])
+    layer.reorder_cache(beams)
+    again = draw(3, 1, seed=10)
+    read = layer.update(*again)
+    # One more token was quantized since.
+    assert_same([first(22, read)], [[side[beams] for side in first(22, rows)]])
+    # Rows that came from one row have grown apart.
+    assert torch.equal(read[0][:, :, -1], ARMS["one group"].keep_exact(again[0], 0, "key")[:, :, 0])
+    copied.batch_repeat_interleave(2)
+    copied.batch_select_indices(torch.tensor([5, 1]))
+    read = copied.update(*draw(2, 1, seed=11))
+    assert_same([first(22, read)], [[side[[2, 0]] for side in first(22, rows)]])
+    layer.reset()
+    assert layer.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("format", [SGLANG, VLLM], ids=["float32", "float16"])

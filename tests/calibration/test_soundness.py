@@ -18,7 +18,7 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Claim, write_sound_artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.errors import Unsound
+from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
@@ -66,6 +66,12 @@ def test_what_no_formula_makes_again_is_not_held_against_one(sound):
     moved = change_one(rotations, 0, "key", matrix=key.matrix, eigenvalues=key.eigenvalues)
     recipe = claim.recipe.model_copy(update={"composition": "given"})
     assert not list(replace(claim, recipe=recipe).origin_problems(moved, averages))
+
+
+def test_a_damaged_geometry_claims_nothing(sound):
+    content = {"recipe": sound[0].recipe.published(), "geometry": [{"depth": 3}]}
+    with pytest.raises(RotationZooError, match="geometry in the manifest is damaged"):
+        Claim.from_manifest(content)
 
 
 SMALL = Recipe(data=Data(tokens=512, length=128))

@@ -12,11 +12,13 @@ from support.reports import evaluate
 from support.vllm import pretend, server_settings
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.codec.engines import ENGINES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
+from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
@@ -189,6 +191,14 @@ def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_
     served = inside("serve", model, "--rotations", "made", "--dry-run")
     assert "Every layer has a sliding window" in served.stderr
     assert "Serving codes" not in served.stderr
+
+
+def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
+    """The demo's own rotations, pooled already."""
+    hadamard = Artifact.open(made)
+    chosen = choose_measures("vllm-oscar", [hadamard], {})
+    assert chosen["pooled"] == hadamard.rotations.per_head
+    assert choose_measures("vllm-oscar", [], {})["pooled"] is False
 
 
 def test_recipes_of_engines():

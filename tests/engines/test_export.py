@@ -99,6 +99,17 @@ def test_the_command_prints_what_starts_the_engine(made, inside):
 # ---- the folder of an export: whole, and for servers to read
 
 
+def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
+    artifact = made(head_dim=32)
+    done = exported("sglang", artifact, tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_text("")
+    for content in ({"files": {"../victim": "", str(victim): ""}}, [1], {"files": 3}):
+        (done.path / "export.json").write_text(json.dumps(content))
+        exported("sglang", artifact, tmp_path)
+        assert victim.exists()
+
+
 @pytest.mark.parametrize("engine", WRITTEN)
 def test_servers_that_run_as_somebody_else_can_read_the_files(engine, made, tmp_path):
     """safetensors makes files for their owner alone."""

@@ -69,6 +69,14 @@ def test_where_two_texts_part():
     assert find_parting(text("a|b|c"), text("a|b", "interrupted")) is None
 
 
+def test_a_reader_may_leave(made):
+    def leave(_: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        generate("demo", TEXT, rotations=str(made), write=leave, **SMALL)
+
+
 def test_a_chat_ends_where_the_answer_begins(demo, made, tmp_path):
     folder = tmp_path / "chat"
     shutil.copytree(DEMO, folder)
