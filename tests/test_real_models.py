@@ -87,16 +87,6 @@ def test_a_chat_asks_in_turns_for_the_needles_of_its_text():
             assert question.answer.start - question.source >= cache.recent
 
 
-def test_more_questions_begin_with_the_same_ones(tokenizer):
-    cache = CacheLayout()
-    few, more, later = (
-        DEV.prompts(tokenizer, "needles", 1024, among, cache)
-        for among in (range(8), range(24), range(8, 24))
-    )
-    assert torch.equal(few[0].ids, more[0].ids)
-    assert [prompt.ids.tolist() for prompt in more[1:]] == [each.ids.tolist() for each in later]
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_few_operations_choose_the_codes_of_the_definition(bits):
     generator = torch.Generator().manual_seed(bits)

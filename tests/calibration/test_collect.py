@@ -201,16 +201,6 @@ def test_ctrl_c_in_the_middle_of_a_batch_saves_the_batches_before(tmp_path, monk
     assert max(differences(statistics, expected)) == 0
 
 
-def test_nothing_is_saved_of_the_first_batch(tmp_path):
-    model = architectures.build("qwen3")
-    geometry = geometry_of(model)
-    path = tmp_path / "sums.safetensors"
-    interrupt_in(model, calls=1)
-    with pytest.raises(KeyboardInterrupt):
-        collect(model, geometry, BATCHES, WINDOWED, Checkpoint(path, {}))
-    assert not path.exists()
-
-
 def test_a_save_that_would_take_long_waits(tmp_path, monkeypatch):
     """A save that takes a second comes after 20 seconds of work."""
     statistics = {0: {"key": Moment.zeros(1, 4)}}

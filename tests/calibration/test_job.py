@@ -106,16 +106,6 @@ def test_random_rotations_differ_by_head_and_layer(tiny, tmp_path):
     assert len({matrix.numpy().tobytes() for matrix in torch.cat(by_head)}) == 8
 
 
-def test_the_plan_reads_only_the_config(tiny, tmp_path):
-    (tmp_path / "model").mkdir()
-    shutil.copy(tiny / "config.json", tmp_path / "model")
-    planned = plan(job(tmp_path / "model", tmp_path))
-    assert [(layer.kv_heads, layer.key_dim) for layer in planned.geometry] == [(2, 16)] * 2
-    assert planned.weights_bytes > 0
-    with pytest.raises(RotationZooError, match="tokenizer"):
-        calibrate(job(tmp_path / "model", tmp_path))
-
-
 def test_the_planned_sizes_are_those_that_come_out(calibrated, tiny, tmp_path):
     planned = plan(job(tiny, tmp_path)).artifact_bytes
     written = sum(file["size"] for file in calibrated.content["files"].values())

@@ -145,16 +145,6 @@ def test_perplexity_is_that_of_the_model():
     assert all(arm["attention_kl"] is None for arm in report["arms"].values())
 
 
-def test_one_cause_at_a_time():
-    """Layers that are not selected stay exact."""
-    options = dict(data=Data(tokens=256, length=256), windows=[(4, 16)], queries=8, tasks=NO_TASKS)
-    options["baselines"] = ("random",)
-    both = evaluate(Evaluation("demo", [], **options))["arms"]["random"]
-    layer = evaluate(Evaluation("demo", [], layers={1}, **options))
-    assert layer["layers"] == [1]
-    assert abs(layer["arms"]["random"]["perplexity_increase"]) < abs(both["perplexity_increase"])
-
-
 def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     """In a model whose last layers share caches, each of them reads what the first of its kind has
     stored."""

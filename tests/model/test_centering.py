@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import architectures
 from support.architectures import families
-from support.command_line import edited_manifest, succeeded
+from support.command_line import edited_manifest
 from support.models import save_family
 from support.recipes import QUICK
 from support.tensors import stored_rotations
@@ -93,14 +93,6 @@ def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
         assert note in card
         assert planned.notes == (note,)
     assert calibrate(job).identity == made.identity, "the same job"
-
-
-def test_the_command_says_so(folders, inside, tmp_path):
-    """Also with a budget, measured beside windows that have lost all of a text."""
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("sink: 8\nrecent: 8\n", encoding="utf-8")
-    words = ["calibrate", folders("gpt_oss"), "--recipe", recipe, "--tokens", 192, "--length", 32]
-    assert "Note: keys keep their mean" in succeeded(inside(*words)).stderr
 
 
 @families(["gemma2", "gpt_oss"])

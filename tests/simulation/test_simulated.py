@@ -22,10 +22,8 @@ from rotationzoo.codec.size import codec_bits
 from rotationzoo.evaluation.forward import attention_modules
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import long_masks
-from rotationzoo.model.capture import Attention
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.simulation.masks import TwoCopyMasks
 from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 from rotationzoo.simulation.simulated import Observers, Simulation
 
@@ -208,50 +206,3 @@ def test_every_token_counts(arm, length):
 
 
 # ---- the mask over both copies of a cache
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The question which mask a layer gets, and the masks that layers share."""
-    model = architectures.build("llama")
-    shared = TwoCopyMasks(CacheLayout(sink=1, recent=2))
-
-    def ask(mask, length=8, device="cpu"):
-        query = torch.zeros(1, 4, length, 16, device=device)
-        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query)
-
-    return ask, shared
-
-
-def test_layers_on_a_second_device_get_a_mask_of_their_own(asked):
-    """Under sdpa every layer of full attention is handed None, wherever it is and however long the
-    row."""
-    ask, _ = asked
-    first, second = ask(None), ask(None, device="meta")
-    assert ask(None) is first
-    assert ask(None, device="meta") is second
-    assert second is not first
-    longer = ask(None, length=9)
-    rows = [mask.rows(slice(None)) for mask in (first, second, longer)]
-    assert [row.shape[-2:] for row in rows] == [(8, 16), (8, 16), (9, 18)]
-    assert [row.device.type for row in rows] == ["cpu", "meta", "cpu"]
-
-
-def test_masks_of_other_rows_are_forgotten(asked):
-    """Prompts of many lengths would leave a mask behind for each of them."""
-    ask, shared = asked
-    made = [ask(None, length=length) for length in (8, 9, 9, 8)]
-    assert made[1] is made[2]
-    assert made[3] is not made[0]
-    assert shared._masks == [made[3]]
-
-
-def test_layers_that_are_handed_copies_of_one_mask_share_what_is_made_of_it(asked):
-    """accelerate gives each layer that is not on the first device a copy of its own."""
-    ask, _ = asked
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
-    window = mask & ~torch.ones_like(mask).tril(-3)
-    whole, narrow = ask(mask), ask(window)
-    assert ask(mask.clone()) is whole
-    assert ask(window.clone()) is narrow
-    assert not torch.equal(whole.rows(slice(None)), narrow.rows(slice(None)))

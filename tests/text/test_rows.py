@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.models import TEXTS, demo_tokenizer, small, tokenizer_that_starts_with, write_jsonl
+from support.models import TEXTS, small, tokenizer_that_starts_with, write_jsonl
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text import documents
@@ -70,16 +70,6 @@ def test_text_that_cannot_be_tokenized(tmp_path, tokenizer):
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     with pytest.raises(RotationZooError, match="cannot be tokenized"):
         read_corpus(small(tmp_path / "half.jsonl"), tokenizer)
-
-
-def test_a_chat_that_does_not_fit_the_template(tmp_path):
-    strict = demo_tokenizer()
-    strict.chat_template = "{{ raise_exception('no system role') }}"
-    chat = {"messages": [{"role": "system", "content": "x"}]}
-    path = write_jsonl(tmp_path / "chat.jsonl", [chat])
-    words = "does not fit the model's chat template: no system role"
-    with pytest.raises(RotationZooError, match=words):
-        read_corpus(small(path), strict)
 
 
 # ---- files and data sets of text: what is read, and what is refused
