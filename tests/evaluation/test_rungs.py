@@ -116,6 +116,13 @@ def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted,
     assert written.recipe == again.recipe
 
 
+def test_bits_that_keep_too_little_are_not_written(induction, budgeted, monkeypatch):
+    monkeypatch.setattr(rungs, "RUNGS", (4.0,))
+    report = ask(induction, budgeted, keep=99.9)
+    assert report["verdict"]["decisions"][0]["action"] != "serve"
+    assert not budgeted.folder.with_name("mine-4-bits").exists()
+
+
 def test_several_artifacts_have_no_fewest_bits(induction, budgeted):
     with pytest.raises(UsageError, match="of one artifact"):
         evaluate(str(induction), [budgeted, budgeted], fewest_bits=True)
