@@ -52,17 +52,6 @@ def test_every_cache_is_asked_what_the_exact_model_answers(notebook):
     assert min(int(rows["demo"]), int(rows["demo+feedback"])) > int(rows["identity"])
 
 
-def test_it_shows_pictures(notebook):
-    pictures = [
-        output.data["image/svg+xml"]
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if output.output_type == "display_data"
-    ]
-    assert len(pictures) == 1
-    assert all(picture.startswith("<svg") for picture in pictures)
-
-
 def test_the_model_writes_the_hidden_statement(notebook):
     text = printed(notebook, "RotatedCache(")
     (written,) = re.findall(r"the model writes +'(.*)'", text)

@@ -10,7 +10,7 @@ import yaml
 from check_release import release_problem
 from packaging.requirements import Requirement
 from packaging.version import Version
-from support.places import ROOT, TEXT, recipe_of
+from support.places import ROOT, recipe_of
 
 TESTED = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text("utf-8"))["jobs"]["tests"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -41,11 +41,6 @@ def test_the_oldest_dependencies_are_the_lowest_that_are_allowed():
         version = Version(oldest[requirement.name])
         assert version in requirement.specifier
         assert version == Version(lowest(requirement)), f"{requirement} allows an older one"
-
-
-def test_the_torch_of_developers_is_one_that_is_allowed():
-    (torch,) = (item for item in requirements() if item.name == "torch")
-    assert pinned("constraints-cpu.txt")["torch"] in torch.specifier
 
 
 def test_an_extra_asks_for_the_same_wherever_it_is_named():
@@ -82,12 +77,6 @@ def test_pre_commit_runs_what_make_lint_runs():
     hooks = [hook for repository in content["repos"] for hook in repository["hooks"]]
     assert [hook["entry"] for hook in hooks] == recipe_of("lint")
     assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
-
-
-def test_the_scripts_that_targets_run_exist():
-    named = re.findall(r"scripts/[\w/]+\.py", TEXT)
-    assert named
-    assert all((ROOT / name).is_file() for name in named)
 
 
 def test_continuous_integration_runs_the_same_command():

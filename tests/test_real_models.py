@@ -8,17 +8,16 @@ from dataclasses import replace
 import pytest
 import real_models_lose
 import torch
-from real_models_lose import PlannedCodec, feed_back, frames_of, refit, share_out
+from real_models_lose import PlannedCodec, feed_back, frames_of, share_out
 from real_questions import CHAT, DEV, LENGTHS, SPLITS, TASKS, TEST
 from support.jobs import RECIPE, job
+from support.models import load_saved, load_tokenizer
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.codec import feedback, int2
 from rotationzoo.codec.budget import COARSE
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.model.loading import load, load_config, load_tokenizer
-from rotationzoo.model.source import find
 from rotationzoo.recall.exercises import QUOTE
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.documents import BUNDLED
@@ -28,7 +27,7 @@ KEY = re.compile(r"[a-z]+_[a-z]+(?= is \d{6}|\": \d{6}|\"\] == \d{6})")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(find("demo"))
+    return load_tokenizer("demo")
 
 
 def asked(split, tokenizer, task) -> set[str]:
@@ -66,7 +65,7 @@ def test_halves_share_no_question(task, tokenizer):
 
 def test_a_chat_asks_in_turns_for_the_needles_of_its_text():
     """The words are those of `TEST`, so no half asks what the other does."""
-    tokenizer = load_tokenizer(find("demo"))
+    tokenizer = load_tokenizer("demo")
     tokenizer.chat_template = (
         "{% for each in messages %}[{{ each.role }}] {{ each.content }} [end]\n{% endfor %}"
     )
@@ -86,16 +85,6 @@ def test_a_chat_asks_in_turns_for_the_needles_of_its_text():
             assert before.endswith((asked, asked.removeprefix("[user] ")))
             assert number in tokenizer.decode(told)
             assert question.answer.start - question.source >= cache.recent
-
-
-def test_more_questions_begin_with_the_same_ones(tokenizer):
-    cache = CacheLayout()
-    few, more, later = (
-        DEV.prompts(tokenizer, "needles", 1024, among, cache)
-        for among in (range(8), range(24), range(8, 24))
-    )
-    assert torch.equal(few[0].ids, more[0].ids)
-    assert [prompt.ids.tolist() for prompt in more[1:]] == [each.ids.tolist() for each in later]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -122,8 +111,7 @@ def whitened(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    source = find(str(tiny))
-    return load(source, load_config(source), "cpu", torch.float32)
+    return load_saved(tiny)
 
 
 def test_rows_of_exact_layers_sides_and_heads_come_back_as_they_are(whitened):
@@ -151,15 +139,6 @@ def test_a_model_whose_planned_bits_are_all_16_computes_what_it_does_by_itself(w
         with simulation.running(model):
             read = model(ids).logits
         assert torch.allclose(read, exact, atol=1e-4) == same
-
-
-def test_other_compositions_are_fitted_by_the_same_recipe(whitened):
-    rotations = refit(whitened, "hadamard")
-    assert rotations.has_feedback
-    for layer, side, rotation in rotations.each():
-        own = whitened.rotations[layer][side]
-        assert torch.allclose(rotation.whitening, own.whitening, atol=1e-5)
-        assert not torch.allclose(rotation.matrix.abs(), own.matrix.abs())
 
 
 def test_bits_go_where_they_take_most_of_what_is_lost():

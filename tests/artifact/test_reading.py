@@ -10,7 +10,6 @@ from support.places import ROOT
 from support.published import ok
 
 from rotationzoo.artifact import tensor_check
-from rotationzoo.artifact.layout import rotation_tensors, split_name, tensor_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 
@@ -64,12 +63,6 @@ def test_what_is_pulled_is_hashed_and_read_once_and_handed_to_the_export(zoo, ma
 
 
 # ---- names of tensors
-
-
-def test_names_are_split_as_they_are_put_together(made):
-    names = rotation_tensors(Artifact.open(made).rotations)
-    assert len(names) == 4 * (5 + 6), "only keys have a mean"
-    assert all(tensor_name(*split_name(name)) == name for name in names)
 
 
 def test_one_module_knows_the_names_of_tensors():

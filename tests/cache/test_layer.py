@@ -34,9 +34,8 @@ ARMS = {
 }
 
 
-def layer_of(arm, windows, padding=None, **settings):
-    storage = CacheSettings(arm, windows, **{"block": 8, **settings})
-    return RotatedLayer(storage, 0, padding or Padding())
+def layer_of(arm, windows, starts=()):
+    return RotatedLayer(CacheSettings(arm, windows, block=8), 0, Padding([*starts]))
 
 
 def draw(batch, tokens, seed=0):
@@ -140,44 +139,9 @@ def test_a_window_does_not_reach_back_to_what_it_forgot():
     layer.crop(0)
 
 
-def padded(rows, starts):
-    """A batch from rows of one length, of which the first tokens are padding."""
-    for side in rows:
-        for number, start in enumerate(starts):
-            side[number, :, :start] = torch.nan
-    return rows
-
-
-@pytest.mark.parametrize(
-    "calls", [[20, 1, 1, 1, 6, 1], [7, 7, 6, 1, 1, 1]], ids=["whole", "chunks"]
-)
-def test_each_row_of_a_padded_batch_is_read_as_if_alone(calls):
-    """Even where the first chunk is nothing but padding, and padding is not a number."""
-    arm, windows, starts = ARMS["one group"], CacheLayout(sink=2, recent=3), [4, 0, 11]
-    padding = Padding()
-    layer = layer_of(arm, windows, padding)
-    rows = padded(draw(3, sum(calls)), starts)
-    done, parts = 0, zip(*(side.split(calls, dim=2) for side in rows), strict=True)
-    reads = []
-    for new, part in zip(calls, parts, strict=True):
-        done += new
-        padding.note(torch.arange(done) >= torch.tensor(starts)[:, None])
-        reads.append(layer.update(*part))
-    for number, start in enumerate(starts):
-        alone, row_calls = [side[number : number + 1, :, start:] for side in rows], []
-        ends = torch.tensor(calls).cumsum(0) - start
-        for end in ends.clamp(min=0).tolist():
-            row_calls.append(end - sum(row_calls))
-        kept = [new for new in row_calls if new]
-        expected = feed(NaiveLayer(arm, windows), alone, kept)
-        seen = [[side[number : number + 1, :, start:] for side in read] for read in reads]
-        assert_same(seen[len(seen) - len(kept) :], expected)
-        assert not any(side[number, :, :start].any() for side in reads[-1]), "padding reads 0"
-
-
 @pytest.mark.parametrize("starts", [[], [0, 3, 1]], ids=["plain", "padded"])
 def test_rows_are_chosen_and_repeated(starts):
-    layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=3), Padding(starts))
+    layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=3), starts)
     feed(layer, draw(3, 24), [23, 1])
     rows = layer.update(*draw(3, 1, seed=9))
     copied = copy.deepcopy(layer)

@@ -1,6 +1,5 @@
 """The public cache: from an artifact, a folder, rotations, or nothing."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from rotationzoo import Artifact, RotatedCache
 from rotationzoo.codec.formats import SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model import compatibility
-from rotationzoo.model.source import DEMO, Source
+from rotationzoo.model.source import DEMO
 
 PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
 
@@ -105,20 +103,3 @@ def test_an_artifact_of_other_weights_is_a_warning(demo, made, tmp_path, caplog)
     RotatedCache(made, AutoModelForCausalLM.from_pretrained(other))
     message = f"{made.name} was made for other weights than {other} has; see: rotationzoo verify"
     assert caplog.messages == [message]
-
-
-def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    asked = []
-
-    def look(name: str, file: str, revision: str) -> str:
-        asked.append((name, file, revision))
-        return str(tmp_path / file)
-
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look)
-    model = Qwen3ForCausalLM(copy.deepcopy(demo.config))
-    model.name_or_path = ""
-    assert compatibility.source_of(model) is None, "made in code"
-    model.name_or_path, model.config._commit_hash = "someone/model", "1" * 40
-    assert compatibility.source_of(model) == Source("someone/model", tmp_path, "1" * 40)
-    assert asked == [("someone/model", "config.json", "1" * 40)]

@@ -18,20 +18,16 @@ from support.models import (
     save_tiny,
 )
 from support.recipes import QUICK
-from typer.testing import CliRunner
 
 from rotationzoo import api
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.calibration.soundness import Claim
-from rotationzoo.cli.app import app
 from rotationzoo.codec.budget import (
     COARSE,
     PER_BIT,
@@ -53,7 +49,6 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.exercises import POOLS
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget, with_feedback
-from rotationzoo.report.page import make_report
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
@@ -119,26 +114,11 @@ def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
         sensitivities(model, made, FEW_TEXTS)
 
 
-def test_inspect_says_which_layers_get_more(made):
-    shown = CliRunner().invoke(app, ["inspect", str(made.folder)])
-    assert shown.exit_code == 0
-    rows = [line.split() for line in shown.output.splitlines()[2:4]]
-    assert [row[3] for row in rows] == ["3", "2"], "bits of a channel of keys"
-
-
 def test_no_more_bits_are_spent_than_the_budget_has(made):
     least = stored_bits(made, spend_bits(made.rotations, Budget(3), RECIPE.group_size))
     assert least == pytest.approx(3)  # 2 bits and a float16 scale for 16 channels
     assert least < stored_bits(made, made.rotations) <= BITS
     assert format_of_equal_bits(made.rotations, FINE) == replace(FINE, fine_channels=8)  # of 16
-
-
-def test_a_page_counts_the_bits_of_the_budget(made):
-    cache = CacheLayout.of_recipe(made.recipe, FINE)
-    bits = codec_bits(made.geometry, RotatedCodec(made.rotations), cache, 131_072)
-    assert bits < 3.6  # those of SGLang, for rows of 16 channels, are 6
-    words = " ".join(make_report(made, context=131_072).verdict.words)
-    assert f"{16 / bits:.1f} times smaller" in words
 
 
 def test_another_budget_needs_no_model(made):
@@ -164,15 +144,6 @@ def test_an_artifact_without_a_budget_says_how_to_make_one(folder, tmp_path):
     with pytest.raises(RotationZooError, match="do not know what each layer loses") as error:
         reduced_rotations(plain, False, (), Budget(3))
     assert error.value.hint == "calibrate with --bits"
-
-
-def test_a_budget_too_small_is_refused_before_anything_runs(folder, tmp_path):
-    stages = []
-    recipe = with_budget(QUICK, Budget(2.5))
-    with pytest.raises(RotationZooError, match=r"2\.5 bits is less than codes of 2 bits"):
-        calibrate(job(folder, tmp_path, recipe), lambda stage, *_: stages.append(stage))
-    assert stages == ["looking at the model"]
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_budget_needs_error_feedback():
@@ -226,13 +197,6 @@ def test_a_default_budget_that_cannot_be_is_left_out_with_a_note(tmp_path):
         assert any(says in note for note in made.manifest.notes), made.manifest.notes
 
 
-def test_a_cache_stores_every_side_in_its_own_bits(model, made):
-    settings = RotatedCache(made, model).settings
-    for layer, side, rotation in made.rotations.each():
-        stored = settings.page_layout(layer, side).format
-        assert stored == replace(FINE, fine_channels=int(rotation.fine_channels))
-
-
 def test_verify_finds_bits_that_rows_have_no_room_for(made):
     def tamper(layer, side, rotation):
         return replace(rotation, fine_channels=torch.tensor(24))
@@ -273,13 +237,6 @@ def test_the_least_budget_that_a_hint_names_is_one(dim):
     least = float(error.value.hint.split()[1])
     assert 2 + 16 / dim <= least + 1e-9 < 2 + 16 / dim + 0.001
     check_room(Budget(least), None, layers)
-
-
-def test_a_model_whose_layers_only_its_weights_show_may_have_a_budget():
-    check_recipe(Recipe(feedback=True, bits=2.5), [])
-    latents, apart = Layer(0, 0, 8, 1, 64, 64, rope_dim=16), {"key_bits": 3, "value_bits": 3}
-    with pytest.raises(RotationZooError, match="leave none for latents"):
-        check_room(Budget(**apart), None, [latents])
 
 
 def test_baselines_get_the_bytes_of_a_budget():

@@ -13,19 +13,15 @@ from support.models import (
     save_tiny,
 )
 from support.recipes import QUICK
-from support.tensors import stored_rotations
 
-from rotationzoo.artifact.fit import add_factors, factor_problems, fit
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.soundness import check
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli.inspect import summarize
-from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import DAMPING
 from rotationzoo.linalg.moments import sums
-from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.text.rows import read_corpus
@@ -92,37 +88,6 @@ def test_a_factor_is_that_of_captured_rows(made, captured, pooling, side):
         assert not torch.allclose(expected[0], expected[1], atol=1e-2), "each head has its own"
 
 
-def test_an_artifact_with_factors_round_trips_and_verifies(made):
-    assert verify(made).problems == []
-    tensors = stored_rotations(made)
-    assert tensors["layers.1.key.feedback"].dtype == torch.float32
-    assert tensors["layers.1.value.feedback"].shape == (2, 16, 16)
-    assert tensors["layers.1.key.whitening"].shape == (2, 16, 16)
-    assert made.rotations.has_feedback
-
-
-def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_path):
-    plain = calibrate(job(folder, tmp_path / "plain", Recipe(data=SMALL)))
-    assert not plain.rotations.has_feedback
-    assert not any("feedback" in name for name in stored_rotations(plain))
-    assert plain.content["recipe"]["feedback"] is False
-    with pytest.raises(RotationZooError, match="no factors to choose codes") as refused:
-        RotatedCodec(plain.rotations, rounding="feedback")
-    assert refused.value.hint == "calibrate with --feedback"
-
-
-def test_factors_are_shown_and_described(made, inside):
-    shown = inside("inspect", made.folder)
-    centered = "Centered: keys lose the mean of their KV head" in shown.stdout
-    assert centered == made.recipe.center_keys
-    layer = summarize(made)[0]
-    # What is left in theory; the test above measures it on keys.
-    assert 0.1 < layer["key"]["feedback"] < 0.9
-    assert 0.1 < layer["value"]["feedback"] < 1
-    card = (made.folder / "README.md").read_text()
-    assert "`layers.N.{key,value}.feedback` (`[KV heads, D, D]`)" in card
-
-
 def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path):
     recipe = PRESETS["hadamard"].model_copy(update={"feedback": True, "data": SMALL})
     assert recipe.needs_statistics
@@ -155,12 +120,3 @@ def test_a_changed_factor_or_whitening_is_reported(made, field, change, words):
     assert len(problems) == 1
     assert problems[0].startswith(words)
     assert problems[0].endswith("layer 1")
-
-
-def test_a_factor_of_another_rotation_is_reported(made):
-    turned = made.rotations.replace(
-        lambda layer, side, rotation: replace(rotation, matrix=rotation.matrix.flip(-2))
-    )
-    assert list(factor_problems(turned, made.statistics, made.recipe))
-    again = add_factors(turned, made.statistics, made.recipe)
-    assert not list(factor_problems(again, made.statistics, made.recipe))

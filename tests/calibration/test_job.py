@@ -21,7 +21,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.recipe.loading import PRESETS, override, without_budget
+from rotationzoo.recipe.loading import PRESETS, without_budget
 from rotationzoo.writer import write_artifact
 
 
@@ -104,16 +104,6 @@ def test_random_rotations_differ_by_head_and_layer(tiny, tmp_path):
     rotations = stored_rotations(calibrate(job(tiny, tmp_path, PRESETS["random"])))
     by_head = [tensor for name, tensor in rotations.items() if name.endswith("rotation")]
     assert len({matrix.numpy().tobytes() for matrix in torch.cat(by_head)}) == 8
-
-
-def test_the_plan_reads_only_the_config(tiny, tmp_path):
-    (tmp_path / "model").mkdir()
-    shutil.copy(tiny / "config.json", tmp_path / "model")
-    planned = plan(job(tmp_path / "model", tmp_path))
-    assert [(layer.kv_heads, layer.key_dim) for layer in planned.geometry] == [(2, 16)] * 2
-    assert planned.weights_bytes > 0
-    with pytest.raises(RotationZooError, match="tokenizer"):
-        calibrate(job(tmp_path / "model", tmp_path))
 
 
 def test_the_planned_sizes_are_those_that_come_out(calibrated, tiny, tmp_path):
@@ -229,31 +219,6 @@ def test_threads_are_those_that_torch_computes_with(tiny, tmp_path, set_threads)
     set_threads(1)
     with pytest.raises(RotationZooError, match="another job: threads differ"):
         calibrate(job(tiny, tmp_path))
-
-
-def test_another_recipes_work_is_kept_until_restart(tiny, tmp_path):
-    first = calibrate(job(tiny, tmp_path))
-    other = override(RECIPE, seed=2)
-    with pytest.raises(RotationZooError, match="holds the work of another recipe"):
-        calibrate(job(tiny, tmp_path, other))
-    assert verify(first).ok
-    assert calibrate(job(tiny, tmp_path, other, restart=True)).identity != first.identity
-
-
-def test_a_folder_of_something_else_is_never_replaced(tiny, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("...")
-    for restart in (False, True):
-        with pytest.raises(RotationZooError, match="is no artifact"):
-            calibrate(job(tiny, tmp_path, restart=restart))
-    (tmp_path / "out" / "manifest.json").write_text('{"name": "a browser extension"}')
-    with pytest.raises(RotationZooError, match="damaged"):
-        calibrate(job(tiny, tmp_path, restart=True))
-    assert (tmp_path / "out" / "thesis.tex").exists()
-    artifact = calibrate(job(tiny, tmp_path / "other"))
-    (artifact.folder / "notes.md").write_text("mine")
-    with pytest.raises(RotationZooError, match=r"also holds notes\.md"):
-        calibrate(job(tiny, tmp_path / "other", restart=True))
 
 
 def test_an_artifact_that_cannot_be_replaced_is_put_back(calibrated, tmp_path, monkeypatch):

@@ -2,13 +2,11 @@
 before weights are read."""
 
 import json
-import math
 import shutil
 
 import pytest
 from support import media
 from support.command_line import refused
-from support.published import ok
 
 from rotationzoo import Artifact
 from rotationzoo.recipe import Data, Recipe
@@ -107,11 +105,3 @@ def test_a_missing_processor_is_refused(run, folder):
 @pytest.mark.usefixtures("no_weights")
 def test_a_budget_is_refused(run):
     assert "a budget of bits is measured on text alone" in refused(run("--bits", 2.5))
-
-
-def test_evaluate_and_generate_stay_on_text(inside, folder, run):
-    assert run("--output", "seen").returncode == 0
-    words = ["--tasks", "none", "--tokens", 256, "--length", 128, "--windows", "8/8"]
-    report = ok(inside("evaluate", folder / "model", "seen", *words, "--json"))
-    assert "seen" in report["arms"]
-    assert math.isfinite(report["exact"]["perplexity"])

@@ -10,51 +10,15 @@ import torch
 from support import architectures
 from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 from support.models import save_tiny
-from support.recipes import QUICK
 
-from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration import memory
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.memory import SIZED, Footprint, choose_batch
 from rotationzoo.calibration.plan import plan
 from rotationzoo.errors import UsageError
 from rotationzoo.model import placement
-from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import USABLE, memory_limits, place_weights
 from rotationzoo.recipe import Data, Recipe
-
-# Of an estimate to what is allocated. Too little is what a user would find out by a crash.
-LEAST, MOST = 0.9, 1.3
-ROWS, LENGTH = 6, 512
-
-
-@pytest.fixture(scope="module")
-def medium():
-    """A model whose tensors are far larger than what torch allocates beside them."""
-    sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, head_dim=32)
-    counts = dict(num_hidden_layers=2, num_attention_heads=8, max_position_embeddings=LENGTH)
-    model = architectures.build("qwen3", **sizes, **counts)
-    geometry = geometry_of(model)
-    recipe = QUICK.model_copy(
-        update={"sink": 16, "recent": 48, "data": Data(tokens=ROWS * LENGTH, length=LENGTH)}
-    )
-    batches = torch.randint(0, 4096, (ROWS, LENGTH)).split(1)
-    statistics = collect(model, geometry, list(batches), recipe)
-    return SimpleNamespace(
-        statistics=statistics,
-        rotations=fit(statistics, recipe, geometry),
-        needs=Footprint(recipe, geometry, model.config, batch=1, item=4, on_cpu=True),
-    )
-
-
-def test_statistics_and_rotations_are_as_large_as_planned(medium):
-    sums = [moment for kinds in medium.statistics.values() for moment in kinds.values()]
-    raw = sum(moment.second.nbytes + moment.first.nbytes for moment in sums)
-    assert LEAST < medium.needs.statistics / raw < MOST
-    matrices = [rotation.matrix for _, _, rotation in medium.rotations.each()]
-    matrices += [rotation.feedback for _, _, rotation in medium.rotations.each()]
-    assert medium.needs.rotations == sum(matrix.nbytes for matrix in matrices)
 
 
 @pytest.mark.thorough

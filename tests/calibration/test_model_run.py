@@ -133,23 +133,6 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(
         calibrate(job(copied_tiny, tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_attention_heads", 0),
-        ("hidden_size", "wide"),
-        ("model_type", "nonesuch"),
-        ("model_type", None),
-    ],
-)
-def test_damaged_configs_get_a_sentence(key, value, copied_tiny, tmp_path):
-    edit_config(copied_tiny, **{key: value})
-    with pytest.raises(RotationZooError) as caught:
-        calibrate(job(copied_tiny, tmp_path))
-    assert caught.value.hint
-    assert "\n" not in str(caught.value)
-
-
 def test_code_of_a_model_is_never_run(copied_tiny, tmp_path, monkeypatch):
     """Nor asked about: the question could be answered by whatever stands on stdin."""
     model = copied_tiny

@@ -40,10 +40,6 @@ def take_another_layers(tensors: dict) -> None:
     ("change", "problem"),
     [
         (swap, "key and value swapped: layers 0, 1"),
-        (
-            lambda tensors: tensors["layers.0.key.rotation"].mul_(1.001),
-            "key rotation not orthogonal: layer 0",
-        ),
         (take_another_layers, "do not come from the stored statistics"),
     ],
 )
@@ -82,16 +78,6 @@ def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
     verification = verify(Artifact.open(artifact.folder))
     assert verification.orthogonality_error is None
     assert "rotations.safetensors is missing" in verification.problems
-
-
-def test_verify_finds_a_flipped_bit(copy):
-    path = copy.folder / "statistics.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 1
-    path.write_bytes(bytes(data))
-    assert verify(copy).problems == [
-        "statistics.safetensors is not the file that was written: its sha256 differs"
-    ]
 
 
 def test_verify_knows_the_model(calibrated, tiny, tmp_path):

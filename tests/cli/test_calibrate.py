@@ -79,14 +79,6 @@ def test_the_journey_calibrate_inspect_verify(inside, monkeypatch):
     assert "is not to be used" in broken.stderr
 
 
-def test_dry_run_reads_the_config_and_writes_nothing(inside):
-    shown = json.loads(inside("calibrate", "demo", "--dry-run", "--json").stdout)
-    known = {"layers": 4, "kv_heads": 2, "head_dim": 64, "refusal": None}
-    assert known.items() <= shown.items()
-    assert all(shown[key] > 0 for key in ("weights_bytes", "peak_memory_bytes", "artifact_bytes"))
-    assert left_behind(inside) == []
-
-
 def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(zoo, tiny, monkeypatch):
     publish_folder(zoo.hf, "someone/tiny", tiny)
     done = ok(zoo.run("calibrate", "someone/tiny", "--json", *SMALL))
@@ -122,12 +114,6 @@ def test_memory_does_not_grow_with_the_number_of_tokens(command):
         peak[tokens] = result["peak_memory_bytes"]
     # Measured 1.00. Activations that were kept would take 300 MB more, half as much again.
     assert peak[32768] < 1.15 * peak[8192]
-
-
-def test_the_demo_model_is_small_and_its_texts_are_there():
-    assert sum(path.stat().st_size for path in (DATA / "model").iterdir()) <= 6_000_000
-    for name in ("calibration.jsonl", "evaluation.jsonl"):
-        assert 200_000 < (DATA / name).stat().st_size < 500_000
 
 
 def test_names_that_look_like_markup(inside, tiny):
@@ -184,9 +170,9 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
-def test_stopped_half_way_and_run_again(command, inside, whole, how):
+def test_stopped_half_way_and_run_again(command, program, inside, whole, how):
     words = [*WORDS, "out"]
-    start = [*command.program, "calibrate", "demo", *words]
+    start = [*program, "calibrate", "demo", *words]
     checkpoint = command.folder / "out.checkpoint.safetensors"
     code, errors = stop_once(checkpoint.exists, how, start, command.folder, command.environment)
     assert "out" not in left_behind(command), "stopped before it was done"

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from support import architectures
 from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
 from support.recipes import QUICK
@@ -118,16 +117,6 @@ def windowed(tmp_path_factory):
     recipe = QUICK.model_copy(update={"sink": 2, "recent": 4})
     options = dict(bits=3.5, tokens=64, length=32, device="cpu")
     return model, calibrate(model, output=folder / "made", recipe=recipe, **options)
-
-
-def test_layers_that_the_engine_keeps_exact_are_exact(windowed):
-    """Layers with a sliding window on vLLM; all others get the same bits."""
-    job = evaluation_job(*windowed, engine="vllm", **SHORT)
-    report = evaluate(job)
-    full = [n for n, kind in enumerate(architectures.MOSTLY_SLIDING) if "full" in kind]
-    assert (job.format, report["format"], report["layers"]) == ("fine", "fine", full)
-    assert any("sliding window stay exact" in note for note in report["notes"])
-    assert any("get the same bits" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("chosen", [{}, {"format": "fine"}, {"format": "sglang"}])

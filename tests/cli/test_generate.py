@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from support.command_line import only_error, succeeded, without_stages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import RotatedCache
-from rotationzoo.cli import progress_bar
-from rotationzoo.cli.output import Output, write_text
+from rotationzoo.cli.output import write_text
 from rotationzoo.model.source import DEMO
 
 PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self):"
@@ -108,25 +106,6 @@ def test_a_terminal_gets_no_control_characters(terminal):
     screen = terminal(80)
     write_text("größe\t👩‍👧\x1b[2J\u202e\n")
     assert screen.getvalue() == "größe\t👩‍👧\\x1b[2J\\u202e\n"
-
-
-def test_a_bar_and_the_text_are_never_on_the_screen_together(monkeypatch):
-    events = []
-
-    @contextmanager
-    def show(out):
-        yield lambda stage, *_: events.append(stage)
-        events.append("closed")
-
-    monkeypatch.setattr(progress_bar, "show_progress", show)
-    monkeypatch.setattr(progress_bar, "write_text", events.append)
-    with progress_bar.TextScreen(Output()) as screen:
-        screen.progress("loading", 0, 0)
-        screen.progress("reading", 0, 1)
-        screen.write("a b\n")
-        screen.write("c")
-        screen.progress("comparing", 0, 1)
-    assert events == ["loading", "reading", "closed", "a b\n", "c", "\n", "comparing", "closed"]
 
 
 # ---- which rotations, without --rotations

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from support.command_line import TITLE, edited_manifest
+from support.reports import listed
 
 from rotationzoo.cli.app import main
 from rotationzoo.cli.output import Output, say, show_error, table, visible
@@ -39,24 +40,14 @@ def test_letters_of_all_languages_stay_as_they_are():
     assert visible(text) == text
 
 
-def index_of(recipe: str) -> str:
-    entry = {
-        "model": "a/b",
-        "recipe": recipe,
-        "format": "oscar",
-        "files": {"k.pt": {}},
-        "copies": [{"hub": "huggingface", "repo": "a/b", "path": "x"}],
-    }
-    return json.dumps({"schema": 1, "entries": [entry]})
-
-
 @pytest.mark.hostile("terminal")
 @pytest.mark.parametrize(
     "place", ["recipe", "model", "key", "folder", "manifest", "column", "option", "command"]
 )
 def test_names_with_escape_characters(inside, artifact, place):
     """Whoever wrote the name, and whichever way it takes to the screen."""
-    (inside.folder / "index.json").write_text(index_of(f"x{TITLE}"))
+    entry = listed(1, recipe=f"x{TITLE}", format="oscar", files={"k.pt": {}})
+    (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": [entry]}))
     (inside.folder / f"r{TITLE}.yaml").write_text(json.dumps({f"key{TITLE}": 1}))
     (inside.folder / "text.jsonl").write_text(json.dumps({f"body{TITLE}": "x"}) + "\n")
     copied = inside.folder / f"c{TITLE}"

@@ -14,7 +14,7 @@ from support.command_line import TITLE, succeeded
 
 from rotationzoo.cli import output, progress_bar
 from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
-from rotationzoo.progress import Bytes, Tokens, in_tokens, silent
+from rotationzoo.progress import Tokens, in_tokens, silent
 
 
 @pytest.mark.hostile("terminal")
@@ -48,24 +48,6 @@ def test_the_time_left_counts_every_step_of_the_stage():
         bar.tell(*step)
         left.append(bar.tasks[0].time_remaining)
     assert left == [None, 19 * 60, 18 * 150, 9000 // 19 + 1, None, None, 10]
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Tokens, "12,000/32,000 tokens, 4,000 tokens/s"),
-        (Bytes, "12.0 kB/32.0 kB, 4.0 kB/s"),
-        (int, "12,000/32,000"),
-    ],
-)
-def test_tokens_and_bytes_have_a_speed(kind, words):
-    now, screen = [0.0], StringIO()
-    console = Console(file=screen, force_terminal=True, width=120, color_system=None)
-    with StageBar(console, lambda: now[0]) as bar:
-        for seconds, done in enumerate((0, 4000, 8000, 12000)):
-            now[0] = seconds
-            bar.tell("calibrating", kind(done), kind(32000))
-    assert f" {words} 0:00:05" in screen.getvalue()
 
 
 def test_passes_are_told_as_their_tokens():
@@ -115,11 +97,6 @@ def log():
             return lines[before:]
 
         yield at
-
-
-def test_what_is_over_at_once_says_nothing(log):
-    assert log(0, "looking at the model", 0, 0) == []
-    assert log(9.9, "calibrating", 64, 64) == []
 
 
 def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):

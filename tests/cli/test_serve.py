@@ -11,10 +11,9 @@ import pytest
 from support.command_line import SMALL, succeeded
 from support.models import edited_weights, save_tiny
 from support.published import ok, publish_folder
-from support.vllm import pretend, server_settings
+from support.vllm import pretend
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.model.source import DEMO
 from rotationzoo.vllm import KEY, WORKER, command, plugin
 from rotationzoo.zoo import lookup
@@ -118,24 +117,6 @@ def test_without_vllm_the_lines_that_install_and_start_it_are_there_to_copy(
         hint = refused.stderr.splitlines()[-1]
         assert hint == f"Hint: run: {install} && {shlex.join(['rotationzoo', *words, *more])}"
     assert not Path("rotations").exists(), "nothing was calibrated for a server that cannot start"
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_beside_layers_with_a_window_all_others_get_the_same_bits(inside, tmp_path, vllm, windows):
-    changes = dict(use_sliding_window=True, sliding_window=64, max_window_layers=1)
-    model = save_tiny(tmp_path / "model", **(changes if windows else {}))
-    succeeded(inside("calibrate", model, *SMALL, "--bits", "3.5", "-o", "made"))
-    less = [] if windows else ["--bits", "3"]
-    done = inside("serve", model, "--rotations", "made", *less, "--dry-run")
-    assert ("get the same bits" in done.stderr) == windows
-    options = json.loads(shlex.split(done.stdout)[-1])["rotationzoo"]
-    settings = server_settings(model, **options)
-    assert settings.layout.format == SIMULATED["fine"]
-    bits = {int(each.fine_channels) for _, _, each in settings.codec.rotations.each()}
-    if windows:
-        assert settings.codec.rotations[0].key.fine_channels == 0
-    else:
-        assert bits == {0}, "rows of 16 channels with a scale take 3 bits an element"
 
 
 def test_rotations_of_other_weights_are_served_only_if_asked_for(inside, made, tmp_path, vllm):

@@ -4,23 +4,15 @@ import json
 import re
 
 import pytest
-from support import reports
+from support.reports import Made, make_evaluation, make_task
 
-from rotationzoo.artifact.measured import (
-    BucketMeasures,
-    Exact,
-    Measured,
-    Tasks,
-    Text,
-    Verdict,
-    Window,
-)
-from rotationzoo.artifact.scores import Recall
+from rotationzoo.artifact.measured import Measured
 from rotationzoo.cli.app import main
 from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output, table
 from rotationzoo.cli.push import show_push_plan
 from rotationzoo.cli.regenerate import show_due
+from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.index import WHEEL_COPY, Index
 from rotationzoo.zoo.regenerate import DueModel
 
@@ -33,44 +25,25 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def evaluation(arms: int = 3) -> Measured:
+def evaluation() -> Measured:
     """A report of `evaluate` with every task and ten context lengths."""
+    content = make_evaluation(Made(model=NAME, arm=NAME))
     score = {"answered": 123, "questions": 128, "log_probability": -12.3}
-    starts = [256 << number for number in range(10)]
-    error = {"answered": 0.012, "log_probability": 0.12}
-    recall = Recall(**score, standard_error=error)
-    tasks = dict.fromkeys(("needles", "key-value", "quote", "copy", "assignments"), recall)
-    answers = {"tasks": tasks, "all_tasks": recall}
+    recall = score | {"standard_error": {"answered": 0.012, "log_probability": 0.12}}
     costs = {"perplexity_increase": 0.1234, "attention_kl": 0.1234, "output_error": 0.1234}
-    bits = {"bits_per_element": 2.53, "bits_at_length": 3.21}
-    lengths = [BucketMeasures.model_construct(from_=start, **costs) for start in starts]
-    figures = {**answers, **costs, **bits, "standard_error": costs, "by_length": lengths}
-    names = [f"{NAME}-feedback-{number}" for number in range(arms)]
-    window = Window.model_construct(
-        sink=64,
-        recent=256,
-        arms={name: reports.arm(name, [], **figures) for name in names},
-        verdict=Verdict.model_construct(words=[], decisions=[]),
-    )
-    return Measured.model_construct(
-        model=NAME,
-        notes=[],
-        tokens=123456,
-        first_position=320,
-        text=Text(source="x", fingerprint="0", rows=12, length=131072),
-        tasks=Tasks(names=list(tasks), lengths=[131072], questions=128, first=64, recent=256),
-        format="sglang",
-        prefill_chunk=None,
-        prefill_layout=None,
-        exact=Exact.model_construct(perplexity=12.3456, **answers),
-        windows=[window],
-    )
+    lengths = [{"from": 256 << number, "to": 512 << number, **costs} for number in range(10)]
+    of_arm, of_exact = (dict.fromkeys(TASKS, make_task(recall, is_exact)) for is_exact in (0, 1))
+    for arm in content["windows"][0]["arms"].values():
+        arm |= costs | {"standard_error": costs, "by_length": lengths}
+        arm |= {"tasks": of_arm, "all_tasks": recall}
+    content["exact"] |= {"perplexity": 12.3456, "tasks": of_exact, "all_tasks": recall}
+    return Measured.model_validate(content)
 
 
 def show_evaluate():
     from rotationzoo.cli.evaluate import show_evaluation
 
-    show_evaluation(Output(), evaluation())
+    show_evaluation(Output(), evaluation(), details=True)
     answers = ["96.1% ±1.2%", "-12.30 ±0.12", "96% -12.3"]
     return ["12.3456", *answers, "from 131,072", "+12.34% ±12.34%"]
 
@@ -159,16 +132,3 @@ def test_list_has_no_equal_rows_and_no_empty_columns(inside):
     assert "cost" in lines[1]
     assert "answers" not in lines[1], "nobody has asked"
     assert all("+1.23%" in line for line in lines[2:-2])
-
-
-def test_no_cell_of_a_table_is_cut(terminal):
-    screen = terminal(80)
-    name = "Qwen3-4B-Thinking-2507-imported" * 2
-    numbers = ["+12.34% ±10.12%", "0.0012 ±0.0001", "0.0800 ±0.0038", "3.03"]
-    columns = ["arm", "perplexity", "attention KL", "block error", "bits"]
-    table("title", columns, [[name, *numbers]])
-    lines = plain(screen.getvalue()).splitlines()
-    assert "…" not in screen.getvalue()
-    assert all(number in lines[2] for number in numbers)
-    assert "".join(line.split("  ")[0].strip() for line in lines[2:]) == name
-    assert max(map(len, lines)) <= 80

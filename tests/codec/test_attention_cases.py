@@ -183,17 +183,6 @@ def test_the_definition_passes_the_check_of_the_kernel(dtype, most):
         assert error.beyond < 1e-4
 
 
-def test_a_wrong_output_fails_the_check():
-    case = next(iter(quick()))
-    inputs = Drawing(case, "cpu").inputs()
-    output, expected = attend(*inputs.arguments()), reference(inputs)
-    worse = output.clone()
-    worse[1, 3, 1] *= 1.01
-    assert error_of(worse, expected).head > 4e-3
-    worse[1, 3, 1, 0] = torch.nan
-    assert error_of(worse, expected).row == torch.inf
-
-
 def poison(device: str) -> None:
     """Fill memory that the next call is likely to get with NaN, so that a read of it shows."""
     for power in (8, 12, 16, 18, 20, 24):

@@ -28,7 +28,6 @@ from rotationzoo.codec.cuda_attention import (
     AttentionVariant,
     Kernels,
     choose_columns,
-    choose_splits,
     supports,
 )
 from rotationzoo.codec.pages import PageLayout
@@ -103,23 +102,6 @@ def test_the_memory_of_a_block_holds_two_tiles_of_each_warp():
     assert [variant("vllm", dim, groups=8).warps for dim in (128, 256)] == [4, 2]
     # A prepared query: two bytes for each channel of two chunks, and of each third bit.
     assert [variant(*each).column_bytes for each in (("vllm", 80), ("fine", 128))] == [256, 384]
-
-
-def test_columns_of_a_block():
-    assert choose_columns(4, *layouts("sglang", 128)) == 4
-    assert choose_columns(8, *layouts("sglang", 128)) == 8
-    for many in (layouts("sglang", 256), layouts("vllm", 128, 4)):
-        assert choose_columns(8, *many) == 4
-
-
-def test_splits_fill_half_of_the_gpu_or_take_turns():
-    # 132 processors with 4 blocks each, or 3.
-    assert choose_splits(528, 8, 3, 100_000) == 33
-    assert choose_splits(528, 8, 3, 1100) == 2  # at least 512 tokens each
-    assert choose_splits(528, 8, 3, 0) == 1
-    assert choose_splits(528, 64, 12, 8192) == 8  # exact tokens take more than a wave
-    assert choose_splits(528, 256, 3, 100_000) == 7  # three waves and a part
-    assert choose_splits(396, 16, 14, 100_000) == 75
 
 
 def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:

@@ -23,8 +23,10 @@ from rotationzoo.text.documents import BUNDLED, HELD_OUT
 
 PROGRAMS = ("rotationzoo", "python")
 IMPORTED = (
-    *process_server.WITH_HUBS, "modelscope", "rotationzoo.cli.app",
-    "rotationzoo.engines.export", "rotationzoo.generation.generate", "rotationzoo.zoo.regenerate",
+    *process_server.IMPORTED, "accelerate", "datasets", "modelscope", "rotationzoo.cli.app",
+    "rotationzoo.calibration.calibrate", "rotationzoo.engines.export",
+    "rotationzoo.evaluation.evaluate", "rotationzoo.generation.generate",
+    "rotationzoo.zoo.regenerate", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 NAMED = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]  # beside the models of configs/
 WITH_LATENTS = "deepseek-ai/DeepSeek-V2-Lite"

@@ -7,7 +7,7 @@ from support.engine_artifacts import WRITTEN, base_for, exported
 from support.recipes import QUICK
 
 from rotationzoo.cli.app import COMMANDS
-from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, PULL_ENGINE_NAMES
+from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line
@@ -20,14 +20,6 @@ def test_every_row_has_files_or_a_command_of_ours():
         assert bool(entry.module) != (entry.command in COMMANDS), name
         assert entry.recipe in PRESETS
         assert entry.format in ("", *FORMATS)
-
-
-def test_the_command_line_offers_every_engine(inside):
-    """`pull` has no base model to give."""
-    refused = inside("export", "anything", "--to", "unheard of").stderr
-    assert re.findall(r"'([^']+)'", refused.partition("not one of")[2]) == list(ENGINE_NAMES)
-    refused = inside("pull", "anything", "--to", "unheard of").stderr
-    assert re.findall(r"'([^']+)'", refused.partition("not one of")[2]) == list(PULL_ENGINE_NAMES)
 
 
 def test_a_card_names_engines_that_there_are(made):

@@ -5,7 +5,7 @@ import json
 
 import gguf
 import pytest
-from support.engine_artifacts import WRITTEN, base_for, check_engine, exported
+from support.engine_artifacts import OSCAR, WRITTEN, base_for, check_engine, exported
 
 from rotationzoo.engines.base import Options
 from rotationzoo.errors import RotationZooError
@@ -94,3 +94,36 @@ def test_the_command_prints_what_starts_the_engine(made, inside):
     assert set(data) == {"engine", "path", "files", "command", "environment", "notes", "reduced"}
     assert inside("export", artifact.folder).returncode == 2
     assert "--clip 2" in inside("export", artifact.folder, "--to", "sglang", "--clip", "2").stderr
+
+
+# ---- the folder of an export: whole, and for servers to read
+
+
+def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
+    artifact = made(head_dim=32)
+    done = exported("sglang", artifact, tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_text("")
+    for content in ({"files": {"../victim": "", str(victim): ""}}, [1], {"files": 3}):
+        (done.path / "export.json").write_text(json.dumps(content))
+        exported("sglang", artifact, tmp_path)
+        assert victim.exists()
+
+
+@pytest.mark.parametrize("engine", WRITTEN)
+def test_servers_that_run_as_somebody_else_can_read_the_files(engine, made, tmp_path):
+    """safetensors makes files for their owner alone."""
+    done = exported(engine, made(head_dim=32), tmp_path)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in done.path.iterdir()}
+    assert modes == dict.fromkeys((*done.files, "export.json"), "0o644")
+
+
+def test_a_pair_is_replaced_whole(made, tmp_path):
+    artifact = made(head_dim=32)
+    other = made(recipe=OSCAR.model_copy(update={"value_statistic": "value"}), head_dim=32)
+    done = exported("sglang", artifact, tmp_path)
+    (done.path / ".oscar_0123456789abcdef.complete.json").write_text("{}")
+    exported("sglang", other, tmp_path)
+    assert not list(done.path.glob(".oscar*")), "what marked the earlier pair is gone with it"
+    whole = exported("sglang", artifact, tmp_path)
+    assert {name: sha256(done.path / name) for name in whole.files} == whole.files

@@ -11,77 +11,32 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.errors import RotationZooError
 
-
-def broken(name: str, pair) -> tuple[str, ...]:
-    """Break a pair; the file names if they are part of it."""
-    key, value = pair.key["layers"], pair.value["layers"]
-    if name == "swapped by name":
-        return VALUE, KEY
-    if name == "layer missing on one side":
-        del value[5]
-    elif name == "layer missing on both":
-        del key[5], value[5]
-    elif name == "not orthogonal":
-        key[3]["rotation"] = key[3]["rotation"] * 1.01
-    elif name == "not finite":
-        value[3]["rotation"][0, 0] = float("nan")
-    elif name == "the same matrices":
-        pair.value = {**pair.key, "objective": "sst_r_h_pbr"}
-    elif name == "eigenvalues in no order":
-        order = torch.randperm(DIM, generator=torch.Generator().manual_seed(0))
-        key[2]["eigenvalues"] = key[2]["eigenvalues"][order]
-    elif name == "eigenvalues of a number":
-        key[2]["eigenvalues"] = torch.tensor(3.0)
-    elif name == "eigenvalues below zero":
-        key[2]["eigenvalues"] = key[2]["eigenvalues"] - key[2]["eigenvalues"].mean()
-    elif name == "complex":
-        key[2]["rotation"] = key[2]["rotation"].to(torch.complex64)
-    elif name == "twice":
-        key["2"] = key[2]
-    elif name == "eigenvalues in some layers":
-        del key[2]["eigenvalues"]
-    elif name == "wrong layer id":
-        key[2]["layer_id"] = 3
-    elif name == "not square":
-        key[2]["rotation"] = key[2]["rotation"][:32]
-    elif name == "no orthogonal pair":
-        key[0]["q_rotation"] = key[0]["rotation"]
-    elif name == "of two runs":
-        pair.key["calibration"] = {"generation_id": "a"}
-        pair.value["calibration"] = {"generation_id": "b"}
-    elif name == "no side":
-        pair.key["objective"] = pair.value["objective"] = "unheard of"
-        return "a.pt", "b.pt"
-    elif name == "no table":
-        pair.key = {"rotation": key[0]["rotation"], "step": 3}
-    return ()
+# What some file in the world holds where a table of ours is.
+ODD = {
+    "transform": lambda pair: pair.key.update(transform="center"),
+    "calibration": lambda pair: calibrated(pair, ["a list"]),
+    "statistic": lambda pair: calibrated(
+        pair, {"key_statistic": "foo", "key_clip": 0.9, "group_size": "64"}
+    ),
+    "composition": lambda pair: calibrated(
+        pair, {"composition": "foo"}, "oscar2_perhead", "oscar2_v_pre_wo"
+    ),
+    "string ids": lambda pair: pair.key.update(
+        layers={str(i): {**entry, "layer_id": str(i)} for i, entry in pair.key["layers"].items()}
+    ),
+}
 
 
-def junk(name: str, pair) -> None:
-    """What some file in the world holds where a table of ours is."""
-    key = pair.key["layers"]
-    if name == "transform":
-        pair.key["transform"] = "center"
-    elif name == "calibration":
-        pair.key["calibration"] = pair.value["calibration"] = ["a list"]
-    elif name == "statistic":
-        pair.key["calibration"] = pair.value["calibration"] = {
-            "key_statistic": "foo",
-            "key_clip": 0.9,
-            "group_size": "64",
-        }
-    elif name == "composition":
-        pair.key["objective"], pair.value["objective"] = "oscar2_perhead", "oscar2_v_pre_wo"
-        pair.key["calibration"] = pair.value["calibration"] = {"composition": "foo"}
-    elif name == "string ids":
-        pair.key["layers"] = {str(i): {**entry, "layer_id": str(i)} for i, entry in key.items()}
+def calibrated(pair, said, *objectives: str) -> None:
+    """Let both files say this of their calibration, and perhaps of what they hold."""
+    pair.key["calibration"] = pair.value["calibration"] = said
+    for side, objective in zip((pair.key, pair.value), objectives, strict=False):
+        side["objective"] = objective
 
 
-@pytest.mark.parametrize(
-    "name", ["transform", "calibration", "statistic", "composition", "string ids"]
-)
-def test_odd_tables_do_no_harm(pair, name):
-    junk(name, pair)
+@pytest.mark.parametrize("change", ODD.values(), ids=ODD)
+def test_odd_tables_do_no_harm(pair, change):
+    change(pair)
     artifact = pair.read()
     assert verify(artifact).ok
     assert torch.equal(
@@ -89,33 +44,67 @@ def test_odd_tables_do_no_harm(pair, name):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    {
-        "swapped by name": f"{KEY} is named as keys and says that it holds values",
-        "layer missing on one side": "v_rotation_sst_r_h_pbr.pt has no layer 5",
-        "layer missing on both": "they have no key rotation for layer 5",
-        "not orthogonal": "layer 3 of k_rotation_qqt_r_h_pbr.pt is no orthogonal matrix",
-        "not finite": "layer 3 of v_rotation_sst_r_h_pbr.pt is not finite",
-        "the same matrices": "hold the same matrices",
-        "eigenvalues in no order": f"eigenvalues of layer 2 in {KEY} are in no order",
-        "eigenvalues of a number": f"the eigenvalues of layer 2 in {KEY} is no table of real "
-        "numbers",
-        "eigenvalues below zero": "negative eigenvalues",
-        "complex": f"the rotation of layer 2 in {KEY} is no table of real numbers",
-        "twice": "has layer 2 twice",
-        "eigenvalues in some layers": "has no eigenvalues for layer 2, and has for others",
-        "wrong layer id": "the entry of layer 2 says that it is layer 3",
-        "not square": "is no square matrix",
-        "no orthogonal pair": "not orthogonal, with a second matrix",
-        "of two runs": "do not belong together: their generation_id differs",
-        "no side": "holds no pair of rotation files",
-        "no table": "it has no table of layers",
-    }.items(),
-    ids=lambda value: value if " " not in value[:40] else None,
-)
-def test_what_is_broken_is_named(pair, name, words):
-    assert words in pair.refused(*broken(name, pair))
+def in_layer(number: int, key: str, change):
+    """A change of what the keys of one layer have under this name."""
+
+    def apply(pair) -> None:
+        entry = pair.key["layers"][number]
+        entry[key] = change(entry.get(key))
+
+    return apply
+
+
+def in_no_order(values: torch.Tensor) -> torch.Tensor:
+    return values[torch.randperm(DIM, generator=torch.Generator().manual_seed(0))]
+
+
+def lose_on_both_sides(pair) -> None:
+    del pair.key["layers"][5], pair.value["layers"][5]
+
+
+def come_of_two_runs(pair) -> None:
+    pair.key["calibration"], pair.value["calibration"] = (
+        {"generation_id": name} for name in ("a", "b")
+    )
+
+
+BROKEN = {
+    "v_rotation_sst_r_h_pbr.pt has no layer 5": lambda pair: pair.value["layers"].pop(5),
+    "they have no key rotation for layer 5": lose_on_both_sides,
+    f"layer 3 of {KEY} is no orthogonal matrix": in_layer(3, "rotation", lambda m: m * 1.01),
+    f"layer 3 of {KEY} is not finite": in_layer(3, "rotation", lambda m: m * float("nan")),
+    "hold the same matrices": lambda pair: pair.value.update(layers=pair.key["layers"]),
+    f"eigenvalues of layer 2 in {KEY} are in no order": in_layer(2, "eigenvalues", in_no_order),
+    f"the eigenvalues of layer 2 in {KEY} is no table of real numbers": in_layer(
+        2, "eigenvalues", lambda _: torch.tensor(3.0)
+    ),
+    "negative eigenvalues": in_layer(2, "eigenvalues", lambda values: values - values.mean()),
+    f"the rotation of layer 2 in {KEY} is no table of real numbers": in_layer(
+        2, "rotation", lambda matrix: matrix.to(torch.complex64)
+    ),
+    "has layer 2 twice": lambda pair: pair.key["layers"].update({"2": pair.key["layers"][2]}),
+    "has no eigenvalues for layer 2, and has for others": lambda pair: pair.key["layers"][2].pop(
+        "eigenvalues"
+    ),
+    "the entry of layer 2 says that it is layer 3": in_layer(2, "layer_id", lambda _: 3),
+    "is no square matrix": in_layer(2, "rotation", lambda matrix: matrix[:32]),
+    "not orthogonal, with a second matrix": in_layer(0, "q_rotation", lambda _: torch.eye(DIM)),
+    "do not belong together: their generation_id differs": come_of_two_runs,
+    "it has no table of layers": lambda pair: pair.key.pop("layers"),
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_what_is_broken_is_named(pair, words):
+    BROKEN[words](pair)
+    assert words in pair.refused()
+
+
+def test_files_whose_names_tell_the_side(pair):
+    said = f"{KEY} is named as keys and says that it holds values"
+    assert said in pair.refused(VALUE, KEY)
+    pair.key["objective"] = pair.value["objective"] = "unheard of"
+    assert "holds no pair of rotation files" in pair.refused("a.pt", "b.pt")
 
 
 def test_a_pair_that_somebody_is_writing(pair, tmp_path):

@@ -145,16 +145,6 @@ def test_perplexity_is_that_of_the_model():
     assert all(arm["attention_kl"] is None for arm in report["arms"].values())
 
 
-def test_one_cause_at_a_time():
-    """Layers that are not selected stay exact."""
-    options = dict(data=Data(tokens=256, length=256), windows=[(4, 16)], queries=8, tasks=NO_TASKS)
-    options["baselines"] = ("random",)
-    both = evaluate(Evaluation("demo", [], **options))["arms"]["random"]
-    layer = evaluate(Evaluation("demo", [], layers={1}, **options))
-    assert layer["layers"] == [1]
-    assert abs(layer["arms"]["random"]["perplexity_increase"]) < abs(both["perplexity_increase"])
-
-
 def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     """In a model whose last layers share caches, each of them reads what the first of its kind has
     stored."""
@@ -165,31 +155,6 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     assert report["layers"] == [layer for layer, owner in owners.items() if owner == 1]
     assert len(report["layers"]) > 1
     assert report["arms"]["random"]["attention_kl"] > 0
-
-
-@pytest.mark.thorough
-def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts, tmp_path):
-    folder = shutil.copytree(artifacts[0], tmp_path / "made")
-    words = ["evaluate", "demo", folder, "--save", "--windows", "4/64"]
-    words += ["--tokens", 512, "--length", 512, "--tasks", "none"]
-    for options, between in (
-        (["--prefill-chunk", 256], "between which only the sink stays exact"),
-        (
-            ["--prefill-chunk", 256, "--prefill-layout", "window"],
-            "between which the sink and the recent tokens stay exact",
-        ),
-    ):
-        shown = inside(*words, *options, "--details")
-        assert shown.returncode == 0, shown.stderr
-        for text in (shown.stdout, (folder / "README.md").read_text(encoding="utf-8")):
-            assert f"prefilled in chunks of 256 tokens {between}" in " ".join(text.split())
-        layout = options[-1] if len(options) > 2 else "server"
-        assert json.loads((folder / "evaluation.json").read_text())["prefill_layout"] == layout
-    assert inside(*words).returncode == 0
-    assert "prefilled" not in (folder / "README.md").read_text(encoding="utf-8")
-    wrong = inside(*words, "--prefill-layout", "window")
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("Error: --prefill-layout is for a prefill in chunks")
 
 
 def save_adapter(model: Path, folder: Path) -> tuple[Path, Path]:
@@ -376,10 +341,3 @@ def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, copied)
     assert "cannot be pooled: it has no statistics" in error
     error = only_error(inside("evaluate", "no-such-model", "--pooled"), 2)
     assert "--pooled is for artifacts with one rotation per KV head" in error
-
-
-def test_names_are_unique_beside_those_of_pooled_arms(copied, tmp_path):
-    artifact = Artifact.open(copied)
-    taken = Artifact.open(shutil.copytree(copied, tmp_path / "copied+pooled"))
-    arms = build_arms([artifact, taken], artifact.geometry, baselines=(), pooled=True)
-    assert len({each.name for each in arms}) == len(arms) == 6

@@ -119,7 +119,6 @@ def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted,
 def test_bits_that_keep_too_little_are_not_written(induction, budgeted, monkeypatch):
     monkeypatch.setattr(rungs, "RUNGS", (4.0,))
     report = ask(induction, budgeted, keep=99.9)
-    assert list(report["arms"]) == ["mine-4-bits", "mine-4-bits+feedback"]
     assert report["verdict"]["decisions"][0]["action"] != "serve"
     assert not budgeted.folder.with_name("mine-4-bits").exists()
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import save_family
+from support.models import load_tokenizer, save_family
 from support.places import ROOT
 from support.reports import evaluate
 
@@ -10,8 +10,6 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
-from rotationzoo.model.loading import load_tokenizer
-from rotationzoo.model.source import find
 from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
@@ -29,7 +27,7 @@ CACHES = [
 @pytest.fixture(scope="module")
 def text():
     """The demo model's tokenizer and text that it has cut into rows."""
-    tokenizer = load_tokenizer(find("demo"))
+    tokenizer = load_tokenizer("demo")
     data = Data(source=str(HELD_OUT), tokens=4096, length=1024)
     return tokenizer, data, read_corpus(data, tokenizer)
 

@@ -1,6 +1,5 @@
 """Recall tasks inside an evaluation: who is asked, and what is reported of the answers."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,8 @@ import pytest
 import torch
 from support.reports import evaluate, make_evaluation
 
-from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.scores import Decision
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.cli.evaluate import check_kept, suggest_next
 from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.options import parse_lengths, parse_tasks
@@ -26,7 +23,6 @@ from rotationzoo.figures import duration
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import Data
-from rotationzoo.report.card import render_card
 
 pytestmark = pytest.mark.usefixtures("one_range")
 LENGTH, SHORT = 512, 352
@@ -73,39 +69,6 @@ def test_arms_are_asked_what_the_exact_model_can_do(report):
     # Measured: exact -1 nats an answer, the artifact -5, without a rotation -40.
     logs = {name: arm["all_tasks"]["log_probability"] for name, arm in report["arms"].items()}
     assert logs["identity"] < logs["mine"] < report["exact"]["all_tasks"]["log_probability"]
-
-
-def test_the_report_is_saved_and_shown_with_answers_first(report, job):
-    folder = job.artifacts[0]
-    saved = json.loads((folder / "evaluation.json").read_text())
-    assert saved["windows"][0]["verdict"] == report["verdict"]
-    assert saved["exact"]["tasks"] == report["exact"]["tasks"]
-    (decision,) = report["verdict"]["decisions"]
-    assert report["verdict"]["words"] == decision["words"]
-    assert "mine keeps " in decision["words"][0]
-    assert [rival["name"] for rival in decision["rivals"]] == ["identity", "hadamard"]
-    summary = Artifact.open(folder).manifest.metrics.evaluation
-    score = report["arms"]["mine"]["tasks"]["quote"]
-    assert summary.arms["mine"].tasks["quote"].answered == score["answered"]
-    assert summary.exact.tasks["key-value"].questions == 8
-    page = (folder / "README.md").read_text()
-    share = f"{score['answered'] / 16:.0%} {score['log_probability']:.1f}"
-    assert "| arm | needles | quote |" in page
-    rows = [row for row in page.splitlines() if row.startswith("| mine |")]
-    assert rows[1].endswith(f"| {share} |")
-    assert page.index("| exact | ") < page.index("| arm | perplexity |")
-
-
-def test_an_evaluation_without_tasks_has_none_on_its_card(report, job):
-    artifact = Artifact.open(job.artifacts[0])
-    evaluation = json.loads(json.dumps(artifact.content["metrics"]["evaluation"]))
-    for scores in (evaluation["exact"], *evaluation["arms"].values()):
-        scores |= {"tasks": {}, "all_tasks": None}
-    metrics = artifact.content["metrics"] | {"evaluation": evaluation}
-    content = artifact.content | {"metrics": metrics}
-    page = render_card(parse_manifest(content, "the manifest"))
-    assert "| exact |" not in page
-    assert "No questions about a context have been asked." in page
 
 
 def test_the_caches_are_a_stage_of_their_own(report, told):
@@ -180,17 +143,6 @@ def test_the_next_command(capsys):
     remember_words(["evaluate", "a/b", "x", "--questions", "8", "--seed=3", "--save"])
     more = "evaluate a/b x --save --questions 96 --seed 4"
     assert following(["a/b"], artifacts, "ask", more_questions=96) == more
-
-
-def test_the_command_line(inside, induction):
-    words = "--tokens 256 --length 256 --windows 16/64 --device cpu --tasks needles"
-    shown = inside("evaluate", induction, *words.split(), "--lengths", LENGTH, "--questions", 2)
-    assert shown.returncode == 0, shown.stderr
-    lines = shown.stdout.splitlines()
-    table = lines.index("recall by task")
-    assert lines[table + 1].split() == ["arm", "needles"]
-    arms = [line.split()[0] for line in lines[table + 2 : table + 6]]
-    assert arms == ["exact", "identity", "hadamard", "random"]
 
 
 def test_the_values_of_options():

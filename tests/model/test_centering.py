@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import architectures
 from support.architectures import families
-from support.command_line import edited_manifest, succeeded
+from support.command_line import edited_manifest
 from support.models import save_family
 from support.recipes import QUICK
 from support.tensors import stored_rotations
@@ -23,10 +23,9 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-from rotationzoo.geometry import geometry_from_json, geometry_json, shifted_layers
-from rotationzoo.model import centering, loading
+from rotationzoo.geometry import geometry_from_json, geometry_json
+from rotationzoo.model import centering
 from rotationzoo.model.capture import Attention
-from rotationzoo.model.geometry import geometry_of, geometry_on_meta
 from rotationzoo.recipe import Data
 from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry
@@ -47,14 +46,6 @@ def centered(folders, tmp_path_factory) -> Artifact:
     """Of a Qwen3, whose attention ignores the mean."""
     folder = tmp_path_factory.mktemp("centered") / "qwen3"
     return calibrate(Job(str(folders("qwen3")), CENTERED, folder))
-
-
-@families(LOOKED_AT)
-def test_a_look_without_weights_says_what_the_loaded_model_does(name):
-    """In every layer apart: only those with a window have sinks in MiMo."""
-    geometry = geometry_on_meta(loading.on_meta(architectures.config(name), name))
-    assert shifted_layers(geometry) == MOVED.get(name, [])
-    assert shifted_layers(geometry_of(architectures.build(name))) == MOVED.get(name, [])
 
 
 def test_what_cannot_be_tried_is_not_trusted():
@@ -102,14 +93,6 @@ def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
         assert note in card
         assert planned.notes == (note,)
     assert calibrate(job).identity == made.identity, "the same job"
-
-
-def test_the_command_says_so(folders, inside, tmp_path):
-    """Also with a budget, measured beside windows that have lost all of a text."""
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("sink: 8\nrecent: 8\n", encoding="utf-8")
-    words = ["calibrate", folders("gpt_oss"), "--recipe", recipe, "--tokens", 192, "--length", 32]
-    assert "Note: keys keep their mean" in succeeded(inside(*words)).stderr
 
 
 @families(["gemma2", "gpt_oss"])

@@ -3,7 +3,6 @@ name that a model gives its cache."""
 
 import logging
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import DynamicCache
 
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.model import prediction
-from rotationzoo.model.cache_names import cache_argument, given_cache, returned_cache
 from rotationzoo.model.prediction import continue_greedily, run_decoder
 
 
@@ -77,24 +75,6 @@ def test_what_the_head_keeps_lies_on_no_device():
     tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
     assert "logits_to_keep" in options
     assert tensors == {"input_ids"}
-
-
-class Old:
-    def forward(self, input_ids, past_key_values=None): ...
-
-
-class New:
-    def forward(self, input_ids, cache=None): ...
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Old, "past_key_values"), (New, "cache")])
-def test_a_cache_has_the_name_that_the_model_gives_it(kind, name):
-    cache = DynamicCache()
-    assert cache_argument(kind(), cache) == {name: cache}
-    assert given_cache({name: cache, "use_cache": True}) is cache
-    assert returned_cache(SimpleNamespace(**{name: cache})) is cache
-    assert given_cache({"input_ids": 1}) is None
-    assert returned_cache(SimpleNamespace(logits=1)) is None
 
 
 @torch.no_grad()

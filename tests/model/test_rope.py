@@ -123,9 +123,3 @@ def test_rope_of_other_types_of_layers_is_refused():
         apply_scaling(config, "yarn:4", "it")
     assert position_count(config) == positions
     assert longer_rows_hint(config, 2 * positions, "shorter") == "shorter"
-
-
-def test_the_hint_for_longer_rows_names_the_factor():
-    config = architectures.config("llama")
-    hint = longer_rows_hint(config, 200, "add: --length 64")
-    assert hint == "add: --length 64, or --rope-scaling yarn:4"

@@ -66,18 +66,6 @@ def test_weights_are_told_in_bytes(source, monkeypatch):
     assert told == [("fetching the weights", 0, 0)], "they are here"
 
 
-def test_a_failed_download_ends_the_thread(source, monkeypatch):
-    def fetch(source) -> None:
-        raise ConnectionError
-
-    monkeypatch.setattr(model_source, "fetch", fetch)
-    told = []
-    with pytest.raises(ConnectionError):
-        model_source.fetch_weights(source, lambda *step: told.append(step))
-    assert told == [("fetching the weights", 0, 1000)]
-    assert not any(thread.name == "progress" for thread in threading.enumerate())
-
-
 @pytest.fixture
 def scratch(tmp_path, monkeypatch) -> Path:
     """A folder for temporary files that this test has for itself."""

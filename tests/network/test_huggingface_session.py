@@ -2,7 +2,7 @@
 
 import huggingface_hub
 
-from rotationzoo.network.huggingface_session import asking_huggingface, limit_sessions
+from rotationzoo.network.huggingface_session import limit_sessions
 
 
 def test_a_client_that_is_made_anew_has_the_same_limits():
@@ -10,20 +10,6 @@ def test_a_client_that_is_made_anew_has_the_same_limits():
     huggingface_hub.close_session()
     assert huggingface_hub.get_session().limited_sessions is sessions
     assert limit_sessions() is sessions
-
-
-def test_a_token_is_taken_out_on_the_way_to_another_host(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    client, sessions = huggingface_hub.get_session(), limit_sessions()
-    with asking_huggingface("https://hub.example"):
-        for url, credential, is_kept in [
-            ("https://hub.example/api", "Bearer hf_0123456789", True),
-            ("https://evil.example/api", "Bearer hf_0123456789", False),
-            ("https://storage.example/x", "Basic of-the-storage", True),
-        ]:
-            request = client.build_request("GET", url, headers={"authorization": credential})
-            sessions._prepare(request)
-            assert ("authorization" in request.headers) == is_kept, url
 
 
 def test_no_cookie_of_an_answer_is_kept():

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
@@ -64,12 +63,6 @@ def test_quoted_passages_are_copies(tokenizer, filler):
 
 def test_choosing_and_judging_share_no_word():
     assert not set(POOLS["choose"]) & set(POOLS["judge"])
-
-
-def test_a_prompt_too_short_for_its_windows_is_refused(tokenizer, filler):
-    settings = PromptSettings("needles", prompts=1, length=512, recent=256)
-    with pytest.raises(RotationZooError, match="too short for the task needles"):
-        write_prompts(settings, tokenizer, filler)
 
 
 SHORT, ANSWER = 48, slice(44, 47)

@@ -155,33 +155,6 @@ def evaluated(artifact: Artifact) -> Artifact:
     return Artifact(artifact.folder, artifact.content | {"metrics": metrics})
 
 
-def test_the_card_begins_with_what_readers_decide_by(plain):
-    artifact = evaluated(plain)
-    picture = artifact.content["files"] | {"answers.png": {"size": 1, "sha256": "0" * 64}}
-    manifest = parse_manifest(artifact.content | {"files": picture}, "the manifest")
-    page = render_card(manifest)
-    places = [
-        page.index(words)
-        for words in (
-            "    rotationzoo generate MODEL --rotations FOLDER --prompt TEXT",
-            "| mine | 93.8% ±1.0% | -0.25 |",
-            "| mine | 94% -0.2 |",
-            "(answers.png)",
-            "## What this is",
-            "## What it costs the model",
-            "## Limits",
-            "## How to make it again",
-            "## Provenance",
-            "## Recipe",
-            "## Files",
-        )
-    ]
-    assert places == sorted(places)
-    assert "Answers: 16 questions in prompts of 2,048 tokens. Longer contexts" in page
-    assert "The exact model itself cannot do: copy." in page
-    assert "    rotationzoo pull tiny --repo me/zoo\n" in render_card(manifest, "me/zoo")
-
-
 def test_shares_of_fewer_questions_stand_in_no_table(plain):
     """The first ones may be easier: they would put a baseline before the artifact."""
     artifact = evaluated(plain)
@@ -251,12 +224,6 @@ def manifest(tmp_path):
 
 def of_recipe(manifest, recipe):
     return reproduce_command(manifest.model_copy(update={"recipe": recipe.published()}))
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_named(manifest, name):
-    command = of_recipe(manifest, PRESETS[name])
-    assert command == f"rotationzoo calibrate demo --recipe {name}"
 
 
 def test_other_text_is_given_in_flags(manifest):

@@ -16,11 +16,6 @@ def point(name: str, memory: float, share: float, **others) -> Point:
     return Point(name, memory, share, f"{share:.0%}", **others)
 
 
-def rows_of(points: list[Point]) -> list[dict]:
-    """What is drawn of each point."""
-    return draw_answers(points, UNIT)["data"]["values"]
-
-
 def labels_of(svg: str) -> list[str]:
     """The labels of all marks, as a screen reader reads them."""
     marks = ElementTree.fromstring(svg).iter()
@@ -76,9 +71,3 @@ def test_names_are_escaped_in_labels_and_texts():
     assert "<script" not in inline
     assert labels_of(inline) == [f"{NAME}: 50% at 2.5 {NAME}"]
     assert draw_png(chart, NAME).startswith(b"\x89PNG")
-
-
-def test_colours_of_text_are_those_of_the_page():
-    drawn = draw_inline(draw_answers([point("one", 1.0, 1.0)], UNIT), "answers")
-    assert "currentColor" in drawn
-    assert "white" not in drawn

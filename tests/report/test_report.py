@@ -54,12 +54,6 @@ def page(folder, tmp_path_factory):
     return path
 
 
-def test_the_table_of_memory_says_what_the_verdict_says(folder):
-    report = make_report(Artifact.open(folder))
-    assert report.memory.rows[-1][1:] == ["67.1 MB", "10.6 MB", "6.3 times"]
-    assert any("10.6 MB in place of 67.1 MB: 6.3 times" in words for words in report.verdict.words)
-
-
 def report_of(folder: Path, evaluation: dict, made: Made = ONE):
     """The report of an artifact with this evaluation."""
     return make_report(Artifact.open(make_artifact(folder, made, evaluation)))
@@ -226,20 +220,6 @@ def test_names_of_models_and_arms_are_shown_as_they_are(tmp_path, browser):
     assert opened.locator("img").count() == 0
     assert opened.title().endswith(HOSTILE)
     assert HOSTILE in opened.locator("table").last.or_(opened.locator("main")).first.inner_text()
-
-
-def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
-    folder = make_artifact(tmp_path / "made")
-    result = inside("report", folder, "-o", tmp_path / "page.html")
-    assert result.returncode == 0
-    assert f"{folder} --save" in result.stderr.partition("rotationzoo evaluate")[2]
-    text = (tmp_path / "page.html").read_text()
-    assert "Measure them first." in text
-    assert "the cache takes" in text
-    assert "<figure" not in text
-    assert shlex.quote(str(folder)) in make_report(Artifact.open(folder)).html(str(folder))
-    commands = make_report(Artifact.open(folder)).verdict.commands
-    assert commands[0] == "rotationzoo evaluate demo FOLDER --for vllm --save"
 
 
 def test_a_page_replaces_a_page_and_nothing_else(tmp_path, inside):

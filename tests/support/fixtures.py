@@ -109,39 +109,17 @@ def program(tmp_path_factory):
         yield words
 
 
-@pytest.fixture(scope="session")
-def program_without_hubs(program, tmp_path_factory):
-    """The same, without the seconds that importing transformers takes too: for commands with the
-    hub's variables of `environment`."""
-    if not forks:
-        yield ALONE
-        return
-    folder = tmp_path_factory.mktemp("server")
-    variables = environment(folder / "hf")
-    modules = process_server.WITH_HUBS
-    with process_server.server(folder, modules, variables, start=program) as words:
-        yield words
-
-
 @pytest.fixture
-def command(tmp_path, request, program_without_hubs):
+def command(tmp_path, program):
     """Runs the real command line in a process of its own, in an empty folder, with no hub in
-    reach. `alone` means in an interpreter of its own, too, which imports everything itself.
-    `run.program` are the words that start it, for tests that need its streams and change no
-    variable of hubs."""
+    reach. `alone` means in an interpreter of its own, too, which imports everything itself."""
     variables = environment(tmp_path / "hf")
     work = tmp_path / "work"
     work.mkdir(exist_ok=True)  # a test may use `command` and `inside`
 
     def run(*words, env=None, alone=False, **options) -> subprocess.CompletedProcess:
-        if alone:
-            start = ALONE
-        elif any(name.startswith("HF_") for name in env or {}):
-            start = request.getfixturevalue("program")
-        else:
-            start = program_without_hubs
         return subprocess.run(
-            [*start, *map(str, words)],
+            [*(ALONE if alone else program), *map(str, words)],
             cwd=work,
             env={**variables, **(env or {})},
             text=True,
@@ -149,7 +127,7 @@ def command(tmp_path, request, program_without_hubs):
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         )
 
-    run.folder, run.environment, run.program = work, variables, program_without_hubs
+    run.folder, run.environment = work, variables
     return run
 
 

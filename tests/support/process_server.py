@@ -7,9 +7,6 @@ that the variable PROCESS_ID names. What reads the environment when it is import
 client does, is imported before the fork only by a server whose commands all have its variables.
 
     python process_server.py SOCKET MODULE...     serves until its standard input ends
-
-A command of these words, which begin with `process_server.py`, makes a fork of a server another
-one, which imports further modules.
 """
 
 import array
@@ -24,18 +21,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 IMPORTED = (
     "jinja2", "pydantic", "rich.console", "safetensors.torch", "scipy.linalg",
     "scipy.ndimage", "scipy.stats", "torch._dynamo", "torch.distributed.tensor", "typer", "yaml",
-)  # fmt: skip
-# They keep what the variables of hubs were when they were imported, above all HF_HOME.
-WITH_HUBS = (
-    *IMPORTED, "accelerate", "datasets", "rotationzoo.calibration.calibrate",
-    "rotationzoo.evaluation.evaluate", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 _STREAMS = 3
 # It hands on its own streams, and waits for the exit code. It is a script, because shells start it
@@ -62,18 +54,15 @@ def server(
     modules: Iterable[str] = IMPORTED,
     environment: dict[str, str] | None = None,
     script: str = __file__,
-    start: Sequence[str] = (sys.executable,),
 ) -> Iterator[list[str]]:
     """Inside the block a server runs that has imported these modules, in this environment; yields
     the words to start a process of the command line with, in place of `python -m rotationzoo`.
-    Another script than this may import them and serve. `start` begins the words that start the
-    server: those that another server yielded make it a fork of that one."""
+    Another script than this may import them and serve."""
     client, path = folder / "client.py", folder / "socket"
     client.write_text(CLIENT)
-    words = [*start, script, str(path), *modules]
     # In a session of its own, where Ctrl-C does not reach it.
     running = subprocess.Popen(
-        words,
+        [sys.executable, script, str(path), *modules],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -134,21 +123,16 @@ def wait_for_words(socket_path: str) -> list[str]:
     gc.freeze()  # what is shared stays shared
     words = serve(socket_path)
     sys.path[0] = os.getcwd()  # as `python -m` has it
-    # A fork of a server that is a fork has such files already, which must not close what they read.
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-    shown = {"buffering": 1, "errors": "backslashreplace", "closefd": False}
-    sys.stderr = open(2, "w", **shown)  # noqa: SIM115
+    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
     return words
 
 
 if __name__ == "__main__":
-    words = sys.argv
-    while words[:1] == [__file__]:
-        _, socket_path, *modules = words
-        for module in modules:
-            importlib.import_module(module)
-        early = {"huggingface_hub", "transformers", "datasets", "modelscope"} & set(sys.modules)
-        assert not early or modules == [*WITH_HUBS], f"these read the environment: {early}"
-        words = wait_for_words(socket_path)
-    sys.argv = ["rotationzoo", *words]
+    _, socket_path, *modules = sys.argv
+    for module in modules:
+        importlib.import_module(module)
+    early = {"huggingface_hub", "transformers", "datasets", "modelscope"} & set(sys.modules)
+    assert not early, f"these read the environment: {early}"
+    sys.argv = ["rotationzoo", *wait_for_words(socket_path)]
     runpy.run_module("rotationzoo", run_name="__main__", alter_sys=True)

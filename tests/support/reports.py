@@ -297,3 +297,10 @@ def decided(kept: float, artifact: str, questions: int = 16, engine: str = "vllm
     decision = {"arm": "made", "kept": kept, "interval": interval, "action": "ask", "level": 0.05}
     verdict = evaluation["verdict"] | {"decisions": [decision | {"words": ["Undecided."]}]}
     return evaluation | {"engine": engine, "verdict": verdict}
+
+
+def listed(number: int, **others: Any) -> dict[str, Any]:
+    """What an index says of the artifact of this number."""
+    files = {"rotations.safetensors": {"size": 1, "sha256": f"{number:064x}"}}
+    copy = {"hub": "huggingface", "repo": "my/zoo", "path": f"folder/{number}"}
+    return {"model": "a/b", "recipe": "oscar", "files": files, "copies": [copy]} | others

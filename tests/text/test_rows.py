@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.models import TEXTS, demo_tokenizer, small, tokenizer_that_starts_with, write_jsonl
+from support.models import TEXTS, small, tokenizer_that_starts_with, write_jsonl
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text import documents
@@ -51,11 +51,6 @@ def test_rows_start_as_requests_do(jsonl, start):
         assert row[len(start)] != 0
 
 
-def test_fewer_tokens_than_asked_for_is_said(jsonl, tokenizer):
-    corpus = read_corpus(small(jsonl, tokens=10**6), tokenizer)
-    assert f"{corpus.tokens:,} tokens instead of 1,000,000" in corpus.note
-
-
 def test_batches_hold_rows_of_equal_length(jsonl, tokenizer):
     corpus = read_corpus(small(jsonl), tokenizer)
     assert [tuple(batch.shape) for batch in corpus.batches(3)] == [(3, 64), (3, 64), (2, 64)]
@@ -75,16 +70,6 @@ def test_text_that_cannot_be_tokenized(tmp_path, tokenizer):
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     with pytest.raises(RotationZooError, match="cannot be tokenized"):
         read_corpus(small(tmp_path / "half.jsonl"), tokenizer)
-
-
-def test_a_chat_that_does_not_fit_the_template(tmp_path):
-    strict = demo_tokenizer()
-    strict.chat_template = "{{ raise_exception('no system role') }}"
-    chat = {"messages": [{"role": "system", "content": "x"}]}
-    path = write_jsonl(tmp_path / "chat.jsonl", [chat])
-    words = "does not fit the model's chat template: no system role"
-    with pytest.raises(RotationZooError, match=words):
-        read_corpus(small(path), strict)
 
 
 # ---- files and data sets of text: what is read, and what is refused

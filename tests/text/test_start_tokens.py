@@ -67,13 +67,6 @@ def test_what_the_tokenizer_adds_itself_comes_first(jsonl):
     assert read_corpus(small(jsonl), own).note is None
 
 
-def test_rows_start_with_it_and_a_note_says_so(jsonl):
-    tokenizer = chatty("{{ bos_token }}", TURN)
-    corpus = read_corpus(small(jsonl), tokenizer)
-    assert {row[0].item() for row in corpus.rows} == {tokenizer.bos_token_id}
-    assert corpus.note == "texts start with <bos>, which only the chat template writes"
-
-
 @pytest.fixture(scope="module")
 def gemma_like(tmp_path_factory):
     """A model whose tokenizer adds no start token, and whose template writes one."""

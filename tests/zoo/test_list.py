@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from support import reports
 from support.command_line import succeeded
 from support.published import ZOO, ok, refused
 from support.reports import decided
@@ -47,27 +48,22 @@ def test_what_is_published_and_not_pulled_is_listed_with_what_it_is(zoo):
 
 
 def choose(*entries, recipe=None, revision=None, scaling=None):
-    """What is chosen among entries that differ from the first of the package's as stated."""
-    first = next(e for e in index.read(index.WHEEL_COPY).entries if e.pullable)
-    listed = [first.model_copy(update={"created": f"2026-01-0{number}", **entry})
-              for number, entry in enumerate(entries, 1)]  # fmt: skip
-    loaded = lookup.LoadedIndex(index.Index.model_construct(entries=listed), "an index")
-    words = loaded, first.model, revision, recipe, ["huggingface"], scaling
+    """What is chosen among entries that differ as stated."""
+    listed = [
+        index.Entry.model_validate(reports.listed(number, created=f"2026-01-0{number}", **entry))
+        for number, entry in enumerate(entries, 1)
+    ]
+    loaded = lookup.LoadedIndex(index.Index(entries=listed), "an index")
+    words = loaded, "a/b", revision, recipe, ["huggingface"], scaling
     entry, _, reason = lookup.choose_entry(*words)
     return listed.index(entry), reason
 
 
 def rival(number: int, kept: float, day: int = 1, **others) -> dict:
     """An entry of one model beside others, with what it keeps."""
-    identity = f"{number:064x}"
-    return {
-        "model": "a/b",
-        "recipe": f"recipe-{number}",
-        "files": {"rotations.safetensors": {"size": 1, "sha256": identity}},
-        "copies": [{"hub": "huggingface", "repo": "my/zoo", "path": f"folder/{number}"}],
-        "evaluation": decided(kept, identity, **others),
-        "created": f"2026-11-{day:02}",
-    }
+    evaluation = decided(kept, f"{number:064x}", **others)
+    about = {"recipe": f"recipe-{number}", "created": f"2026-11-{day:02}"}
+    return reports.listed(number, evaluation=evaluation, **about)
 
 
 def test_shares_of_other_questions_stand_in_no_list(inside):

@@ -69,15 +69,6 @@ def test_a_pull_goes_on_to_an_engine(zoo, tiny, tmp_path):
     assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
 
 
-def test_a_pull_for_an_engine_that_reads_artifacts_says_how_to_start_it(zoo, made):
-    ok(zoo.run("push", made, ZOO, "--json"))
-    pulled = succeeded(zoo.run("pull", "demo", "--repo", ZOO, "--for", "vllm"))
-    command = shlex.split(pulled.stdout)
-    assert command[:4] == ["rotationzoo", "serve", "demo", "--rotations"]
-    assert verify(Artifact.open(zoo.folder / command[4])).ok
-    assert not (zoo.folder / "exports").exists()
-
-
 def test_the_better_of_two_is_pulled_for_an_engine_and_that_is_said(zoo, tmp_path):
     for recipe, kept in (("hadamard", 0.8), ("random", 0.9)):
         artifact = calibrate("demo", output=tmp_path / recipe, recipe=recipe)

@@ -1,6 +1,5 @@
 """Publishing: what goes where, what is refused, and what others commit in between."""
 
-import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from support.reports import summary
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli import progress_bar
 from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
@@ -132,17 +130,6 @@ def test_push_gets_over_a_commit_that_fails_once(zoo, made, what):
     sent = ok(zoo.run("push", made, ZOO, "--json"))["hubs"]["huggingface"]
     assert sent["revision"] == zoo.hf.head(ZOO)
     assert zoo.hf.commits(ZOO) == 2
-
-
-def test_both_ways_tell_their_progress(zoo, made, monkeypatch):
-    """Also ModelScope, whose client prints to a stderr that is hidden."""
-    monkeypatch.setattr(progress_bar, "QUICK", 0.0)
-    sent = zoo.run("push", made, ZOO, "--to", "both").stderr
-    for hub in ("Hugging Face", "ModelScope"):
-        assert re.search(rf"\[0:00:\d\d\] sending \d+ MB to {ZOO} on {hub}\n", sent)
-    pulled = zoo.run("pull", "demo", "--repo", ZOO, "--from", "modelscope").stderr
-    line = rf"\[0:00:\d\d\] downloading from {ZOO} on ModelScope 0 bytes/[\d.]+ MB\n"
-    assert re.search(line, pulled)
 
 
 def test_an_index_has_the_figures_of_the_artifact_and_not_of_a_baseline(zoo, made, tmp_path):

@@ -131,22 +131,17 @@ def test_what_cannot_be_planned(zoo, model, tmp_path):
 
 
 def test_rotations_for_another_rope_scaling_are_not_those_to_replace():
-    def entry(digit: str, **fields) -> index.Entry:
-        return index.Entry(
-            model="a/b",
-            files={"rotations.safetensors": index.File(size=1, sha256=digit * 64)},
-            copies=[index.Copy(hub="huggingface", repo="x/y", path=digit)],
-            **fields,
-        )
+    def entry(number: int, **fields) -> index.Entry:
+        return index.Entry.model_validate(reports.listed(number, **fields))
 
-    plain = entry("0", recipe="oscar", created="2026-01-01")
-    scaled = entry("1", recipe="oscar-yarn-4", rope_scaling="yarn:4", created="2026-01-02")
+    plain = entry(0, created="2026-01-01")
+    scaled = entry(1, recipe="oscar-yarn-4", rope_scaling="yarn:4", created="2026-01-02")
     both = index.Index(entries=[plain, scaled])
     recipe = PRESETS["oscar"]
     assert find_newest(both, "a/b", recipe) == plain, "although the other is newer"
     assert find_newest(both, "a/b", with_rope_scaling(recipe, "yarn:4")) == scaled
     assert find_newest(both, "a/b", with_rope_scaling(recipe, "yarn:8")) is None
-    other = entry("2", recipe="hadamard", created="2026-01-03")
+    other = entry(2, recipe="hadamard", created="2026-01-03")
     three = index.Index(entries=[plain, scaled, other])
     assert find_newest(three, "a/b", recipe) == plain, "each recipe has its own newest artifact"
     assert find_newest(three, "a/b", PRESETS["hadamard"]) == other

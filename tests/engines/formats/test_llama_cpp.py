@@ -135,17 +135,6 @@ def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
         exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model="demo"))
 
 
-def test_a_base_that_cannot_be_compared_is_said_to_be_so(made, tmp_path):
-    notes = exported("llama.cpp", made(head_dim=32), tmp_path).launch.notes
-    assert (
-        "the base was compared by its shapes alone: tiny/qwen3 was not found on this machine "
-        "(--model says where it is)" in notes
-    )
-    said = "\n".join(notes)
-    assert "\nkeep the base: llama.cpp itself refuses the copy" in said
-    assert re.search("rotations can serve worse than none.*exact windows", said)
-
-
 def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path, monkeypatch):
     artifact = made(head_dim=32)
     for name in ("gguf_file", "llama_cpp"):

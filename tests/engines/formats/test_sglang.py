@@ -6,7 +6,6 @@ import torch
 from support import engine_readers as engines
 from support.engine_artifacts import (
     CENTERED,
-    OSCAR,
     attend,
     check_engine,
     exported,
@@ -16,16 +15,6 @@ from support.engine_artifacts import (
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.recipe.loading import PRESETS
-
-
-def test_what_nobody_has_verified_is_said(made, tmp_path):
-    two = made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32)
-    (note,) = [
-        note for note in exported("sglang", two, tmp_path).launch.notes if "groups a head" in note
-    ]
-    assert note.startswith("2 groups a head: the server's prefill with more than one is unverified")
-    one = exported("sglang", made(head_dim=32), tmp_path / "one")
-    assert not [note for note in one.launch.notes if "groups a head" in note]
 
 
 @pytest.mark.parametrize("pooled", [False, True])
