@@ -16,7 +16,7 @@ from rotationzoo.cli.next_steps import (
     suggest_step,
     typed_words,
 )
-from rotationzoo.cli.options import Loading, argument, option
+from rotationzoo.cli.options import Loading, argument, flag, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import ENGINES
@@ -36,35 +36,25 @@ class Settings(options.Loading):
     """Options on the job, by the names of `api.calibrate`."""
 
     engine: options.Engine = None
-    data: Annotated[
-        str | None, option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
-    ] = None
-    feedback: Annotated[
-        bool | None,
-        option(
-            "Store what a cache needs to choose codes by error feedback.",
-            "--feedback/--no-feedback",
-        ),
-    ] = None
-    bits: Annotated[
-        float | None, option("Budget: bits an element; layers that lose more get more.")
-    ] = None
-    key_bits: Annotated[float | None, option("The same for keys alone.")] = None
-    value_bits: Annotated[float | None, option("The same for values alone.")] = None
-    quick: Annotated[bool, option("Leave out the recipe's budget: 2 bits everywhere.")] = False
+    data: str | None = option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
+    feedback: bool | None = option(
+        "Store what a cache needs to choose codes by error feedback.", "--feedback/--no-feedback"
+    )
+    bits: float | None = option("Budget: bits an element; layers that lose more get more.")
+    key_bits: float | None = option("The same for keys alone.")
+    value_bits: float | None = option("The same for values alone.")
+    quick: bool = flag("Leave out the recipe's budget: 2 bits everywhere.")
     subset: options.Subset = None
     split: options.Split = None
     column: options.Column = None
-    images: Annotated[str | None, option("Column of images (vision models).")] = None
-    audio: Annotated[str | None, option("Column of audio, as WAV.")] = None
-    tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None
-    length: Annotated[int | None, option("Tokens per row (8192).", min=2)] = None
-    seed: Annotated[int | None, option("Order of the documents (0).")] = None
-    batch: Annotated[
-        int | None, option("Rows per forward pass (with a device map all that fit).", min=1)
-    ] = None
+    images: str | None = option("Column of images (vision models).")
+    audio: str | None = option("Column of audio, as WAV.")
+    tokens: int | None = option("Tokens in all (32768).", min=1)
+    length: int | None = option("Tokens per row (8192).", min=2)
+    seed: int | None = option("Order of the documents (0).")
+    batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
     rope_scaling: options.RopeScaling = None
-    restart: Annotated[bool, option("Drop a checkpoint and replace rotations.")] = False
+    restart: bool = flag("Drop a checkpoint and replace rotations.")
 
 
 def calibrate_command(
@@ -77,15 +67,11 @@ def calibrate_command(
     ],
     settings: Settings,
     out: Output,
-    recipe: Annotated[
-        str | None, option(f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
-    ] = None,
+    recipe: str | None = option(f"{', '.join(RECIPES)}, or a YAML file (the engine's)."),
     output: options.OutputFolder = None,
-    keep: Annotated[
-        float | None, option("Find the fewest bits that keep N percent of answers.")
-    ] = None,
+    keep: float | None = option("Find the fewest bits that keep N percent of answers."),
     lengths: options.Lengths = None,
-    dry_run: Annotated[bool, option("Say what would be done; read no weights.")] = False,
+    dry_run: bool = flag("Say what would be done; read no weights."),
 ) -> None:
     """Compute the rotations of a causal language model.
 

@@ -1,7 +1,7 @@
 """`rotationzoo demo`: the whole story on the model that ships with rotationzoo, in a minute."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rotationzoo.cli.options import Restart, follow_link, option
 from rotationzoo.cli.output import Output, say, table
@@ -18,10 +18,9 @@ TEXT = 1024  # tokens of each of two texts, for perplexity with a standard error
 
 def demo_command(
     out: Output,
-    output: Annotated[
-        Path | None,
-        option("Folder of the artifact and its page (rotations/demo).", "--output", "-o"),
-    ] = None,
+    output: Path | None = option(
+        "Folder of the artifact and its page (rotations/demo).", "--output", "-o"
+    ),
     restart: Restart = False,
 ) -> None:
     """Calibrate a small model that ships with rotationzoo, ask it about its context, and draw the

@@ -16,15 +16,11 @@ def import_command(
     ],
     out: Output,
     model: Annotated[str, option("The model that they are for: a hub id or a folder.")],
-    output: Annotated[
-        Path | None, option("Artifact folder (rotations/NAME-imported).", "--output", "-o")
-    ] = None,
+    output: Path | None = option("Artifact folder (rotations/NAME-imported).", "--output", "-o"),
     revision: options.Revision = None,
     clip: options.Clip = None,
     windows: options.Windows = None,
-    group_size: Annotated[
-        int | None, option("Channels that share a scale (the whole head).", min=1)
-    ] = None,
+    group_size: int | None = option("Channels that share a scale (the whole head).", min=1),
     restart: options.Restart = False,
 ) -> None:
     """Make an artifact of files that others published: OSCAR's .pt files, GGUF.

@@ -14,14 +14,20 @@ from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES
 
 
-def option(help: str, *names: str, **settings: Any) -> Any:
-    """An option of a command, with its `help`. Without `names`, it has the parameter's name."""
-    return typer.Option(*names, help=help, **settings)
+def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """An option with its `help`, as the default of the parameter that gets its value, whose name it
+    has without `names`. Options that several commands share are annotated types."""
+    return typer.Option(default, *names, help=help, **settings)
+
+
+def flag(help: str, *names: str) -> Any:
+    """An option that is given or not, without a value."""
+    return option(help, *names, default=False)
 
 
 def argument(help: str, **settings: Any) -> Any:
-    """An argument of a command, with its `help`."""
-    return typer.Argument(help=help, **settings)
+    """An argument with its `help`, in the same two places."""
+    return typer.Argument(None, help=help, **settings)
 
 
 def wrong_value(words: str, example: str) -> UsageError:
@@ -185,19 +191,14 @@ _TrustConfig = Annotated[
 class Signatures:
     """Options on the signatures of what is read, by the names that `make_demand` has for them."""
 
-    signers: Annotated[
-        list[str] | None,
-        option(
-            "Accept only what this identity, or this public key (a .pem file), has signed. "
-            "May be repeated.",
-            "--signer",
-            metavar="SIGNER",
-        ),
-    ] = None
-    issuer: Annotated[
-        str | None, option("Who vouches for the identity; not needed for workflows of GitHub.")
-    ] = None
-    require_signature: Annotated[bool, option("Refuse what is not signed.")] = False
+    signers: list[str] | None = option(
+        "Accept only what this identity, or this public key (a .pem file), has signed. "
+        "May be repeated.",
+        "--signer",
+        metavar="SIGNER",
+    )
+    issuer: str | None = option("Who vouches for the identity; not needed for workflows of GitHub.")
+    require_signature: bool = flag("Refuse what is not signed.")
     trust_config: _TrustConfig = None
 
 
@@ -205,16 +206,11 @@ class Signatures:
 class Signing:
     """Options on the signature of what is published."""
 
-    sign: Annotated[
-        str | None,
-        option(
-            "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
-            "Actions with an identity sign keyless."
-        ),
-    ] = None
-    adopt_index: Annotated[
-        bool, option("Sign the index even where its entries have other signers or none.")
-    ] = False
+    sign: str | None = option(
+        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+        "Actions with an identity sign keyless."
+    )
+    adopt_index: bool = flag("Sign the index even where its entries have other signers or none.")
     trust_config: _TrustConfig = None
 
     @property

@@ -1,7 +1,7 @@
 """`rotationzoo plan`: what context and how many requests of a model fit a GPU."""
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import ModelName, Revision, RopeScaling, option
@@ -21,16 +21,16 @@ _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 def plan_command(
     model: ModelName,
     out: Output,
-    gpu: Annotated[str, option("A card, its memory, or several: H100, 24GiB, 2x24GiB.")] = "24GiB",
-    context: Annotated[
-        int | None, option("Tokens of each request (131072, at most the model's positions).", min=1)
-    ] = None,
-    requests: Annotated[int, option("Requests at the same time.", min=1)] = 1,
-    format: Annotated[
-        Literal["fine", "vllm", "sglang"],
-        option("How our cache stores rows: by a budget of bits (fine), or as an engine does."),
-    ] = "fine",
-    bits: Annotated[float | None, option("Bits of it (the recipe's 3).", min=2, max=4)] = None,
+    gpu: str = option("A card, its memory, or several: H100, 24GiB, 2x24GiB.", default="24GiB"),
+    context: int | None = option(
+        "Tokens of each request (131072, at most the model's positions).", min=1
+    ),
+    requests: int = option("Requests at the same time.", min=1, default=1),
+    format: Literal["fine", "vllm", "sglang"] = option(
+        "How our cache stores rows: by a budget of bits (fine), or as an engine does.",
+        default="fine",
+    ),
+    bits: float | None = option("Bits of it (the recipe's 3).", min=2, max=4),
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
 ) -> None:

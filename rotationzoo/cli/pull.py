@@ -18,18 +18,14 @@ def pull_command(
     model: Annotated[str, argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B.")],
     signatures: options.Signatures,
     out: Output,
-    from_: Annotated[options.HubOrAny, option("Which hub.", "--from")] = "any",
-    revision: Annotated[
-        str | None, option("The model's revision that they should be made for.")
-    ] = None,
-    recipe: Annotated[str | None, option("Only rotations of this recipe.")] = None,
-    rope_scaling: Annotated[
-        str | None, option("Only rotations for this scaling, such as yarn:4; by default none.")
-    ] = None,
-    local_dir: Annotated[Path | None, option("Put them here and not into the cache.")] = None,
-    to: Annotated[
-        PullEngineName | None, option("Also export them for this engine", "--for", "--to")
-    ] = None,
+    from_: options.HubOrAny = option("Which hub.", "--from", default="any"),
+    revision: str | None = option("The model's revision that they should be made for."),
+    recipe: str | None = option("Only rotations of this recipe."),
+    rope_scaling: str | None = option(
+        "Only rotations for this scaling, such as yarn:4; by default none."
+    ),
+    local_dir: Path | None = option("Put them here and not into the cache."),
+    to: PullEngineName | None = option("Also export them for this engine", "--for", "--to"),
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
 ) -> None:

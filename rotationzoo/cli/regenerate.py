@@ -2,12 +2,12 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.list import place_options
 from rotationzoo.cli.next_steps import shell_line, typed_words
-from rotationzoo.cli.options import argument, option
+from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
@@ -24,21 +24,19 @@ def regenerate_command(
     signing: options.Signing,
     machine: options.Machine,
     out: Output,
-    model: Annotated[
-        str | None, argument("A hub id or a folder, as a recipe has it; none with --plan.")
-    ] = None,
-    plan: Annotated[bool, option("Only list what is due.")] = False,
-    configs: Annotated[Path, option("Folder of recipe files, or one.")] = Path("configs"),
-    revision: Annotated[str | None, option("The model's revision.")] = None,
+    model: str | None = argument("A hub id or a folder, as a recipe has it; none with --plan."),
+    plan: bool = flag("Only list what is due."),
+    configs: Path = option("Folder of recipe files, or one.", default=Path("configs")),
+    revision: str | None = option("The model's revision."),
     output: options.OutputFolder = None,
-    data: Annotated[str, option("Text to evaluate on.")] = "bundled",
-    tokens: Annotated[int, option("Tokens to evaluate on.", min=1)] = 16384,
+    data: str = option("Text to evaluate on.", default="bundled"),
+    tokens: int = option("Tokens to evaluate on.", min=1, default=16384),
     length: options.TextLength = None,
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
-    questions: Annotated[int, option("Questions per task and length.", min=1)] = 64,
-    batch: Annotated[int | None, option("Rows per forward pass.", min=1)] = None,
-    to: Annotated[options.HubOrBoth | None, option("Publish to this hub.")] = None,
+    questions: int = option("Questions per task and length.", min=1, default=64),
+    batch: int | None = option("Rows per forward pass.", min=1),
+    to: options.HubOrBoth | None = option("Publish to this hub."),
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
 ) -> None:
