@@ -51,8 +51,8 @@ def parse_card(text: str) -> Card:
     `UsageError`."""
     match = _SEVERAL.fullmatch(text.strip())
     if match and int(match[1]) > 0:
-        card = parse_card(match[2])
-        return replace(card, count=card.count * int(match[1]))
+        each = parse_card(match[2])
+        return replace(each, count=each.count * int(match[1]))
     known, plain = {_plain(name): card for name, card in CARDS.items()}, _plain(text)
     if card := known.get(plain) or known.get(f"rtx{plain}"):
         return card

@@ -211,10 +211,9 @@ def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
     every cache."""
     weights: dict[str, dict[str, Any]] = {}
     for name, size in capacity.weights.items():
-        most = {"max_context": capacity.longest, "max_requests": capacity.most_requests}
-        weights[name] = {"fit": size <= card.usable}
-        for figure, find_most in most.items():
-            weights[name][figure] = {cache: find_most(name, cache, card) for cache in CACHES}
+        contexts = {cache: capacity.longest(name, cache, card) for cache in CACHES}
+        requests = {cache: capacity.most_requests(name, cache, card) for cache in CACHES}
+        weights[name] = dict(fit=size <= card.usable, max_context=contexts, max_requests=requests)
     return {
         "name": card.name,
         "memory_bytes": card.count * card.memory,

@@ -177,8 +177,7 @@ for _name in _NAMES.split():
 
 @app.callback()
 def _common_options(
-    context: typer.Context,
-    show_version: bool = flag("Print the version.", "--version"),
+    context: typer.Context, show_version: bool = flag("Print the version.", "--version")
 ) -> None:
     """Options that stand before the command. Without a command, show what there is to do."""
     if show_version:

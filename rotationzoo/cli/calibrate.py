@@ -4,7 +4,7 @@ import shlex
 import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.budget import Budget
 from rotationzoo.cli import options
@@ -32,11 +32,9 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 
 
 @dataclass(frozen=True)
-class Settings(options.Loading):
+class Settings(options.Text):
     """Options on the job, by the names of `api.calibrate`."""
 
-    engine: options.Engine = None
-    data: str | None = option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
     feedback: bool | None = option(
         "Store what a cache needs to choose codes by error feedback.", "--feedback/--no-feedback"
     )
@@ -44,29 +42,20 @@ class Settings(options.Loading):
     key_bits: float | None = option("The same for keys alone.")
     value_bits: float | None = option("The same for values alone.")
     quick: bool = flag("Leave out the recipe's budget: 2 bits everywhere.")
-    subset: options.Subset = None
-    split: options.Split = None
-    column: options.Column = None
     images: str | None = option("Column of images (vision models).")
     audio: str | None = option("Column of audio, as WAV.")
-    tokens: int | None = option("Tokens in all (32768).", min=1)
-    length: int | None = option("Tokens per row (8192).", min=2)
-    seed: int | None = option("Order of the documents (0).")
     batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
     rope_scaling: options.RopeScaling = None
     restart: bool = flag("Drop a checkpoint and replace rotations.")
 
 
 def calibrate_command(
-    model: Annotated[
-        str,
-        argument(
-            "A hub id, a local folder, a GGUF file (of a hub: REPOSITORY:FILE), or demo: a small "
-            "model that ships with rotationzoo."
-        ),
-    ],
     settings: Settings,
     out: Output,
+    model: str = argument(
+        "A hub id, a local folder, a GGUF file (of a hub: REPOSITORY:FILE), or demo: a small "
+        "model that ships with rotationzoo."
+    ),
     recipe: str | None = option(f"{', '.join(RECIPES)}, or a YAML file (the engine's)."),
     output: options.OutputFolder = None,
     keep: float | None = option("Find the fewest bits that keep N percent of answers."),
@@ -114,7 +103,7 @@ def calibrate_command(
     before = _last_change(job.output)
     artifact = run_job(out, job)
     if keep is not None:
-        _find_bits(out, model, artifact, keep, asked, settings)
+        _find_bits(out, model, artifact, settings, {"keep": keep, "lengths": asked})
         return
     is_new = _last_change(job.output) != before
     if not is_new:
@@ -124,14 +113,9 @@ def calibrate_command(
 
 
 def _find_bits(
-    out: Output,
-    model: str,
-    artifact: "Artifact",
-    keep: float,
-    lengths: list[int] | None,
-    settings: Settings,
+    out: Output, model: str, artifact: "Artifact", settings: Settings, asked: dict[str, Any]
 ) -> None:
-    """Ask for the fewest bits that keep `keep` percent, unless the user chose the bits, and show
+    """Ask for the fewest bits that keep what is `asked`, unless the user chose the bits, and show
     them with the command that serves them. Raises `RotationZooError` where none are shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name
@@ -139,11 +123,10 @@ def _find_bits(
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.report.commands import usual_engine
 
-    names = ["engine", "rope_scaling", *(each.name for each in fields(Loading))]
-    how = {name: getattr(settings, name) for name in names}
-    how |= {"keep": keep, "lengths": lengths, "baselines": ()}
+    names = ["rope_scaling", *(each.name for each in fields(Loading))]
+    how = asked | {name: getattr(settings, name) for name in names}
     is_open = settings.bits is None and settings.key_bits is None
-    job = evaluation_job(model, artifact, True, fewest_bits=is_open, **how)
+    job = evaluation_job(model, artifact, True, fewest_bits=is_open, baselines=(), **how)
     with show_progress(out) as progress:
         report = evaluate(job, progress, out.tell)
     out.notes(report.notes)
@@ -158,6 +141,7 @@ def _find_bits(
             use = [command, *words, "--rotations", folder]
         out.suggest(*use)
         return
+    keep = asked["keep"]
     hint = f"serve it with fp8: {shlex.join(['vllm', 'serve', model])} --kv-cache-dtype fp8"
     if decision.action == "nothing":
         hint = "ask what it can do: other --lengths, or evaluate with other --tasks"

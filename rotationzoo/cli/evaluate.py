@@ -19,17 +19,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measures(options.Loading):
+class Measures(options.Text):
     """Options on what is measured, by the names of `api.evaluate`."""
 
-    engine: options.Engine = None
     data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")
-    subset: options.Subset = None
-    split: options.Split = None
-    column: options.Column = None
     tokens: int | None = option("Tokens in all (16384).", min=1)
     length: options.TextLength = None
-    seed: int | None = option("Order of the documents (0).")
     tasks: options.Tasks = "all"
     lengths: options.Lengths = None
     questions: str = option("Per task and length; auto: until it is decided.", default="auto")
@@ -51,7 +46,7 @@ def evaluate_command(
     model: options.ModelName,
     measures: Measures,
     out: Output,
-    artifacts: list[Path] | None = argument("Folders of rotations.", metavar="ROTATIONS"),
+    artifacts: list[Path] | None = argument("Folders of rotations.", None, metavar="ROTATIONS"),
     save: bool = flag("Add evaluation.json to the rotations."),
     details: bool = flag("Also print all tables, and how they were measured."),
 ) -> None:
@@ -104,7 +99,8 @@ def check_kept(report: "Measured") -> None:
 def parse_questions(text: str) -> int | Literal["auto"]:
     """Parse a number, or `auto`. Raises `UsageError`."""
     if text != "auto" and not text.removeprefix("-").isdecimal():
-        raise options.wrong_value(f"--questions {text!r} is no number", "--questions 64, or auto")
+        hint = "write it as: --questions 64, or auto"
+        raise UsageError(f"--questions {text!r} is no number", hint)
     return "auto" if text == "auto" else int(text)
 
 

@@ -37,7 +37,6 @@ _ANSWER = 19  # tokens of the line that the demo's own prompt begins
 class Settings(options.Loading):
     """Options on the text and its cache, by the names of `api.generate`."""
 
-    engine: options.Engine = None
     chat: bool = flag("The text is a user's message to a chat model.")
     max_new_tokens: int | None = option("Tokens to write at most (256).", min=1)
     bits: options.Budget = None
@@ -74,9 +73,7 @@ def generate_command(
     rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --compare < long.txt
     """
     if out.mode == "quiet" and settings.compare:
-        raise UsageError(
-            "--quiet prints one text, and --compare makes two", hint="--json prints both"
-        )
+        raise UsageError("--quiet prints one text, and --compare makes two", "--json prints both")
     text, new = _read_prompt(prompt, file, out.note), settings.max_new_tokens
     from rotationzoo.api import generation_job
     from rotationzoo.artifact.store import Artifact

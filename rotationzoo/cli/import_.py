@@ -1,7 +1,6 @@
 """`rotationzoo import`: make an artifact from rotations that others published."""
 
 from pathlib import Path
-from typing import Annotated
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, show_artifact, suggest_step
@@ -10,12 +9,11 @@ from rotationzoo.cli.output import Output
 
 
 def import_command(
-    files: Annotated[
-        list[Path],
-        argument("The two rotation files, their folder, or a GGUF file.", metavar="FILES"),
-    ],
     out: Output,
-    model: Annotated[str, option("The model that they are for: a hub id or a folder.")],
+    files: list[Path] = argument(
+        "The two rotation files, their folder, or a GGUF file.", metavar="FILES"
+    ),
+    model: str = option("The model that they are for: a hub id or a folder.", default=...),
     output: Path | None = option("Artifact folder (rotations/NAME-imported).", "--output", "-o"),
     revision: options.Revision = None,
     clip: options.Clip = None,

@@ -17,7 +17,7 @@ _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "ggu
 
 def list_command(
     out: Output,
-    model: str | None = argument("Only models with this in their name."),
+    model: str | None = argument("Only models with this in their name.", None),
     recipe: str | None = option("Only this recipe."),
     from_: HubName = option("Whose index.", "--from", default=DEFAULT_HUB),
     index: IndexPlace = None,

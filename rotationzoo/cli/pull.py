@@ -1,7 +1,7 @@
 """`rotationzoo pull`: fetch published rotations and, if asked, export them for an engine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import suggest_text
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def pull_command(
-    model: Annotated[str, argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B.")],
     signatures: options.Signatures,
     out: Output,
+    model: str = argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B."),
     from_: options.HubOrAny = option("Which hub.", "--from", default="any"),
     revision: str | None = option("The model's revision that they should be made for."),
     recipe: str | None = option("Only rotations of this recipe."),
@@ -67,9 +67,8 @@ def pull_command(
 
         folder = default_output(entry.model, "imported")
         artifact = import_(Import([pulled.path], folder, model=entry.model, revision=revision))
-    target = None
-    if not ENGINES[to].command:
-        target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
+    name = f"{Path(entry.model).name}-{entry.recipe}-{to}"
+    target = None if ENGINES[to].command else Path("exports") / name
     show_export(out, export(artifact, Request(str(to), target)))
 
 

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import shell_line, typed_words
@@ -80,9 +80,9 @@ def publish(
 
 def push_command(
     artifact: options.ArtifactFolder,
-    repo: Annotated[str, argument("The zoo repository, as owner/name.", metavar="REPO")],
     signing: options.Signing,
     out: Output,
+    repo: str = argument("The zoo repository, as owner/name.", metavar="REPO"),
     to: options.HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
     create_pr: bool = flag("As a pull request (Hugging Face)."),
     no_statistics: bool = flag("Leave the statistics behind."),
@@ -156,12 +156,10 @@ def show_push_plan(
 
 def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
     """Print where the artifact is. `published`: hub -> its place there."""
+    lines = []
+    for name, place in published.items():
+        change = "published" if place.changed else "nothing new"
+        lines.append(f"{name}: {change}, revision {place.revision}, {place.url}")
     hubs = {name: asdict(place) for name, place in published.items()}
-
-    def human() -> None:
-        for name, place in published.items():
-            change = "published" if place.changed else "nothing new"
-            say(f"{name}: {change}, revision {place.revision}, {place.url}")
-
-    data = {"repo": repo, "path": path, "hubs": hubs}
-    out.result(data, "\n".join(place.revision for place in published.values()), human)
+    revisions = "\n".join(place.revision for place in published.values())
+    out.result({"repo": repo, "path": path, "hubs": hubs}, revisions, lambda: say(*lines))

@@ -26,7 +26,7 @@ def serve_command(
     rotations: Path | None = option(
         "The folder of rotations (found in rotations/, pulled, or calibrated)."
     ),
-    vllm_options: list[str] | None = argument("Options of vllm serve.", metavar="OPTIONS"),
+    vllm_options: list[str] | None = argument("Options of vllm serve.", None, metavar="OPTIONS"),
     format: Literal["sglang", "vllm", "fine"] | None = option(
         "How rows are stored (fine for a budget of bits, else vllm)."
     ),

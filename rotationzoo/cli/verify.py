@@ -120,21 +120,17 @@ def show_verification(
         data["agreement"] = asdict(agreement)
     if reading:
         data["server"] = {"verdict": reading.verdict, **asdict(reading)}
-
-    def human() -> None:
-        for problem in verification.problems:
-            say(f"Problem: {problem}")
-        if verification.ok:
-            error = f"largest |R R^T - I| {verification.orthogonality_error:.1e}"
-            say(f"{artifact.folder} is sound ({error})")
-        if agreement:
-            shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
-            say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
-        if reading and reading.verdict == "in use":
-            say(f"The server reads these rotations: {reading.words}")
-        if finding:
-            say(f"Signature: {finding.note}")
-        if verification.checked:
-            say(f"Checked: {', '.join(verification.checked)}")
-
-    out.result(data, artifact.identity if ok else "", human)
+    lines = [f"Problem: {problem}" for problem in verification.problems]
+    if verification.ok:
+        error = f"largest |R R^T - I| {verification.orthogonality_error:.1e}"
+        lines.append(f"{artifact.folder} is sound ({error})")
+    if agreement:
+        shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
+        lines.append(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+    if reading and reading.verdict == "in use":
+        lines.append(f"The server reads these rotations: {reading.words}")
+    if finding:
+        lines.append(f"Signature: {finding.note}")
+    if verification.checked:
+        lines.append(f"Checked: {', '.join(verification.checked)}")
+    out.result(data, artifact.identity if ok else "", lambda: say(*lines))
