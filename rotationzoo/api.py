@@ -29,16 +29,7 @@ from rotationzoo.generation.generate import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
 from rotationzoo.model.compatibility import take_loaded
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.loading import (
-    PRESETS,
-    load,
-    override,
-    quicken,
-    with_budget,
-    with_feedback,
-    with_rope_scaling,
-)
+from rotationzoo.recipe import Recipe, loading
 from rotationzoo.storage.folders import default_output
 
 QUESTION_LENGTH = 2048
@@ -139,23 +130,23 @@ def calibration_job(
     name = source.name if source else str(model)
     engine = find_engine(settings.pop("engine", DEFAULT))
     recipe = engine.recipe if recipe is None else recipe
-    chosen = load(recipe) if isinstance(recipe, str) else recipe
+    chosen = loading.load(recipe) if isinstance(recipe, str) else recipe
     # The user chose neither a preset's row length nor the default budget, which may not fit.
-    fit_length = isinstance(recipe, str) and recipe in PRESETS and "length" not in settings
+    fit_length = isinstance(recipe, str) and recipe in loading.PRESETS and "length" not in settings
     budget = Budget(**_take(settings, ("bits", "key_bits", "value_bits")))
-    fit_budget = not budget and chosen.budget == load("oscar").budget
+    fit_budget = not budget and chosen.budget == loading.load("oscar").budget
     is_quick = settings.pop("quick", False)
     if is_quick and budget:
         raise UsageError("a quick calibration has no budget of bits", "leave out --quick or --bits")
     if is_quick or (fit_budget and not engine.budget):
-        chosen = quicken(chosen)
-    chosen = override(chosen, **_take_data(settings, "images", "audio", "positions"))
+        chosen = loading.quicken(chosen)
+    chosen = loading.override(chosen, **_take_data(settings, "images", "audio", "positions"))
     if "feedback" in settings:
-        chosen = with_feedback(chosen, settings.pop("feedback"))
+        chosen = loading.with_feedback(chosen, settings.pop("feedback"))
     if budget:
-        chosen = with_budget(chosen, budget)
+        chosen = loading.with_budget(chosen, budget)
     if "rope_scaling" in settings:
-        chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
+        chosen = loading.with_rope_scaling(chosen, settings.pop("rope_scaling"))
     if source and chosen.rope_scaling:
         hint = "load it with such rope_parameters, and leave out rope_scaling"
         raise UsageError("a loaded model takes no rope_scaling", hint)
@@ -247,10 +238,7 @@ def evaluate(
 
 
 def evaluation_job(
-    model: str,
-    artifacts: _ON_DISK | Sequence[_ON_DISK] = (),
-    save: bool = False,
-    **options: Any,
+    model: str, artifacts: _ON_DISK | Sequence[_ON_DISK] = (), save: bool = False, **options: Any
 ) -> Evaluation:
     """The settings of one evaluation, as `evaluate` takes them."""
     settings = _given(options)
@@ -262,7 +250,7 @@ def evaluation_job(
     settings["fit_length"] = "length" not in settings
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
     text = {"tokens": 16384, "length": QUESTION_LENGTH, **_take_data(settings)}
-    settings["data"] = override(load("oscar"), **text).data
+    settings["data"] = loading.override(loading.load("oscar"), **text).data
     if "adapter" in settings:
         settings["adapter"] = Path(settings["adapter"])
     if "bits" in settings:
@@ -354,8 +342,8 @@ def generation_job(
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a job that are given: None stands for the default, and callbacks are called by
     whoever runs the job."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return {name: given[name] for name in given.keys() - {"progress", "write"}}
+    settings = options.keys() - {"progress", "write"}
+    return {name: options[name] for name in settings if options[name] is not None}
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:

@@ -59,9 +59,10 @@ NOT_RUN = {
 OF_OTHERS = {
     "--additional-config", "--attention-backend", "--attention-config", "--enable-lora",
     "--enable-sleep-mode", "--hf-config-path", "--hf-overrides", "--kv-bits", "--kv-cache-dtype",
-    "--kv-cache-dtype-skip-layers", "--kv-mean-center", "--load-format",
+    "--kv-cache-dtype-skip-layers", "--kv-mean-center", "--kv-offloading-size",
+    "--kv-transfer-config", "--load-format",
     "--mamba-radix-cache-strategy", "--max-num-seqs", "--models", "--prefix-match-unit",
-    "--quantization", "--quantized-kv-start", "--speculative-config", "--tokenizer",
+    "--quantization", "--quantized-kv-start", "--speculative-config", "--start-token", "--tokenizer",
     "--weight-transfer-config", "--worker-cls", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}

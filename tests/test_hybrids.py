@@ -26,7 +26,7 @@ def test_all_agree_on_the_layers_that_hold_keys_and_values(name, tmp_path):
         "calibrate": [*artifact.rotations],
         "evaluate": report["layers"],
         "RotatedCache": kept,
-        "plan": [each.layer.index for each in planned.layers],
+        "plan": [each.index for each in planned.layers],
         "serve": [*server_settings(folder, artifact.folder).codec.rotations],
     }
     assert found == dict.fromkeys(found, CACHED[name])

@@ -1,7 +1,7 @@
 """GPUs by name or by size."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rotationzoo.errors import UsageError
 from rotationzoo.words import nearest
@@ -19,11 +19,11 @@ _SEVERAL = re.compile(r"(\d{1,4})\s*[x*]\s*(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU, or several of one kind that share a model evenly."""
+    """One GPU, or a `count` of one kind that share a model evenly."""
 
     kind: str
     memory: int
-    """Bytes of all of them."""
+    """Bytes of one."""
     count: int = 1
 
     @property
@@ -32,8 +32,8 @@ class Card:
 
     @property
     def usable(self) -> int:
-        """Bytes for weights and cache in a server."""
-        return max(0, int(self.memory * UTILIZATION) - self.count * OWN)
+        """Bytes of all of them for weights and cache in a server."""
+        return max(0, int(self.count * self.memory * UTILIZATION) - self.count * OWN)
 
 
 OTHERS = ("MI300X",)  # of AMD, on which our kernels do not run
@@ -46,17 +46,13 @@ _SIZES = {
 CARDS = {name: Card(name, int(size * _GIB)) for name, size in _SIZES.items()}
 
 
-def several(card: Card, count: int) -> Card:
-    """A number of equal cards, as one."""
-    return Card(card.kind, card.memory * count, card.count * count)
-
-
 def parse_card(text: str) -> Card:
     """A GPU from its name (`H100`), its memory (`24GiB`), or several of one (`2x24GiB`). Raises
     `UsageError`."""
     match = _SEVERAL.fullmatch(text.strip())
     if match and int(match[1]) > 0:
-        return several(parse_card(match[2]), int(match[1]))
+        each = parse_card(match[2])
+        return replace(each, count=each.count * int(match[1]))
     known, plain = {_plain(name): card for name, card in CARDS.items()}, _plain(text)
     if card := known.get(plain) or known.get(f"rtx{plain}"):
         return card

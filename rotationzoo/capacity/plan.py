@@ -2,15 +2,17 @@
 verdict on a wish in plain sentences.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rotationzoo.budget import Budget
-from rotationzoo.capacity.cards import CARDS, OTHERS, Card, several
-from rotationzoo.capacity.shape import CACHES, Shape, Storage, Weights, read_shape, weigh
+from rotationzoo.capacity.cards import CARDS, OTHERS, Card
+from rotationzoo.capacity.shape import CACHES, Shape, Storage, read_shape, weigh
 from rotationzoo.codec.budget import check_room
+from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import size_words
 from rotationzoo.model import loading
 from rotationzoo.model.source import Source, find
@@ -18,8 +20,6 @@ from rotationzoo.recipe.rope import position_count
 from rotationzoo.storage.files import read_json
 from rotationzoo.words import counted
 
-_CONTEXT = 131072
-"""Tokens of a request where neither the wish nor the model's positions say less."""
 # `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
 
@@ -31,7 +31,7 @@ _SMALLEST = CACHES[-1]
 @dataclass(frozen=True)
 class Wish:
     """The load to serve: `requests` at once, each with `context` tokens. A `context` of None is
-    131,072 tokens, or the model's positions if these are fewer."""
+    `CONTEXT`, or the model's positions if these are fewer."""
 
     model: str
     context: int | None
@@ -49,40 +49,34 @@ class Capacity:
     wish: Wish
     source: Source
     shape: Shape
-    weights: Weights
+    weights: dict[str, int]
+    weights_from: str
     positions: int | None
     context: int
     """Tokens of each request."""
+    request_bytes: dict[str, int]
+    """Those of one request of the wish in every cache."""
 
-    @property
-    def sizes_of_weights(self) -> dict[str, int]:
-        """Bytes of the weights, by the name of their format."""
-        return {"published": self.weights.published, "4bit": self.weights.four_bit}
-
-    def request_bytes(self, cache: str) -> int:
-        """Bytes of the cache of one request of the wish."""
-        return self.shape.request_bytes(cache, self.context, self.wish.storage)
-
-    def room(self, cache: str, weights: str, card: Card) -> int:
+    def room(self, weights: str, cache: str, card: Card) -> int:
         """Bytes of a card for requests, next to these weights and to what a server takes once."""
-        room = card.usable - self.sizes_of_weights[weights]
+        room = card.usable - self.weights[weights]
         if cache != _SMALLEST:
             return room
         return 0 if card.kind in OTHERS else room - self.shape.server_bytes(self.wish.storage, 0)
 
-    def longest(self, cache: str, weights: str, card: Card, requests: int = 1) -> int | None:
+    def longest(self, weights: str, cache: str, card: Card, requests: int = 1) -> int | None:
         """The most tokens that each of some requests can have next to these weights on a card. None
         if there is no limit."""
-        room = self.room(cache, weights, card) // requests
+        room = self.room(weights, cache, card) // requests
         return self.shape.longest_context(cache, room, self.wish.storage)
 
-    def most_requests(self, cache: str, weights: str, card: Card) -> int:
+    def most_requests(self, weights: str, cache: str, card: Card) -> int:
         """How many requests of the wished context fit next to these weights on a card."""
-        return max(0, self.room(cache, weights, card) // self.request_bytes(cache))
+        return max(0, self.room(weights, cache, card) // self.request_bytes[cache])
 
     def cache_words(self, cache: str) -> str:
         """A cache as people read it: our own by its bits."""
-        dim = self.shape.layers[0].layer.key_dim
+        dim = self.shape.layers[0].key_dim
         return f"{self.wish.storage.row_bits(dim) / dim:.3g} bits" if cache == _SMALLEST else cache
 
 
@@ -92,11 +86,12 @@ def measure_capacity(wish: Wish) -> Capacity:
     source = find(wish.model, wish.revision)
     config = read_json(source.folder / "config.json")
     shape = read_shape(source)
-    check_room(Budget(wish.storage.bits), None, [each.layer for each in shape.layers])
-    weights = weigh(source, config, shape)
+    check_room(Budget(wish.storage.bits), None, list(shape.layers))
+    weights, origin = weigh(source, config, shape)
     positions = position_count(loading.load_config(source, wish.rope_scaling))
-    context = wish.context or min(_CONTEXT, positions or _CONTEXT)
-    return Capacity(wish, source, shape, weights, positions, context)
+    context = wish.context or min(CONTEXT, positions or CONTEXT)
+    sizes = {cache: shape.request_bytes(cache, context, wish.storage) for cache in CACHES}
+    return Capacity(wish, source, shape, weights, origin, positions, context, sizes)
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
@@ -126,20 +121,20 @@ def judge_wish(capacity: Capacity) -> Answer:
     if fitting := _smallest_change(capacity, card):
         weights, cache = fitting
         words = f"Yes: {card.name} holds {wish} with {_fitting_words(capacity, *fitting)}"
-        words += f"; at most {capacity.most_requests(cache, weights, card):,} fit"
+        words += f"; at most {capacity.most_requests(weights, cache, card):,} fit"
         if cache != _SMALLEST:
-            words += f", and {capacity.most_requests(_SMALLEST, weights, card):,} in {few}"
+            words += f", and {capacity.most_requests(weights, _SMALLEST, card):,} in {few}"
         return Answer(words, weights, cache)
     once = capacity.shape.server_bytes(capacity.wish.storage, 0)
-    need = once + requests * capacity.request_bytes(_SMALLEST)
-    four_bit, usable = size_words(capacity.weights.four_bit), size_words(card.usable)
+    need = once + requests * capacity.request_bytes[_SMALLEST]
+    four_bit, usable = size_words(capacity.weights["4bit"]), size_words(card.usable)
     words = f"{wish} would take {size_words(need)} of cache even in {few}, on top of "
     words += f"{four_bit} of weights in 4 bits, and {card.name} has {usable} for both"
-    tokens = capacity.longest(_SMALLEST, "4bit", card, requests) or None
+    tokens = capacity.longest("4bit", _SMALLEST, card, requests) or None
     if tokens:
         words += f"; --context {tokens} fits with {_fitting_words(capacity, '4bit', _SMALLEST)}"
     for count in _MORE_CARDS:
-        cards = several(card, count)
+        cards = replace(card, count=count * card.count)
         if fitting := _smallest_change(capacity, cards):
             words += f"; {cards.name} hold it with {_fitting_words(capacity, *fitting)}"
             break
@@ -149,45 +144,37 @@ def judge_wish(capacity: Capacity) -> Answer:
 def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
     """The weights and the cache with which a wish fits a card: weights as published come before
     weights in 4 bits, and larger caches before smaller ones."""
-    for weights, cache in product(WEIGHTS_WORDS, CACHES):
-        if capacity.most_requests(cache, weights, card) >= capacity.wish.requests:
-            return weights, cache
-    return None
+    requests, changes = capacity.wish.requests, product(WEIGHTS_WORDS, CACHES)
+    return next((each for each in changes if capacity.most_requests(*each, card) >= requests), None)
 
 
 def _fitting_words(capacity: Capacity, weights: str, cache: str) -> str:
     return f"{WEIGHTS_WORDS[weights]} and a cache in {capacity.cache_words(cache)}"
 
 
-def remarks(capacity: Capacity) -> list[str]:
+def remarks(capacity: Capacity) -> Iterator[str]:
     """What prevents the wish on any card or on this one, and what the numbers leave out."""
-    wish, tokens, lines = capacity.wish, counted(capacity.context, "token"), []
+    wish, card, shape = capacity.wish, capacity.wish.card, capacity.shape
     if capacity.positions and capacity.context > capacity.positions:
-        factor = -(-capacity.context // capacity.positions)
-        made = counted(capacity.positions, "position")
-        lines.append(
-            f"{wish.model} was made for {made}: {tokens} need RoPE scaling: "
-            f"--rope-scaling yarn:{factor}"
-        )
-    if wish.card.kind in OTHERS:
-        lines.append(f"our kernels do not run on {wish.card.kind}, which gets no cache of ours")
-    paged = [each.layer for each in capacity.shape.layers if wish.storage.has_pages(each)]
-    shapes = {(each.layer.kv_heads, each.layer.key_dim) for each in capacity.shape.layers}
-    if paged and len(shapes) > 1:
-        lines.append("serve takes no model whose layers have heads of several shapes")
-    if any(layer.kv_heads % wish.card.count for layer in paged):
-        lines.append(f"serve does not split the KV heads over {wish.card.count} GPUs")
-    if capacity.shape.uncounted_states:
-        lines.append("states of layers without keys, or keys of a sparse index, are not counted")
-    if capacity.weights.origin == "config":
-        lines.append("the size of the weights was computed from the config")
-    return lines
+        made, tokens = counted(capacity.positions, "position"), counted(capacity.context, "token")
+        scaling = f"--rope-scaling yarn:{-(-capacity.context // capacity.positions)}"
+        yield f"{wish.model} was made for {made}: {tokens} need RoPE scaling: {scaling}"
+    if card.kind in OTHERS:
+        yield f"our kernels do not run on {card.kind}, which gets no cache of ours"
+    paged = [layer for layer in shape.layers if wish.storage.has_pages(layer)]
+    if paged and len({(layer.kv_heads, layer.key_dim) for layer in shape.layers}) > 1:
+        yield "serve takes no model whose layers have heads of several shapes"
+    if any(layer.kv_heads % card.count for layer in paged):
+        yield f"serve does not split the KV heads over {card.count} GPUs"
+    if shape.uncounted_states:
+        yield "states of layers without keys, or keys of a sparse index, are not counted"
+    if capacity.weights_from == "config":
+        yield "the size of the weights was computed from the config"
 
 
 def capacity_json(capacity: Capacity) -> dict[str, Any]:
     """The report: sizes in bytes."""
-    wish, shape = capacity.wish, capacity.shape
-    sizes = {cache: capacity.request_bytes(cache) for cache in CACHES}
+    wish, shape, sizes = capacity.wish, capacity.shape, capacity.request_bytes
     per_token = {cache: size / capacity.context for cache, size in sizes.items()}
     kept, windows = sizes["int2"] - shape.state_bytes, [each.window for each in shape.layers]
     states = None if shape.uncounted_states else shape.state_bytes
@@ -204,8 +191,8 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "layers": len(shape.layers),
         "sliding_layers": len(windows) - windows.count(None),
         "parameters": shape.parameters,
-        "weights_bytes": capacity.sizes_of_weights,
-        "weights_from": capacity.weights.origin,
+        "weights_bytes": capacity.weights,
+        "weights_from": capacity.weights_from,
         "bits_per_element": 8 * kept / shape.elements(capacity.context),
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_request": sizes,
@@ -223,17 +210,13 @@ def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
     """The largest contexts and batches on one card, for weights as published and in 4 bits, and
     every cache."""
     weights: dict[str, dict[str, Any]] = {}
-    for name, size in capacity.sizes_of_weights.items():
-        contexts = {cache: capacity.longest(cache, name, card) for cache in CACHES}
-        requests = {cache: capacity.most_requests(cache, name, card) for cache in CACHES}
-        weights[name] = {
-            "fit": size <= card.usable,
-            "max_context": contexts,
-            "max_requests": requests,
-        }
+    for name, size in capacity.weights.items():
+        contexts = {cache: capacity.longest(name, cache, card) for cache in CACHES}
+        requests = {cache: capacity.most_requests(name, cache, card) for cache in CACHES}
+        weights[name] = dict(fit=size <= card.usable, max_context=contexts, max_requests=requests)
     return {
         "name": card.name,
-        "memory_bytes": card.memory,
+        "memory_bytes": card.count * card.memory,
         "usable_bytes": card.usable,
         "weights": weights,
     }

@@ -14,6 +14,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from rotationzoo.codec.formats import FINE, VLLM
 from rotationzoo.codec.int2 import bits_per_element
 from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.size import EXACT_BITS
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Layer, cached_layers, shares_blocks
 from rotationzoo.model import loading
@@ -27,9 +28,8 @@ from rotationzoo.vllm.prompts import scratch_sizes
 from rotationzoo.vllm.segments import LONG
 from rotationzoo.vllm.steps import count_slots
 
-CACHES = ("bf16", "fp8", "int2")
-_EXACT_BITS = 16
 _PLAIN_BITS = {"bf16": 16, "fp8": 8}
+CACHES = (*_PLAIN_BITS, "int2")
 _PAGED = FINE, VLLM  # the formats of our backend for vLLM
 _LONGEST = 1 << 31  # tokens; what holds these holds any context
 _PAGE = 64  # tokens, for which our backend asks vLLM
@@ -38,10 +38,9 @@ _MATRICES = 5  # in float32: rotation, whitening, feedback, and the products for
 
 
 @dataclass(frozen=True)
-class CachedLayer:
+class CachedLayer(Layer):
     """One layer with a cache of its own."""
 
-    layer: Layer
     window: int | None = None
     """How many tokens a layer with sliding attention keeps; None keeps all."""
 
@@ -55,10 +54,8 @@ class Shape:
     """A model's cache and weights."""
 
     layers: tuple[CachedLayer, ...]
-    embedding: int
-    """Parameters of the input embedding."""
-    tied: bool
-    """Whether the output projection is the input embedding."""
+    embeddings: int
+    """Parameters of the input embedding and, unless it is the same, of the output projection."""
     parameters: int = 0
     expert_parameters: int = 0
     """Those of routed experts, in all layers together."""
@@ -72,7 +69,7 @@ class Shape:
     def elements(self, context: int) -> int:
         """Cached elements of one request of `context` tokens, without the states of linear
         attention."""
-        return sum(each.layer.elements * each.tokens_held(context) for each in self.layers)
+        return sum(each.elements * each.tokens_held(context) for each in self.layers)
 
     def request_bytes(self, cache: str, context: int, storage: "Storage") -> int:
         """Bytes of the cache of one request of `context` tokens. States of linear attention count
@@ -91,11 +88,11 @@ class Shape:
     def server_bytes(self, storage: "Storage", requests: int) -> int:
         """Bytes that our backend for vLLM takes beside pages for `requests` requests: exact copies,
         and once the matrices of rotations and memory to read prompts in."""
-        layers, total = [each.layer for each in self.layers if storage.has_pages(each)], 0
+        layers, total = [each for each in self.layers if storage.has_pages(each)], 0
         for layer in layers:
             matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2
             total += matrices * (layer.key_dim**2 + layer.value_dim**2)
-            total += storage.copied_tokens(requests) * layer.elements * _EXACT_BITS // 8
+            total += storage.copied_tokens(requests) * layer.elements * EXACT_BITS // 8
         for layer in layers[:1]:  # all share this memory
             room = max(LONG, _STEP + storage.sink + storage.recent)
             queries = _STEP, layer.query_heads, layer.key_dim
@@ -125,16 +122,16 @@ def read_shape(source: Source) -> Shape:
         )
     kept, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     windows = {index: getattr(each, "sliding_window", None) for index, each in enumerate(kept)}
-    layers = [CachedLayer(each, windows.get(each.index)) for each in cached_layers(geometry)]
+    owners = cached_layers(geometry)
+    layers = [CachedLayer(**vars(each), window=windows.get(each.index)) for each in owners]
     has_index = any(hasattr(each, "update_indexer") for each in kept)
     states = _count_states(model) if shares_blocks(config) else 0
-    embedding: Any = model.get_input_embeddings()
-    output: Any = model.get_output_embeddings()
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings = {id(each.weight): each.weight.numel() for each in ends if each is not None}
     routed = [p.numel() for name, p in model.named_parameters() if ".experts." in name]
     return Shape(
         tuple(layers),
-        embedding.weight.numel(),
-        tied=output is None or output.weight is embedding.weight,
+        embeddings=sum(embeddings.values()),
         parameters=model.num_parameters(),
         expert_parameters=sum(routed),
         state_bytes=states,
@@ -164,9 +161,9 @@ class Storage(CacheLayout):
 
     bits: float | None = None
 
-    def has_pages(self, cached: CachedLayer) -> bool:
+    def has_pages(self, layer: CachedLayer) -> bool:
         """Whether our backend for vLLM stores a layer so, and not in bf16 or not at all."""
-        return self.format in _PAGED and cached.window is None and cached.layer.cached is HEADS
+        return self.format in _PAGED and layer.window is None and layer.cached is HEADS
 
     def row_bits(self, dim: int) -> float:
         """Bits of a row with its scale and offset."""
@@ -177,17 +174,16 @@ class Storage(CacheLayout):
         return _PAGE * count_slots(self, _PAGE, requests)
 
 
-def _stored_bits(cached: CachedLayer, context: int, storage: Storage) -> float:
-    layer, held = cached.layer, cached.tokens_held(context)
-    whole = layer.elements * _EXACT_BITS
+def _stored_bits(layer: CachedLayer, context: int, storage: Storage) -> float:
+    held, whole = layer.tokens_held(context), layer.elements * EXACT_BITS
     stored = layer.kv_heads * sum(storage.row_bits(layer.dims[side]) for side in layer.sides)
-    stored += layer.exact_elements * _EXACT_BITS
-    if storage.has_pages(cached):
+    stored += layer.exact_elements * EXACT_BITS
+    if storage.has_pages(layer):
         copied = storage.copied_tokens(1) - storage.copied_tokens(0)
         return -(-context // _PAGE) * _PAGE * stored + copied * whole
     # A layer that slides forgets the sink, and has no codes in vLLM.
     exact = min(held, max(0, storage.sink - context + held) + storage.recent)
-    if storage.format in _PAGED and cached.window is not None:
+    if storage.format in _PAGED and layer.window is not None:
         exact = held
     return exact * whole + (held - exact) * stored
 
@@ -195,58 +191,42 @@ def _stored_bits(cached: CachedLayer, context: int, storage: Storage) -> float:
 FOUR_BITS = 4 + (16 + 4) / 128
 """Bits of a weight in AWQ and GPTQ: for each group of 128, a float16 scale and a 4-bit zero."""
 _MXFP4_BITS = 4 + 8 / 32  # an 8-bit exponent for each block of 32
-_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_TYPE_BITS = {"float64": 64.0, "float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Sizes of a model's weights in bytes."""
-
-    published: int
-    four_bit: int
-    origin: str
-    """The source of the published size: `files`, `index` or `config`."""
-
-
-def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
-    """The sizes of a model's weights, from its files, its index or its config, whichever is at
-    hand first. In 4 bits, embedding and output projection stay in 16 bits, as AWQ and GPTQ have
-    it."""
-    bits, only_experts = _published_bits(config)
-    embeddings = shape.embedding * (1 if shape.tied else 2)
-    files = weight_files(source.folder)
-    published: int | None = sum(path.stat().st_size for path in files)
-    origin = "files"
-    if not files:
-        published, origin = indexed_bytes(source.folder), "index"
-    if published is None:
-        kept = shape.parameters - shape.expert_parameters if only_experts else embeddings
-        published, origin = _packed(shape, bits, kept), "config"
-    four_bit = _packed(shape, FOUR_BITS, embeddings)
+def weigh(source: Source, config: dict[str, Any], shape: Shape) -> tuple[dict[str, int], str]:
+    """The bytes of a model's weights as `published` and in `4bit`, and whether they come from its
+    `files`, its `index` or its `config`, whichever is at hand first. In 4 bits, embedding and
+    output projection stay in 16 bits, as AWQ and GPTQ have it."""
+    bits, kept = _published_bits(config), shape.embeddings
+    if bits == _MXFP4_BITS:
+        kept = shape.parameters - shape.expert_parameters
+    here, named = weight_files(source.folder), indexed_bytes(source.folder) or 0
+    sizes = {"files": sum(path.stat().st_size for path in here), "index": named}
+    sizes["config"] = _packed(shape, bits, kept)
+    origin, published = next((name, size) for name, size in sizes.items() if size)
+    four_bit = _packed(shape, FOUR_BITS, shape.embeddings)
     if bits < 5 or published < four_bit:
         four_bit = published  # which has 4 bits already
-    return Weights(published, four_bit, origin)
+    return {"published": published, "4bit": four_bit}, origin
 
 
 def _packed(shape: Shape, bits: float, kept: int) -> int:
     """Bytes where the parameters take `bits`, but for those `kept` in 16. Weights of 16 and 32 bits
     are all alike."""
-    if bits >= 16:
-        return int(shape.parameters * bits / 8)
-    kept = min(kept, shape.parameters)
+    kept = 0 if bits >= 16 else min(kept, shape.parameters)
     return int(kept * 2 + (shape.parameters - kept) * bits / 8)
 
 
-def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:
-    """Bits of a published weight, and whether only routed experts have so few."""
+def _published_bits(config: dict[str, Any]) -> float:
+    """Bits of a published weight; with MXFP4, of those of routed experts alone."""
     tables = config, text_config(config)
     for table in tables:
         quantized = table.get("quantization_config")
         if isinstance(quantized, dict):
             if quantized.get("quant_method") == "mxfp4":
-                return _MXFP4_BITS, True
+                return _MXFP4_BITS
             bits = quantized.get("bits", 4 if quantized.get("load_in_4bit") else 8)
-            return (FOUR_BITS if bits == 4 else 8.0), False
-    names = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
-    known = [_ITEM_BYTES[name] for name in names if isinstance(name, str) and name in _ITEM_BYTES]
-    return (8.0 * known[0] if known else 16.0), False
+            return FOUR_BITS if bits == 4 else 8.0
+    names = [str(table.get(key)) for table in tables for key in ("dtype", "torch_dtype")]
+    return next((_TYPE_BITS[name] for name in names if name in _TYPE_BITS), 16.0)

@@ -10,15 +10,17 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn, get_args
+from copy import copy
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from rotationzoo import __version__
 from rotationzoo.cli import output
 from rotationzoo.cli.next_steps import remember_words
-from rotationzoo.cli.options import option
+from rotationzoo.cli.options import flag
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
 
@@ -113,29 +115,34 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(group).parameters.values())
+    """The parameters of a command or a group, each with its option as the default: its own, or that
+    of a shared type, which is required where the parameter has no default. Groups of options stay
+    as they are. Flags are named as their parameters, or Typer would give each a `--no-...`, too."""
+    spread = []
+    for parameter in inspect.signature(group).parameters.values():
+        kind, known = parameter.annotation, copy(parameter.default)
+        if get_origin(kind) is Annotated:
+            kind, shared = get_args(kind)
+            known = copy(shared)
+            known.default = ... if parameter.default is parameter.empty else parameter.default
+        if isinstance(known, OptionInfo) and known.default is False and not known.param_decls:
+            known.param_decls = (f"--{parameter.name.replace('_', '-')}",)
+        spread.append(parameter.replace(annotation=kind, default=known))
+    return spread
 
 
 def _runnable(command: Callable[..., None]) -> Callable[..., None]:
     """The command as Typer gets it, with every option in its signature: each group of options that
-    it takes, a parameter whose type is a class, is replaced by these options, which follow its own;
-    those of `Output` come last. Flags are named as their parameters, or Typer would also give each
-    a flag `--no-...`.
+    it takes is replaced by these options, which follow its own; those of `Output` come last.
 
     Ctrl-C raises `Interrupted`, before Typer makes an exit code of it. Typer itself ends a command
     quietly whose reader, such as `head`, has read enough.
     """
-    declared, groups = _options_of(command), {}
-    for parameter in sorted(declared, key=lambda each: each.annotation is output.Output):
-        if inspect.isclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-    spread = [parameter for parameter in declared if parameter.name not in groups]
-    for group in groups.values():
+    declared = _options_of(command)
+    spread = [parameter for parameter in declared if parameter.default is not parameter.empty]
+    groups = {each.name: each.annotation for each in declared if each not in spread}
+    for group in sorted(groups.values(), key=lambda each: each is output.Output):
         spread += _options_of(group)
-    for parameter in spread:
-        known = get_args(parameter.annotation)[1]
-        if parameter.default is False and not known.param_decls:
-            known.param_decls = (f"--{parameter.name.replace('_', '-')}",)
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -170,8 +177,7 @@ for _name in _NAMES.split():
 
 @app.callback()
 def _common_options(
-    context: typer.Context,
-    show_version: Annotated[bool, option("Print the version.", "--version")] = False,
+    context: typer.Context, show_version: bool = flag("Print the version.", "--version")
 ) -> None:
     """Options that stand before the command. Without a command, show what there is to do."""
     if show_version:

@@ -4,7 +4,7 @@ import shlex
 import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.budget import Budget
 from rotationzoo.cli import options
@@ -16,7 +16,7 @@ from rotationzoo.cli.next_steps import (
     suggest_step,
     typed_words,
 )
-from rotationzoo.cli.options import Loading, argument, option
+from rotationzoo.cli.options import Loading, argument, flag, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engines import ENGINES
@@ -32,60 +32,35 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 
 
 @dataclass(frozen=True)
-class Settings(options.Loading):
+class Settings(options.Text):
     """Options on the job, by the names of `api.calibrate`."""
 
-    engine: options.Engine = None
-    data: Annotated[
-        str | None, option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
-    ] = None
-    feedback: Annotated[
-        bool | None,
-        option(
-            "Store what a cache needs to choose codes by error feedback.",
-            "--feedback/--no-feedback",
-        ),
-    ] = None
-    bits: Annotated[
-        float | None, option("Budget: bits an element; layers that lose more get more.")
-    ] = None
-    key_bits: Annotated[float | None, option("The same for keys alone.")] = None
-    value_bits: Annotated[float | None, option("The same for values alone.")] = None
-    quick: Annotated[bool, option("Leave out the recipe's budget: 2 bits everywhere.")] = False
-    subset: options.Subset = None
-    split: options.Split = None
-    column: options.Column = None
-    images: Annotated[str | None, option("Column of images (vision models).")] = None
-    audio: Annotated[str | None, option("Column of audio, as WAV.")] = None
-    tokens: Annotated[int | None, option("Tokens in all (32768).", min=1)] = None
-    length: Annotated[int | None, option("Tokens per row (8192).", min=2)] = None
-    seed: Annotated[int | None, option("Order of the documents (0).")] = None
-    batch: Annotated[
-        int | None, option("Rows per forward pass (with a device map all that fit).", min=1)
-    ] = None
+    feedback: bool | None = option(
+        "Store what a cache needs to choose codes by error feedback.", "--feedback/--no-feedback"
+    )
+    bits: float | None = option("Budget: bits an element; layers that lose more get more.")
+    key_bits: float | None = option("The same for keys alone.")
+    value_bits: float | None = option("The same for values alone.")
+    quick: bool = flag("Leave out the recipe's budget: 2 bits everywhere.")
+    images: str | None = option("Column of images (vision models).")
+    audio: str | None = option("Column of audio, as WAV.")
+    batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
     rope_scaling: options.RopeScaling = None
-    restart: Annotated[bool, option("Drop a checkpoint and replace rotations.")] = False
+    restart: bool = flag("Drop a checkpoint and replace rotations.")
 
 
 def calibrate_command(
-    model: Annotated[
-        str,
-        argument(
-            "A hub id, a local folder, a GGUF file (of a hub: REPOSITORY:FILE), or demo: a small "
-            "model that ships with rotationzoo."
-        ),
-    ],
     settings: Settings,
     out: Output,
-    recipe: Annotated[
-        str | None, option(f"{', '.join(RECIPES)}, or a YAML file (the engine's).")
-    ] = None,
+    model: str = argument(
+        "A hub id, a local folder, a GGUF file (of a hub: REPOSITORY:FILE), or demo: a small "
+        "model that ships with rotationzoo."
+    ),
+    recipe: str | None = option(f"{', '.join(RECIPES)}, or a YAML file (the engine's)."),
     output: options.OutputFolder = None,
-    keep: Annotated[
-        float | None, option("Find the fewest bits that keep N percent of answers.")
-    ] = None,
+    keep: float | None = option("Find the fewest bits that keep N percent of answers."),
     lengths: options.Lengths = None,
-    dry_run: Annotated[bool, option("Say what would be done; read no weights.")] = False,
+    dry_run: bool = flag("Say what would be done; read no weights."),
 ) -> None:
     """Compute the rotations of a causal language model.
 
@@ -128,7 +103,7 @@ def calibrate_command(
     before = _last_change(job.output)
     artifact = run_job(out, job)
     if keep is not None:
-        _find_bits(out, model, artifact, keep, asked, settings)
+        _find_bits(out, model, artifact, settings, {"keep": keep, "lengths": asked})
         return
     is_new = _last_change(job.output) != before
     if not is_new:
@@ -138,14 +113,9 @@ def calibrate_command(
 
 
 def _find_bits(
-    out: Output,
-    model: str,
-    artifact: "Artifact",
-    keep: float,
-    lengths: list[int] | None,
-    settings: Settings,
+    out: Output, model: str, artifact: "Artifact", settings: Settings, asked: dict[str, Any]
 ) -> None:
-    """Ask for the fewest bits that keep `keep` percent, unless the user chose the bits, and show
+    """Ask for the fewest bits that keep what is `asked`, unless the user chose the bits, and show
     them with the command that serves them. Raises `RotationZooError` where none are shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name
@@ -153,11 +123,10 @@ def _find_bits(
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.report.commands import usual_engine
 
-    names = ["engine", "rope_scaling", *(each.name for each in fields(Loading))]
-    how = {name: getattr(settings, name) for name in names}
-    how |= {"keep": keep, "lengths": lengths, "baselines": ()}
+    names = ["rope_scaling", *(each.name for each in fields(Loading))]
+    how = asked | {name: getattr(settings, name) for name in names}
     is_open = settings.bits is None and settings.key_bits is None
-    job = evaluation_job(model, artifact, True, fewest_bits=is_open, **how)
+    job = evaluation_job(model, artifact, True, fewest_bits=is_open, baselines=(), **how)
     with show_progress(out) as progress:
         report = evaluate(job, progress, out.tell)
     out.notes(report.notes)
@@ -172,6 +141,7 @@ def _find_bits(
             use = [command, *words, "--rotations", folder]
         out.suggest(*use)
         return
+    keep = asked["keep"]
     hint = f"serve it with fp8: {shlex.join(['vllm', 'serve', model])} --kv-cache-dtype fp8"
     if decision.action == "nothing":
         hint = "ask what it can do: other --lengths, or evaluate with other --tasks"

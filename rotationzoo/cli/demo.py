@@ -1,7 +1,8 @@
 """`rotationzoo demo`: the whole story on the model that ships with rotationzoo, in a minute."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rotationzoo.cli.options import Restart, follow_link, option
 from rotationzoo.cli.output import Output, say, table
@@ -18,10 +19,9 @@ TEXT = 1024  # tokens of each of two texts, for perplexity with a standard error
 
 def demo_command(
     out: Output,
-    output: Annotated[
-        Path | None,
-        option("Folder of the artifact and its page (rotations/demo).", "--output", "-o"),
-    ] = None,
+    output: Path | None = option(
+        "Folder of the artifact and its page (rotations/demo).", "--output", "-o"
+    ),
     restart: Restart = False,
 ) -> None:
     """Calibrate a small model that ships with rotationzoo, ask it about its context, and draw the
@@ -31,42 +31,33 @@ def demo_command(
 
     rotationzoo demo
     """
-    from rotationzoo.api import calibration_job
+    from rotationzoo.api import calibration_job, evaluation_job
     from rotationzoo.artifact.measured import arms_of
     from rotationzoo.artifact.store import REPORT, Artifact
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.cli.report import add_report
     from rotationzoo.codec.size import CONTEXT, EXACT_BITS
     from rotationzoo.evaluation.evaluate import evaluate
-    from rotationzoo.evaluation.prepare import Evaluation
-    from rotationzoo.evaluation.tasks.prompts import TaskSettings
-    from rotationzoo.recipe import Data
 
     folder = follow_link(output) or Path("rotations") / MODEL
     job = calibration_job(MODEL, folder, RECIPE, quick=True, length=PROMPT, restart=restart)
+    asked = {"tasks": TASKS, "lengths": PROMPT, "questions": QUESTIONS, "baselines": BASELINES}
+    evaluation = evaluation_job(MODEL, folder, True, tokens=2 * TEXT, length=TEXT, **asked)
     with show_progress(out) as progress:
         calibrate(job, progress)
-        evaluation = Evaluation(
-            model=MODEL,
-            artifacts=[folder],
-            data=Data(tokens=2 * TEXT, length=TEXT),
-            tasks=TaskSettings(TASKS, (PROMPT,), QUESTIONS),
-            baselines=BASELINES,
-            save_to=[folder],
-        )
-        report = evaluate(evaluation, progress)
+        report = evaluate(replace(evaluation, record=False), progress)
         progress("drawing the page", 0, 0)
         artifact = add_report(out, Artifact.open(folder))
     # The artifact has factors for error feedback.
     arms = report.window.arms
     nearest, feedback = arms_of(arms, artifact.identity)
-    shown = {
+    measured: dict[str, Any] = {
+        "exact": report.exact,
         "these rotations, in most engines": nearest,
         "these rotations, in RotatedCache or serve": feedback,
         "an uncalibrated rotation": arms["hadamard"],
         "no rotation": arms["identity"],
     }
-    measured: dict[str, Any] = {"exact": report.exact, **shown}
     caches: dict[str, Any] = {}
     rows = []
     for words, arm in measured.items():
@@ -78,11 +69,11 @@ def demo_command(
     page, seconds = str(artifact.folder / REPORT), artifact.manifest.run.seconds
 
     def human() -> None:
-        layers, length = len(artifact.rotations), report.tasks.lengths[0]
-        made = f"Rotations of the demo model ({counted(layers, 'layer')}), made in {seconds:.1f} s"
+        layers = counted(len(artifact.rotations), "layer")
+        made = f"Rotations of the demo model ({layers}), made in {seconds:.1f} s"
         say(f"{made}: {artifact.folder}")
         questions = counted(caches["exact"]["questions"], "question")
-        title = f"{questions} about statements hidden in {length:,} tokens"
+        title = f"{questions} about statements hidden in {PROMPT:,} tokens"
         table(title, ["cache", "bits", "answered"], rows, apart=True)
         say(
             f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import check_is_model, named, retyped, served, suggest_text
-from rotationzoo.cli.options import argument, option
+from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -19,39 +19,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measures(options.Loading):
+class Measures(options.Text):
     """Options on what is measured, by the names of `api.evaluate`."""
 
-    engine: options.Engine = None
-    data: Annotated[
-        str | None, option("Data set id, .jsonl, .txt or .parquet (held-out text).")
-    ] = None
-    subset: options.Subset = None
-    split: options.Split = None
-    column: options.Column = None
-    tokens: Annotated[int | None, option("Tokens in all (16384).", min=1)] = None
+    data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")
+    tokens: int | None = option("Tokens in all (16384).", min=1)
     length: options.TextLength = None
-    seed: Annotated[int | None, option("Order of the documents (0).")] = None
     tasks: options.Tasks = "all"
     lengths: options.Lengths = None
-    questions: Annotated[str, option("Per task and length; auto: until it is decided.")] = "auto"
-    keep: Annotated[float | None, option("Percent to keep (90); else exit 1.")] = None
-    windows: Annotated[str | None, option("Sink/recent tokens kept exact, as 64/256,128/1024.")] = (
-        None
-    )
-    format: Annotated[options.Format | None, option("The 2-bit format.")] = None
+    questions: str = option("Per task and length; auto: until it is decided.", default="auto")
+    keep: float | None = option("Percent to keep (90); else exit 1.")
+    windows: str | None = option("Sink/recent tokens kept exact, as 64/256,128/1024.")
+    format: options.Format | None = option("The 2-bit format.")
     bits: options.Budget = None
-    rivals: Annotated[str | None, option("Other engines' caches, too, as fp8,q4_0,exl3-2.")] = None
-    pooled: Annotated[bool | None, option("Also measure one rotation per layer.", "--pooled")] = (
-        None
-    )
-    prefill_chunk: Annotated[
-        int | None, option("Prefill in chunks, which read a quantized history.", min=1)
-    ] = None
+    rivals: str | None = option("Other engines' caches, too, as fp8,q4_0,exl3-2.")
+    pooled: bool | None = option("Also measure one rotation per layer.", "--pooled")
+    prefill_chunk: int | None = option("Prefill in chunks, which read a quantized history.", min=1)
     prefill_layout: options.PrefillLayout = None
     rope_scaling: options.RopeScaling = None
-    adapter: Annotated[Path | None, option("Folder of a LoRA adapter, read by peft.")] = None
-    batch: Annotated[int | None, option("Texts per forward pass (1).", min=1)] = None
+    adapter: Path | None = option("Folder of a LoRA adapter, read by peft.")
+    batch: int | None = option("Texts per forward pass (1).", min=1)
     anyway: options.Anyway = False
 
 
@@ -59,11 +46,9 @@ def evaluate_command(
     model: options.ModelName,
     measures: Measures,
     out: Output,
-    artifacts: Annotated[
-        list[Path] | None, argument("Folders of rotations.", metavar="ROTATIONS")
-    ] = None,
-    save: Annotated[bool, option("Add evaluation.json to the rotations.")] = False,
-    details: Annotated[bool, option("Also print all tables, and how they were measured.")] = False,
+    artifacts: list[Path] | None = argument("Folders of rotations.", None, metavar="ROTATIONS"),
+    save: bool = flag("Add evaluation.json to the rotations."),
+    details: bool = flag("Also print all tables, and how they were measured."),
 ) -> None:
     """Measure what rotations keep of a model in 2 bits, and whether to serve them.
 
@@ -114,7 +99,8 @@ def check_kept(report: "Measured") -> None:
 def parse_questions(text: str) -> int | Literal["auto"]:
     """Parse a number, or `auto`. Raises `UsageError`."""
     if text != "auto" and not text.removeprefix("-").isdecimal():
-        raise options.wrong_value(f"--questions {text!r} is no number", "--questions 64, or auto")
+        hint = "write it as: --questions 64, or auto"
+        raise UsageError(f"--questions {text!r} is no number", hint)
     return "auto" if text == "auto" else int(text)
 
 

@@ -1,10 +1,10 @@
 """`rotationzoo export`: write the files that a serving engine reads."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
-from rotationzoo.cli.options import option
+from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engines import EngineName
 from rotationzoo.errors import UsageError
@@ -16,23 +16,16 @@ if TYPE_CHECKING:
 def export_command(
     artifact: options.ArtifactFolder,
     out: Output,
-    to: Annotated[EngineName | None, option("The engine.", "--for", "--to")] = None,
-    output: Annotated[
-        Path | None, option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o")
-    ] = None,
-    pooled: Annotated[
-        bool, option("One rotation per layer, fitted from the pooled statistics.")
-    ] = False,
-    uncentered: Annotated[bool, option("Leave the means of keys and values out.")] = False,
+    to: EngineName | None = option("The engine.", "--for", "--to"),
+    output: Path | None = option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o"),
+    pooled: bool = flag("One rotation per layer, fitted from the pooled statistics."),
+    uncentered: bool = flag("Leave the means of keys and values out."),
     clip: options.Clip = None,
     windows: options.Windows = None,
-    base: Annotated[
-        Path | None, option("llama.cpp: the GGUF file that is copied and added to.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        option("llama.cpp: the model that the base was converted from, to compare them."),
-    ] = None,
+    base: Path | None = option("llama.cpp: the GGUF file that is copied and added to."),
+    model: str | None = option(
+        "llama.cpp: the model that the base was converted from, to compare them."
+    ),
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 

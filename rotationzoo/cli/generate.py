@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import check_is_model, served, suggest_step
-from rotationzoo.cli.options import option
+from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
@@ -37,20 +37,19 @@ _ANSWER = 19  # tokens of the line that the demo's own prompt begins
 class Settings(options.Loading):
     """Options on the text and its cache, by the names of `api.generate`."""
 
-    engine: options.Engine = None
-    chat: Annotated[bool, option("The text is a user's message to a chat model.")] = False
-    max_new_tokens: Annotated[int | None, option("Tokens to write at most (256).", min=1)] = None
+    chat: bool = flag("The text is a user's message to a chat model.")
+    max_new_tokens: int | None = option("Tokens to write at most (256).", min=1)
     bits: options.Budget = None
-    format: Annotated[options.Format | None, option("The 2-bit format.")] = None
+    format: options.Format | None = option("The 2-bit format.")
     rounding: options.Rounding = None
     sink: options.Sink = None
-    recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=0)] = None
-    prefill_chunk: Annotated[
-        int, option("Tokens of the prompt that are read at a time.", min=1)
-    ] = 2048
+    recent: int | None = option("Last tokens kept exact (the recipe's).", min=0)
+    prefill_chunk: int = option(
+        "Tokens of the prompt that are read at a time.", min=1, default=2048
+    )
     prefill_layout: options.PrefillLayout = None
     rope_scaling: options.RopeScaling = None
-    compare: Annotated[bool, option("Also show what the exact model writes.")] = False
+    compare: bool = flag("Also show what the exact model writes.")
     anyway: options.Anyway = False
 
 
@@ -58,17 +57,12 @@ def generate_command(
     model: options.ModelName,
     settings: Settings,
     out: Output,
-    rotations: Annotated[
-        str | None,
-        option(
-            "Their folder, or none. By default the newest of the model in the folder rotations "
-            "that you calibrated or pulled on this machine."
-        ),
-    ] = None,
-    prompt: Annotated[str | None, option("The text to continue.", "--prompt", "-p")] = None,
-    file: Annotated[
-        Path | None, option("A file with that text, or - for a pipe.", "--file", "-f")
-    ] = None,
+    rotations: str | None = option(
+        "Their folder, or none. By default the newest of the model in the folder rotations "
+        "that you calibrated or pulled on this machine."
+    ),
+    prompt: str | None = option("The text to continue.", "--prompt", "-p"),
+    file: Path | None = option("A file with that text, or - for a pipe.", "--file", "-f"),
 ) -> None:
     """Write text with a model whose cache is stored in 2 bits.
 
@@ -79,9 +73,7 @@ def generate_command(
     rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --compare < long.txt
     """
     if out.mode == "quiet" and settings.compare:
-        raise UsageError(
-            "--quiet prints one text, and --compare makes two", hint="--json prints both"
-        )
+        raise UsageError("--quiet prints one text, and --compare makes two", "--json prints both")
     text, new = _read_prompt(prompt, file, out.note), settings.max_new_tokens
     from rotationzoo.api import generation_job
     from rotationzoo.artifact.store import Artifact

@@ -1,7 +1,6 @@
 """`rotationzoo import`: make an artifact from rotations that others published."""
 
 from pathlib import Path
-from typing import Annotated
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, show_artifact, suggest_step
@@ -10,21 +9,16 @@ from rotationzoo.cli.output import Output
 
 
 def import_command(
-    files: Annotated[
-        list[Path],
-        argument("The two rotation files, their folder, or a GGUF file.", metavar="FILES"),
-    ],
     out: Output,
-    model: Annotated[str, option("The model that they are for: a hub id or a folder.")],
-    output: Annotated[
-        Path | None, option("Artifact folder (rotations/NAME-imported).", "--output", "-o")
-    ] = None,
+    files: list[Path] = argument(
+        "The two rotation files, their folder, or a GGUF file.", metavar="FILES"
+    ),
+    model: str = option("The model that they are for: a hub id or a folder.", default=...),
+    output: Path | None = option("Artifact folder (rotations/NAME-imported).", "--output", "-o"),
     revision: options.Revision = None,
     clip: options.Clip = None,
     windows: options.Windows = None,
-    group_size: Annotated[
-        int | None, option("Channels that share a scale (the whole head).", min=1)
-    ] = None,
+    group_size: int | None = option("Channels that share a scale (the whole head).", min=1),
     restart: options.Restart = False,
 ) -> None:
     """Make an artifact of files that others published: OSCAR's .pt files, GGUF.

@@ -1,6 +1,6 @@
 """`rotationzoo list`: show the rotations that have been published."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
@@ -17,9 +17,9 @@ _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "ggu
 
 def list_command(
     out: Output,
-    model: Annotated[str | None, argument("Only models with this in their name.")] = None,
-    recipe: Annotated[str | None, option("Only this recipe.")] = None,
-    from_: Annotated[HubName, option("Whose index.", "--from")] = DEFAULT_HUB,
+    model: str | None = argument("Only models with this in their name.", None),
+    recipe: str | None = option("Only this recipe."),
+    from_: HubName = option("Whose index.", "--from", default=DEFAULT_HUB),
     index: IndexPlace = None,
     repo: ZooRepo = None,
 ) -> None:

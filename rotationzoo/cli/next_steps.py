@@ -58,10 +58,7 @@ def served(engine: str | None) -> list[str]:
 
 
 def show_artifact(
-    out: Output,
-    artifact: "Artifact",
-    with_time: bool = True,
-    decision: "Decision | None" = None,
+    out: Output, artifact: "Artifact", with_time: bool = True, decision: "Decision | None" = None
 ) -> None:
     """Print a summary of an artifact, `with_time` if the calibration has just run, and the
     `decision` on it if one was made."""

@@ -14,19 +14,20 @@ from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES
 
 
-def option(help: str, *names: str, **settings: Any) -> Any:
-    """An option of a command, with its `help`. Without `names`, it has the parameter's name."""
-    return typer.Option(*names, help=help, **settings)
+def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """An option with its `help`, as the default of the parameter that gets its value, whose name it
+    has without `names`. Options that several commands share are annotated types."""
+    return typer.Option(default, *names, help=help, **settings)
 
 
-def argument(help: str, **settings: Any) -> Any:
-    """An argument of a command, with its `help`."""
-    return typer.Argument(help=help, **settings)
+def flag(help: str, *names: str) -> Any:
+    """An option that is given or not, without a value."""
+    return option(help, *names, default=False)
 
 
-def wrong_value(words: str, example: str) -> UsageError:
-    """The error for the value of an option; an `example` shows how it is written."""
-    return UsageError(words, hint=f"write it as: {example}")
+def argument(help: str, default: Any = ..., **settings: Any) -> Any:
+    """An argument with its `help`, in the same two places. Without a default, it is required."""
+    return typer.Argument(default, help=help, **settings)
 
 
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
@@ -35,8 +36,8 @@ def parse_windows(text: str | None) -> list[tuple[int, int]]:
     for part in filter(None, (text or "").split(",")):
         sink, _, recent = part.partition("/")
         if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
-            words = f"--windows has no sink/recent in {part!r}"
-            raise wrong_value(words, "--windows 64/256,128/1024")
+            hint = "write it as: --windows 64/256,128/1024"
+            raise UsageError(f"--windows has no sink/recent in {part!r}", hint)
         windows.append((int(sink), int(recent)))
     return list(dict.fromkeys(windows))
 
@@ -46,7 +47,7 @@ def parse_window(text: str | None) -> tuple[int, int] | None:
     windows = parse_windows(text)
     if text is not None and len(windows) != 1:
         words = f"--windows {text} is not one pair of sink/recent"
-        raise wrong_value(words, "--windows 64/256")
+        raise UsageError(words, hint="write it as: --windows 64/256")
     return windows[0] if windows else None
 
 
@@ -61,7 +62,7 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
         ratios = []
     if len(ratios) not in (1, 2) or not all(0 < ratio <= 1 for ratio in ratios):
         words = f"--clip {text} is no clip ratio above 0 and at most 1"
-        raise wrong_value(words, "--clip 0.96/0.92")
+        raise UsageError(words, hint="write it as: --clip 0.96/0.92")
     return ratios[0], ratios[-1]
 
 
@@ -80,7 +81,7 @@ def parse_lengths(lengths: str | None) -> list[int] | None:
     parts = [part.strip() for part in lengths.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
         words = f"--lengths {lengths} is no list of numbers of tokens"
-        raise wrong_value(words, "--lengths 2048,8192")
+        raise UsageError(words, hint="write it as: --lengths 2048,8192")
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -108,7 +109,6 @@ else:
     HubOrAny = Literal[(*HUB_NAMES, "any")]
     Format = Literal[tuple(SIMULATED)]
 
-Engine = Annotated[EngineName | None, option("The engine that serves it.", "--for")]
 Json = Annotated[bool, option("Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
 
@@ -119,19 +119,10 @@ OutputFolder = Annotated[
 ]
 Restart = Annotated[bool, option("Replace an artifact that is there.")]
 Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.")]
-
-Subset = Annotated[str | None, option("The data set's configuration.")]
-Split = Annotated[str | None, option("The data set's split (train).")]
-Column = Annotated[str | None, option("Column of the text or of the chat messages.")]
-
+Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
 TextLength = Annotated[
     int | None, option("Tokens per text (2048, or more if windows need it).", min=2)
 ]
-
-Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
-Dtype = Annotated[Literal["auto", "bfloat16", "float32"], option("auto: the model's own.")]
-DeviceMap = Annotated[str | None, option("auto: spread over GPUs, main memory and disk.")]
-MaxMemory = Annotated[str | None, option("Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
 
 @dataclass(frozen=True)
@@ -139,26 +130,38 @@ class Machine:
     """Options on where a model runs."""
 
     device: Device = "auto"
-    device_map: DeviceMap = None
-    max_memory: MaxMemory = None
+    device_map: str | None = option("auto: spread over GPUs, main memory and disk.")
+    max_memory: str | None = option("Limits for the device map: 0=20GiB,cpu=60GiB.")
 
 
 @dataclass(frozen=True)
 class Loading(Machine):
-    """Options on which model runs, and where."""
+    """Options on which model runs, where, and for what."""
 
     revision: Revision = None
-    dtype: Dtype = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = option("auto: the model's own.", default="auto")
+    engine: EngineName | None = option("The engine that serves it.", "--for")
+
+
+@dataclass(frozen=True)
+class Text(Loading):
+    """Options on a model and the text that it reads."""
+
+    data: str | None = option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
+    subset: str | None = option("The data set's configuration.")
+    split: str | None = option("The data set's split (train).")
+    column: str | None = option("Column of the text or of the chat messages.")
+    tokens: int | None = option("Tokens in all (32768).", min=1)
+    length: int | None = option("Tokens per row (8192).", min=2)
+    seed: int | None = option("Order of the documents (0).")
 
 
 RopeScaling = Annotated[str | None, option("Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")]
 
 Clip = Annotated[
-    str | None, option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", "--clip")
+    str | None, option("Clip ratios of keys and values, as 0.96/0.92, or one for both.")
 ]
-Windows = Annotated[
-    str | None, option("Sink and recent tokens kept exact, as 64/256.", "--windows")
-]
+Windows = Annotated[str | None, option("Sink and recent tokens kept exact, as 64/256.")]
 
 Anyway = Annotated[bool, option("Also take rotations that were made for other weights.")]
 Rounding = Annotated[
@@ -185,19 +188,14 @@ _TrustConfig = Annotated[
 class Signatures:
     """Options on the signatures of what is read, by the names that `make_demand` has for them."""
 
-    signers: Annotated[
-        list[str] | None,
-        option(
-            "Accept only what this identity, or this public key (a .pem file), has signed. "
-            "May be repeated.",
-            "--signer",
-            metavar="SIGNER",
-        ),
-    ] = None
-    issuer: Annotated[
-        str | None, option("Who vouches for the identity; not needed for workflows of GitHub.")
-    ] = None
-    require_signature: Annotated[bool, option("Refuse what is not signed.")] = False
+    signers: list[str] | None = option(
+        "Accept only what this identity, or this public key (a .pem file), has signed. "
+        "May be repeated.",
+        "--signer",
+        metavar="SIGNER",
+    )
+    issuer: str | None = option("Who vouches for the identity; not needed for workflows of GitHub.")
+    require_signature: bool = flag("Refuse what is not signed.")
     trust_config: _TrustConfig = None
 
 
@@ -205,16 +203,11 @@ class Signatures:
 class Signing:
     """Options on the signature of what is published."""
 
-    sign: Annotated[
-        str | None,
-        option(
-            "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
-            "Actions with an identity sign keyless."
-        ),
-    ] = None
-    adopt_index: Annotated[
-        bool, option("Sign the index even where its entries have other signers or none.")
-    ] = False
+    sign: str | None = option(
+        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+        "Actions with an identity sign keyless."
+    )
+    adopt_index: bool = flag("Sign the index even where its entries have other signers or none.")
     trust_config: _TrustConfig = None
 
     @property

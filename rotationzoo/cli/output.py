@@ -153,8 +153,7 @@ def show_error(error: RotationZooError, as_json: bool = False) -> None:
 
 def print_traceback(error: BaseException) -> None:
     """Print the whole traceback of an error, with tokens removed."""
-    for part in traceback.format_exception(error):
-        _print(part.splitlines(), sys.stderr)
+    _print("".join(traceback.format_exception(error)).splitlines(), sys.stderr)
 
 
 def start_output() -> None:

@@ -1,7 +1,6 @@
 """`rotationzoo plan`: what context and how many requests of a model fit a GPU."""
 
-import shlex
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.options import ModelName, Revision, RopeScaling, option
@@ -21,16 +20,16 @@ _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 def plan_command(
     model: ModelName,
     out: Output,
-    gpu: Annotated[str, option("A card, its memory, or several: H100, 24GiB, 2x24GiB.")] = "24GiB",
-    context: Annotated[
-        int | None, option("Tokens of each request (131072, at most the model's positions).", min=1)
-    ] = None,
-    requests: Annotated[int, option("Requests at the same time.", min=1)] = 1,
-    format: Annotated[
-        Literal["fine", "vllm", "sglang"],
-        option("How our cache stores rows: by a budget of bits (fine), or as an engine does."),
-    ] = "fine",
-    bits: Annotated[float | None, option("Bits of it (the recipe's 3).", min=2, max=4)] = None,
+    gpu: str = option("A card, its memory, or several: H100, 24GiB, 2x24GiB.", default="24GiB"),
+    context: int | None = option(
+        "Tokens of each request (131072, at most the model's positions).", min=1
+    ),
+    requests: int = option("Requests at the same time.", min=1, default=1),
+    format: Literal["fine", "vllm", "sglang"] = option(
+        "How our cache stores rows: by a budget of bits (fine), or as an engine does.",
+        default="fine",
+    ),
+    bits: float | None = option("Bits of it (the recipe's 3).", min=2, max=4),
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
 ) -> None:
@@ -45,29 +44,27 @@ def plan_command(
     """
     from rotationzoo.api import calibration_job
     from rotationzoo.budget import Budget
-    from rotationzoo.capacity import plan
-    from rotationzoo.capacity.cards import parse_card
-    from rotationzoo.capacity.shape import Storage
+    from rotationzoo.capacity import cards, plan, shape
     from rotationzoo.codec.settings import check_budget
 
     check_budget(Budget(bits), True, format)
-    card = parse_card(gpu)
+    card = cards.parse_card(gpu)
     job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
-    recipe = job.recipe
-    storage = Storage(SIMULATED[format], recipe.sink, recipe.recent, bits=recipe.bits)
-    scaling = recipe.rope_scaling
+    recipe, scaling = job.recipe, job.recipe.rope_scaling
+    storage = shape.Storage(SIMULATED[format], recipe.sink, recipe.recent, bits=recipe.bits)
     wish = plan.Wish(model, context, requests, card, storage, revision, scaling)
     capacity = plan.measure_capacity(wish)
     answer = plan.judge_wish(capacity)
+    commands = _commands(capacity, format, job)
     data = {
         **plan.capacity_json(capacity),
         "format": format,
         "fits": answer.cache is not None,
         "answer": answer.words,
         "needs": {"weights": answer.weights, "cache": answer.cache},
-        "remarks": plan.remarks(capacity),
+        "remarks": [*plan.remarks(capacity)],
         "zoo": plan.zoo_entries(capacity),
-        "commands": _commands(capacity, format, job),
+        "commands": [shell_line(*words) for words in commands],
     }
 
     def human() -> None:
@@ -81,7 +78,7 @@ def plan_command(
     elif answer.context:
         out.suggest(*retyped({"--context": str(answer.context)}))
     elif answer.cache is not None:
-        out.suggest(*shlex.split(data["commands"][0])[1:])
+        out.suggest(*commands[0])
 
 
 def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> None:
@@ -92,7 +89,7 @@ def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> 
     card, wished, caches = capacity.wish.card, data["requests"], data["kv_bytes_per_request"]
     rows = []
     for requests in sorted({1, 64, wished if wished not in (1, 64) else 8}):
-        most = [capacity.longest(cache, weights, card, requests) for cache in caches]
+        most = [capacity.longest(weights, cache, card, requests) for cache in caches]
         rows.append([counted(requests, "request"), *map(_cell, most)])
     size = size_words(data["weights_bytes"][weights])
     title = f"Tokens of each on {card.name}, beside {WEIGHTS_WORDS[weights]} ({size})"
@@ -106,8 +103,8 @@ def _cell(count: int | None) -> str:
     return "any" if count is None else f"{count:,}"
 
 
-def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
-    """The commands that lead to our own cache."""
+def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
+    """The words of the commands that lead to our own cache."""
     wish, artifact = capacity.wish, str(job.output)
     model = named(wish.model, wish.revision, wish.rope_scaling)
     calibrate, generate = ["calibrate", *model], ["generate", *model, "--rotations", artifact]
@@ -122,9 +119,7 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[str]:
         if wish.card.count > 1:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
         # It scales RoPE as the rotations say.
-        unscaled = named(wish.model, wish.revision, None)
-        server = ["serve", *unscaled, "--rotations", artifact, *limits]
-    commands = [calibrate, generate, server]
-    if capacity.shape.layers[0].layer.cached is not HEADS:  # vLLM takes no others
-        commands.pop()
-    return [shell_line(*words) for words in commands]
+        server = ["serve", *named(wish.model, wish.revision), "--rotations", artifact, *limits]
+    if capacity.shape.layers[0].cached is not HEADS:  # vLLM takes no others
+        return [calibrate, generate]
+    return [calibrate, generate, server]

@@ -1,7 +1,7 @@
 """`rotationzoo pull`: fetch published rotations and, if asked, export them for an engine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import suggest_text
@@ -15,21 +15,17 @@ if TYPE_CHECKING:
 
 
 def pull_command(
-    model: Annotated[str, argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B.")],
     signatures: options.Signatures,
     out: Output,
-    from_: Annotated[options.HubOrAny, option("Which hub.", "--from")] = "any",
-    revision: Annotated[
-        str | None, option("The model's revision that they should be made for.")
-    ] = None,
-    recipe: Annotated[str | None, option("Only rotations of this recipe.")] = None,
-    rope_scaling: Annotated[
-        str | None, option("Only rotations for this scaling, such as yarn:4; by default none.")
-    ] = None,
-    local_dir: Annotated[Path | None, option("Put them here and not into the cache.")] = None,
-    to: Annotated[
-        PullEngineName | None, option("Also export them for this engine", "--for", "--to")
-    ] = None,
+    model: str = argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B."),
+    from_: options.HubOrAny = option("Which hub.", "--from", default="any"),
+    revision: str | None = option("The model's revision that they should be made for."),
+    recipe: str | None = option("Only rotations of this recipe."),
+    rope_scaling: str | None = option(
+        "Only rotations for this scaling, such as yarn:4; by default none."
+    ),
+    local_dir: Path | None = option("Put them here and not into the cache."),
+    to: PullEngineName | None = option("Also export them for this engine", "--for", "--to"),
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
 ) -> None:
@@ -71,9 +67,8 @@ def pull_command(
 
         folder = default_output(entry.model, "imported")
         artifact = import_(Import([pulled.path], folder, model=entry.model, revision=revision))
-    target = None
-    if not ENGINES[to].command:
-        target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
+    name = f"{Path(entry.model).name}-{entry.recipe}-{to}"
+    target = None if ENGINES[to].command else Path("exports") / name
     show_export(out, export(artifact, Request(str(to), target)))
 
 

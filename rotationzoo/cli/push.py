@@ -4,11 +4,11 @@ import shlex
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import shell_line, typed_words
-from rotationzoo.cli.options import argument, option
+from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
@@ -80,21 +80,18 @@ def publish(
 
 def push_command(
     artifact: options.ArtifactFolder,
-    repo: Annotated[str, argument("The zoo repository, as owner/name.", metavar="REPO")],
     signing: options.Signing,
     out: Output,
-    to: Annotated[options.HubOrBoth, option("Which hub.")] = DEFAULT_HUB,
-    create_pr: Annotated[bool, option("As a pull request (Hugging Face).")] = False,
-    no_statistics: Annotated[bool, option("Leave the statistics behind.")] = False,
-    index: Annotated[
-        Path | None, option("Also list it in this zoo_index.json, with pinned revisions.")
-    ] = None,
-    published: Annotated[
-        datetime | None,
-        option("When it was first published, of a copy (today).", formats=["%Y-%m-%d"]),
-    ] = None,
-    anyway: Annotated[bool, option("Also if its evaluation shows no use of it.")] = False,
-    dry_run: Annotated[bool, option("Say what would go; reach no hub.")] = False,
+    repo: str = argument("The zoo repository, as owner/name.", metavar="REPO"),
+    to: options.HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
+    create_pr: bool = flag("As a pull request (Hugging Face)."),
+    no_statistics: bool = flag("Leave the statistics behind."),
+    index: Path | None = option("Also list it in this zoo_index.json, with pinned revisions."),
+    published: datetime | None = option(
+        "When it was first published, of a copy (today).", formats=["%Y-%m-%d"]
+    ),
+    anyway: bool = flag("Also if its evaluation shows no use of it."),
+    dry_run: bool = flag("Say what would go; reach no hub."),
 ) -> None:
     """Verify an artifact and publish it, in one commit per hub.
 
@@ -159,12 +156,10 @@ def show_push_plan(
 
 def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
     """Print where the artifact is. `published`: hub -> its place there."""
+    lines = []
+    for name, place in published.items():
+        change = "published" if place.changed else "nothing new"
+        lines.append(f"{name}: {change}, revision {place.revision}, {place.url}")
     hubs = {name: asdict(place) for name, place in published.items()}
-
-    def human() -> None:
-        for name, place in published.items():
-            change = "published" if place.changed else "nothing new"
-            say(f"{name}: {change}, revision {place.revision}, {place.url}")
-
-    data = {"repo": repo, "path": path, "hubs": hubs}
-    out.result(data, "\n".join(place.revision for place in published.values()), human)
+    revisions = "\n".join(place.revision for place in published.values())
+    out.result({"repo": repo, "path": path, "hubs": hubs}, revisions, lambda: say(*lines))

@@ -2,12 +2,12 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.list import place_options
 from rotationzoo.cli.next_steps import shell_line, typed_words
-from rotationzoo.cli.options import argument, option
+from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
@@ -24,21 +24,21 @@ def regenerate_command(
     signing: options.Signing,
     machine: options.Machine,
     out: Output,
-    model: Annotated[
-        str | None, argument("A hub id or a folder, as a recipe has it; none with --plan.")
-    ] = None,
-    plan: Annotated[bool, option("Only list what is due.")] = False,
-    configs: Annotated[Path, option("Folder of recipe files, or one.")] = Path("configs"),
-    revision: Annotated[str | None, option("The model's revision.")] = None,
+    model: str | None = argument(
+        "A hub id or a folder, as a recipe has it; none with --plan.", None
+    ),
+    plan: bool = flag("Only list what is due."),
+    configs: Path = option("Folder of recipe files, or one.", default=Path("configs")),
+    revision: str | None = option("The model's revision."),
     output: options.OutputFolder = None,
-    data: Annotated[str, option("Text to evaluate on.")] = "bundled",
-    tokens: Annotated[int, option("Tokens to evaluate on.", min=1)] = 16384,
+    data: str = option("Text to evaluate on.", default="bundled"),
+    tokens: int = option("Tokens to evaluate on.", min=1, default=16384),
     length: options.TextLength = None,
     tasks: options.Tasks = "all",
     lengths: options.Lengths = None,
-    questions: Annotated[int, option("Questions per task and length.", min=1)] = 64,
-    batch: Annotated[int | None, option("Rows per forward pass.", min=1)] = None,
-    to: Annotated[options.HubOrBoth | None, option("Publish to this hub.")] = None,
+    questions: int = option("Questions per task and length.", min=1, default=64),
+    batch: int | None = option("Rows per forward pass.", min=1),
+    to: options.HubOrBoth | None = option("Publish to this hub."),
     index: options.IndexPlace = None,
     repo: options.ZooRepo = None,
 ) -> None:
@@ -93,12 +93,11 @@ def regenerate_command(
     publishing += ["--create-pr", "--to", str(to)] if to else []
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress, shell_line(*publishing))
-    add_report(out, Artifact.open(job.output))
+    artifact = add_report(out, Artifact.open(job.output))
     places: dict[str, Published] = {}
     if to is not None:
         from rotationzoo.zoo.push import Destination, prepare_upload
 
-        artifact = Artifact.open(job.output)
         upload = prepare_upload(artifact, zoo)
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
@@ -124,24 +123,18 @@ def show_regenerated(
     out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
 ) -> None:
     """Print the verdict on the new rotations. `places`: hub -> where they are published."""
+    validation = "not validated: there is no GPU here"
+    if verdict["validated_on"]:
+        validation = f"validated on {verdict['validated_on']}"
+    lines = [f"{folder}, {validation}"]
+    if verdict["compared_with"]:
+        if answers := verdict["answers"]:
+            new, old = answers["answered"], answers["other_answered"]
+            asked = counted(answers["questions"], "question")
+            lines.append(f"{new} of {asked} answered, by the published {old}")
+        difference, error = verdict["log_perplexity_difference"], verdict["standard_error"] or 0
+        change = f"log perplexity {difference:+.4f} ±{error:.4f}"
+        lines.append(f"{change} compared with the published rotations")
+    lines += [f"{name}: {place.url}" for name, place in places.items()]
     hubs = {name: asdict(place) for name, place in places.items()}
-    data = {**verdict, "hubs": hubs}
-
-    def human() -> None:
-        validation = "not validated: there is no GPU here"
-        if verdict["validated_on"]:
-            validation = f"validated on {verdict['validated_on']}"
-        say(f"{folder}, {validation}")
-        if verdict["compared_with"]:
-            difference = verdict["log_perplexity_difference"]
-            error = verdict["standard_error"] or 0
-            change = f"log perplexity {difference:+.4f} ±{error:.4f}"
-            if answers := verdict["answers"]:
-                new, old = answers["answered"], answers["other_answered"]
-                asked = counted(answers["questions"], "question")
-                say(f"{new} of {asked} answered, by the published {old}")
-            say(f"{change} compared with the published rotations")
-        for name, place in places.items():
-            say(f"{name}: {place.url}")
-
-    out.result(data, str(folder), human)
+    out.result({**verdict, "hubs": hubs}, str(folder), lambda: say(*lines))

@@ -1,10 +1,10 @@
 """`rotationzoo report`: write a page about an artifact."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder, option
+from rotationzoo.cli.options import ArtifactFolder, flag, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
 
@@ -16,15 +16,11 @@ if TYPE_CHECKING:
 def report_command(
     artifact: ArtifactFolder,
     out: Output,
-    output: Annotated[Path, option("Where to write the page.", "--output", "-o")] = Path(
-        "report.html"
+    output: Path = option(
+        "Where to write the page.", "--output", "-o", default=Path("report.html")
     ),
-    save: Annotated[
-        bool, option("Add the page to the rotations, and its chart to the card.")
-    ] = False,
-    context: Annotated[
-        int | None, option("Tokens whose memory is shown (the model's positions).", min=1)
-    ] = None,
+    save: bool = flag("Add the page to the rotations, and its chart to the card."),
+    context: int | None = option("Tokens whose memory is shown (the model's positions).", min=1),
 ) -> None:
     """Write a page to decide by: whether to use an artifact, what it keeps, and what it saves.
 

@@ -5,11 +5,11 @@ import shlex
 from contextlib import suppress
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import shell_line, typed_words
-from rotationzoo.cli.options import argument, option
+from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import SHELL, Output, show_lines
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 
@@ -23,26 +23,20 @@ ENGINE = "vllm"
 def serve_command(
     model: options.ModelName,
     out: Output,
-    rotations: Annotated[
-        Path | None,
-        option("The folder of rotations (found in rotations/, pulled, or calibrated)."),
-    ] = None,
-    vllm_options: Annotated[
-        list[str] | None, argument("Options of vllm serve.", metavar="OPTIONS")
-    ] = None,
-    format: Annotated[
-        Literal["sglang", "vllm", "fine"] | None,
-        option("How rows are stored (fine for a budget of bits, else vllm)."),
-    ] = None,
+    rotations: Path | None = option(
+        "The folder of rotations (found in rotations/, pulled, or calibrated)."
+    ),
+    vllm_options: list[str] | None = argument("Options of vllm serve.", None, metavar="OPTIONS"),
+    format: Literal["sglang", "vllm", "fine"] | None = option(
+        "How rows are stored (fine for a budget of bits, else vllm)."
+    ),
     bits: options.Budget = None,
     rounding: options.Rounding = None,
     sink: options.Sink = None,
-    recent: Annotated[int | None, option("Last tokens kept exact (the recipe's).", min=1)] = None,
-    anyway: Annotated[
-        bool, option("Also take rotations of other weights, and try a newer vLLM.")
-    ] = False,
+    recent: int | None = option("Last tokens kept exact (the recipe's).", min=1),
+    anyway: bool = flag("Also take rotations of other weights, and try a newer vLLM."),
     revision: options.Revision = None,
-    dry_run: Annotated[bool, option("Check everything, and print the line alone.")] = False,
+    dry_run: bool = flag("Check everything, and print the line alone."),
 ) -> None:
     """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
     to vLLM.

@@ -1,7 +1,5 @@
 """`rotationzoo validate`: check the CUDA reference against the codec and measure its speed."""
 
-from typing import Annotated
-
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.options import ArtifactFolder, Device, option
 from rotationzoo.cli.output import Output, say
@@ -12,7 +10,7 @@ from rotationzoo.words import counted
 def validate_command(
     artifact: ArtifactFolder,
     out: Output,
-    rows: Annotated[int, option("Rows for each layer, KV head and side.", min=64)] = 1024,
+    rows: int = option("Rows for each layer, KV head and side.", min=64, default=1024),
     device: Device = "auto",
 ) -> None:
     """Check the CUDA reference on a GPU, bit by bit, against the codec, and measure its speed.

@@ -1,11 +1,11 @@
 """`rotationzoo verify`: check that an artifact is whole, orthogonal and made for its model."""
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
-from rotationzoo.cli.options import option
+from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, Undecided, UsageError
@@ -24,14 +24,11 @@ def verify_command(
     signatures: options.Signatures,
     machine: options.Machine,
     out: Output,
-    model: Annotated[str | None, option("Also check that it was made for this model.")] = None,
-    run: Annotated[
-        bool, option("Also run the model, and look for the rotations in what it computes.")
-    ] = False,
-    server: Annotated[
-        str | None,
-        option("Also ask this running vLLM if it reads them; exit 4 if undecided.", metavar="URL"),
-    ] = None,
+    model: str | None = option("Also check that it was made for this model."),
+    run: bool = flag("Also run the model, and look for the rotations in what it computes."),
+    server: str | None = option(
+        "Also ask this running vLLM if it reads them; exit 4 if undecided.", metavar="URL"
+    ),
     revision: options.Revision = None,
 ) -> None:
     """Check that an artifact is whole, orthogonal and of its model."""
@@ -123,21 +120,17 @@ def show_verification(
         data["agreement"] = asdict(agreement)
     if reading:
         data["server"] = {"verdict": reading.verdict, **asdict(reading)}
-
-    def human() -> None:
-        for problem in verification.problems:
-            say(f"Problem: {problem}")
-        if verification.ok:
-            error = f"largest |R R^T - I| {verification.orthogonality_error:.1e}"
-            say(f"{artifact.folder} is sound ({error})")
-        if agreement:
-            shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
-            say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
-        if reading and reading.verdict == "in use":
-            say(f"The server reads these rotations: {reading.words}")
-        if finding:
-            say(f"Signature: {finding.note}")
-        if verification.checked:
-            say(f"Checked: {', '.join(verification.checked)}")
-
-    out.result(data, artifact.identity if ok else "", human)
+    lines = [f"Problem: {problem}" for problem in verification.problems]
+    if verification.ok:
+        error = f"largest |R R^T - I| {verification.orthogonality_error:.1e}"
+        lines.append(f"{artifact.folder} is sound ({error})")
+    if agreement:
+        shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
+        lines.append(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+    if reading and reading.verdict == "in use":
+        lines.append(f"The server reads these rotations: {reading.words}")
+    if finding:
+        lines.append(f"Signature: {finding.note}")
+    if verification.checked:
+        lines.append(f"Checked: {', '.join(verification.checked)}")
+    out.result(data, artifact.identity if ok else "", lambda: say(*lines))

@@ -14,18 +14,8 @@ from dataclasses import dataclass
 import torch
 from scipy.special import betaincinv, ndtri, stdtrit
 
-from rotationzoo.artifact.scores import (
-    FLOOR,
-    Action,
-    DataFree,
-    Decision,
-    ExactTaskRecall,
-    Outlook,
-    Rival,
-    TaskRecall,
-    kept_share,
-    plain_name,
-)
+from rotationzoo.artifact import scores
+from rotationzoo.artifact.scores import Decision, ExactTaskRecall, plain_name
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
 from rotationzoo.figures import percent
 from rotationzoo.linalg.paired import holm, sign_flip, weighted_mean
@@ -33,12 +23,12 @@ from rotationzoo.words import counted
 
 LEVEL = 0.05
 """The family-wise error rate: the chance that any of several tests finds what is not there."""
-Answered = Mapping[str, TaskRecall]
+Answered = Mapping[str, scores.TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order, and those that
 decide nothing may be asked only the first questions of each task and length."""
 FEWEST_ANSWERS = 100
 """The answers of the exact model without which no artifact is called fit to serve."""
-SIMPLEST: dict[DataFree, str] = {
+SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "an uncalibrated rotation",
 }
@@ -54,7 +44,7 @@ _VARIANTS = {
     "+feedback": "the same with error feedback",
     "+pooled": "the same with one rotation per layer",
 }
-_PHRASES: dict[Outlook, str] = {
+_PHRASES: dict[scores.Outlook, str] = {
     "better": "clearly better than",
     "worse": "clearly worse than",
     "same": "within 3 points of",
@@ -65,7 +55,7 @@ _PHRASES: dict[Outlook, str] = {
 class Rule:
     """What must be shown of an artifact."""
 
-    floor: float = FLOOR
+    floor: float = scores.FLOOR
     """The share of the exact model's right answers that must be kept, between 0 and 1."""
     looks: int = 1
     """After how many rounds a decision may be made, this one included."""
@@ -106,7 +96,7 @@ class _Kept:
         high = betaincinv(count + 1, number - count, 1 - level / 2) if self.share < 1 else 1.0
         return [float(low), float(high)]
 
-    def act(self, rule: Rule) -> Action:
+    def act(self, rule: Rule) -> scores.Action:
         """What the interval says about the floor."""
         low, high = self.interval(rule.level)
         if low >= rule.floor and self.answers >= FEWEST_ANSWERS:
@@ -161,7 +151,7 @@ def decide(
         rivals=_compare_rivals(gains, sizes, tasks, rule.level),
         words=[],
     )
-    shares = {name: kept_share(asked, answered) for name, answered in arms.items()}
+    shares = {name: scores.kept_share(asked, answered) for name, answered in arms.items()}
     words = [
         _say_outcome(made, kept.answers),
         _say_tasks(asked, arms[arm]),
@@ -179,7 +169,7 @@ def read_correct(answered: Answered) -> torch.Tensor:
 def _undecided(arm: str, rule: Rule, was_asked: bool) -> Decision:
     """The decision where no answer of the exact model can be kept."""
     reason, advice = "no question was asked", "Ask some: leave out --tasks none."
-    action: Action = "ask"
+    action: scores.Action = "ask"
     if was_asked:
         reason, action = "the model itself can do none of the tasks", "nothing"
         advice = "Ask what it can do: other --tasks, or shorter --lengths."
@@ -225,21 +215,21 @@ def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
 
 
 def _compare_rivals(
-    gains: Mapping[DataFree, torch.Tensor], sizes: list[int], tasks: list[int], level: float
-) -> list[Rival]:
+    gains: Mapping[scores.DataFree, torch.Tensor], sizes: list[int], tasks: list[int], level: float
+) -> list[scores.Rival]:
     """The rivals, compared by the sign-flip test, with p values corrected for their number
     (Holm 1979). `gains`: how many more questions the arm answers in each prompt, `[prompts]`."""
     values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
-    weights, rivals = torch.tensor(sizes, dtype=torch.float64), list[Rival]()
+    weights, rivals = torch.tensor(sizes, dtype=torch.float64), list[scores.Rival]()
     for (name, gain), value in zip(gains.items(), values, strict=True):
         interval = _interval_of(gain, weights, tasks, level)
         difference = (gain.sum() / weights.sum()).item()
-        outlook: Outlook = "open"
+        outlook: scores.Outlook = "open"
         if value < level:
             outlook = "better" if difference > 0 else "worse"
         elif max(map(abs, interval)) <= MARGIN:
             outlook = "same"
-        found = Rival(
+        found = scores.Rival(
             name=name, difference=difference, interval=interval, p_value=value, outlook=outlook
         )
         rivals.append(found)
@@ -289,7 +279,7 @@ def _say_tasks(exact: Mapping[str, ExactTaskRecall], arm: Answered) -> str:
     shares, weak = list[tuple[float, str]](), list[str]()
     for task, recall in exact.items():
         answers, asked = recall.correct.count("1"), len(recall.correct)
-        share = kept_share({task: recall}, {task: arm[task]})
+        share = scores.kept_share({task: recall}, {task: arm[task]})
         if share is not None:
             shares.append((share, f"{task} {percent(share)} of {answers}"))
         if answers < _WEAK * asked:

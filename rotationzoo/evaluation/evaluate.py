@@ -23,13 +23,8 @@ from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.rungs import choose_rung, describe_rungs, open_rungs, write_rung
-from rotationzoo.evaluation.tasks.answering import (
-    Asking,
-    TaskAnswers,
-    answer_tasks,
-    ask_also,
-    describe_rounds,
-)
+from rotationzoo.evaluation.tasks import answering
+from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
@@ -135,7 +130,7 @@ def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers
         batches = ready.text.batches(job.batch)
         measured = run_models(model, batches, trial, progress, pace, tell_length)
     if answers is None:
-        answers = answer_tasks(asking, ready.plan, trial, open_arms)
+        answers = answering.answer_tasks(asking, ready.plan, trial, open_arms)
     return Results(trial, judged, measured, answers)
 
 
@@ -159,7 +154,7 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
         tell = partial(_tell_length, asking.pace, job, ready.plan.series, judged)
         rows = ready.text.batches(1)[:1]
         run_models(asking.model, rows, ladder, asking.progress, asking.pace, tell)
-    answers = answer_tasks(
+    answers = answering.answer_tasks(
         asking, ready.plan, ladder, lambda answers: open_rungs(decide_rungs(answers))
     )
     decisions = decide_rungs(answers)
@@ -174,7 +169,7 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
     arms = [_of_artifact(arm, artifact) for arm in trial.arms if plain_name(arm.name) == name]
     trial = replace(trial, arms=arms)
     further = [arm for arm in arms if arm.name != chosen.arm]
-    answers = ask_also(asking, replace(trial, arms=further), answers.as_asked(chosen.arm))
+    answers = answering.ask_also(asking, replace(trial, arms=further), answers.as_asked(chosen.arm))
     return replace(ready, job=job, artifacts=[artifact]), trial, answers
 
 
@@ -209,8 +204,7 @@ def _record_probes(
     progress("recording what a server answers", 0, 0)
     for artifact in ready.saved:
         try:
-            recorded = record_probes(model, ready.tokenizer, artifact, ready.source)
-            probes[artifact.folder] = recorded
+            probes[artifact.folder] = record_probes(model, ready.tokenizer, artifact, ready.source)
         except RotationZooError as error:
             name = artifact.folder.resolve().name
             notes.append(f"{name} gets no record of what a server answers: {error}")
@@ -224,7 +218,7 @@ def _tell_length(
     words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
     words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
     if series:
-        words.append(describe_rounds(pace, series, job.tasks.looks, deciding))
+        words.append(answering.describe_rounds(pace, series, job.tasks.looks, deciding))
         words.append("Ctrl-C after a round keeps what was asked")
     if pace.estimate(left) > _LONG:
         words.append("--tokens 4096 --tasks needles,key-value takes less")
@@ -236,8 +230,8 @@ def _describe(ready: Prepared, results: Results, notes: list[str]) -> Measured:
     job, source, text, trial = ready.job, ready.source, ready.text, results.trial
     answers, length = results.answers, job.data.length
     tasks, all_tasks = score_exact(answers)
-    costs = dict(results.measured.exact.measure_exact())
-    exact = Exact(**costs, tasks=tasks, all_tasks=all_tasks)
+    costs = results.measured.exact.measure_exact()
+    exact = Exact(**dict(costs), tasks=tasks, all_tasks=all_tasks)
     windows = []
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
@@ -249,10 +243,7 @@ def _describe(ready: Prepared, results: Results, notes: list[str]) -> Measured:
     assert job.format is not None
     return Measured(
         text=Text(
-            source=job.data.label,
-            fingerprint=text.fingerprint,
-            rows=len(text.rows),
-            length=length,
+            source=job.data.label, fingerprint=text.fingerprint, rows=len(text.rows), length=length
         ),
         tokens=results.measured.exact.tokens,
         first_position=trial.start,

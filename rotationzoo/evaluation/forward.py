@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm
-from rotationzoo.evaluation.metrics import Buckets, Metrics
+from rotationzoo.evaluation.metrics import Metrics, bucket_edges
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.loading import input_device
@@ -101,13 +101,12 @@ def run_models(
             f"no row is longer than {trial.start + 1} tokens",
             hint="give longer documents, or smaller --windows",
         )
-    longest = max(ids.shape[1] for ids in batches)
-    buckets = Buckets.between(trial.start, longest)
+    edges = bucket_edges(trial.start, max(ids.shape[1] for ids in batches))
     device = input_device(model)
     modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))
-    exact = Metrics(buckets, trial.layers)
+    exact = Metrics(edges, trial.layers)
     pairs = list(product(trial.caches, trial.arms))
-    arms = {(cache, arm.name): Metrics(buckets, trial.layers) for cache, arm in pairs}
+    arms = {(cache, arm.name): Metrics(edges, trial.layers) for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
     progress = in_tokens(progress, [batches[run[0]].numel() for run in runs])
     pace = pace or Pace()

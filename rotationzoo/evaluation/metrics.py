@@ -3,7 +3,6 @@ their standard errors."""
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -16,34 +15,18 @@ COMPARED_TOKENS = 8192
 """Tokens of outputs that are compared at a time: float32 copies of long rows take gigabytes."""
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Consecutive ranges of positions, each from one of the ascending edges to just before the
-    next."""
+def bucket_edges(start: int, length: int) -> tuple[int, ...]:
+    """The edges of buckets that cover the positions from `start` to `length`, with the powers of
+    two in between as edges. Each goes from an edge to just before the next."""
+    exponents = range(start.bit_length(), (length - 1).bit_length())
+    return (start, *(1 << exponent for exponent in exponents), length)
 
-    edges: tuple[int, ...]
 
-    @classmethod
-    def between(cls, start: int, length: int) -> "Buckets":
-        """Buckets that cover `start` to `length`, with the powers of two in between as edges."""
-        exponents = range(start.bit_length(), (length - 1).bit_length())
-        return cls((start, *(1 << exponent for exponent in exponents), length))
-
-    @property
-    def start(self) -> int:
-        """The first position."""
-        return self.edges[0]
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """For each bucket, its first position and the position after its last."""
-        return list(pairwise(self.edges))
-
-    def one_hot(self, positions: torch.Tensor) -> torch.Tensor:
-        """Membership `[P, buckets]`, float64: 1 where a position of `[P]` lies in the bucket."""
-        edges = torch.tensor(self.edges)
-        inside = (positions[:, None] >= edges[:-1]) & (positions[:, None] < edges[1:])
-        return inside.double()
+def bucket_members(edges: tuple[int, ...], positions: torch.Tensor) -> torch.Tensor:
+    """Membership `[P, buckets]`, float64: 1 where a position of `[P]` lies in the bucket."""
+    bounds = torch.tensor(edges)
+    inside = (positions[:, None] >= bounds[:-1]) & (positions[:, None] < bounds[1:])
+    return inside.double()
 
 
 class Metrics:
@@ -54,8 +37,9 @@ class Metrics:
     weighted by their numbers of tokens.
     """
 
-    def __init__(self, buckets: Buckets, layers: list[int]):
-        self.buckets, self.layers = buckets, layers
+    def __init__(self, edges: tuple[int, ...], layers: list[int]):
+        """`edges`: of buckets of positions."""
+        self.edges, self.start, self.layers = edges, edges[0], layers
         self._parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         """All sums by name, each with one part `[B, ...]` per batch of texts."""
 
@@ -65,16 +49,16 @@ class Metrics:
         return Observers(self.add_output, self.add_kl)
 
     def add_losses(self, losses: torch.Tensor) -> None:
-        """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""
-        start = self.buckets.start
-        member = self.buckets.one_hot(torch.arange(start, start + losses.shape[1]))
+        """Add negative log likelihoods `[B, P]` of the positions from `start` on."""
+        positions = torch.arange(self.start, self.start + losses.shape[1])
+        member = bucket_members(self.edges, positions)
         # Sum in float64: over a long text, arms may differ by less than float32 rounding.
         self._parts["loss"].append(losses.double().cpu() @ member)
         self._parts["count"].append(member.sum(0).expand(len(losses), -1))
 
     def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
         """Add one attention block's outputs `[B, T, hidden]`: the arm's and the exact ones."""
-        compared = output[:, self.buckets.start :], exact[:, self.buckets.start :]
+        compared = output[:, self.start :], exact[:, self.start :]
         parts = (rows.split(COMPARED_TOKENS, dim=1) for rows in compared)
         error, norm = torch.zeros(2, len(output), dtype=torch.float64)
         for part, exact_part in zip(*parts, strict=True):
@@ -141,7 +125,7 @@ class Metrics:
     ) -> list[measured.BucketMeasures]:
         """The increase in each bucket, from its `extra` loss and its tokens, `[buckets]`."""
         found = []
-        for (low, high), lost, tokens in zip(self.buckets.ranges, extra, count, strict=True):
+        for (low, high), lost, tokens in zip(pairwise(self.edges), extra, count, strict=True):
             if tokens:  # the last position of a row has no loss
                 increase = math.expm1((lost / tokens).item())
                 bucket = measured.BucketMeasures(from_=low, to=high, perplexity_increase=increase)

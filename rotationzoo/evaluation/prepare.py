@@ -23,11 +23,7 @@ from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import Geometry, full_attention_layers, shares_blocks
 from rotationzoo.model import loading
-from rotationzoo.model.compatibility import (
-    check_adapter,
-    check_artifacts,
-    settle_rope_scaling,
-)
+from rotationzoo.model.compatibility import check_adapter, check_artifacts, settle_rope_scaling
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.quantized import check_loadable

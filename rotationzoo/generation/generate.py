@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from rotationzoo.artifact.store import Artifact

@@ -106,13 +106,8 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
         verdict = describe_verdict(arms, request, layers)
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
-    return Report(
-        artifact=artifact,
-        verdict=replace(verdict, commands=commands),
-        arms=arms,
-        layout=layout_of(artifact, measured),
-        memory=memory_table(artifact, measured, context),
-    )
+    layout, memory = layout_of(artifact, measured), memory_table(artifact, measured, context)
+    return Report(artifact, replace(verdict, commands=commands), arms, layout, memory)
 
 
 def label_arms(evaluation: Measured, identity: str) -> Arms:

@@ -103,10 +103,10 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
 def name_connector(config: Any) -> None:
     """Have vLLM take its KV connector, if it is asked for one, from our module: it says to workers
     which blocks it loads."""
-    from vllm.config import KVTransferConfig
-
     if not _has_connector(config):
         return
+    from vllm.config import KVTransferConfig
+
     # For offloading, vLLM adds the connector's name later.
     transfer = config.kv_transfer_config or KVTransferConfig()
     transfer.kv_connector_module_path = CONNECTORS

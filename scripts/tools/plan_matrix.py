@@ -72,8 +72,8 @@ def runner_chooser(runners: str) -> Callable[[str, str], str]:
 
     def choose(model: str, revision: str) -> str:
         wish = Wish(model, 1, 1, next(iter(cards.values())), revision=revision)
-        room = {label: int(card.memory * USABLE) for label, card in cards.items()}
-        return smallest_runner(measure_capacity(wish).weights.published, room)
+        room = {label: int(card.count * card.memory * USABLE) for label, card in cards.items()}
+        return smallest_runner(measure_capacity(wish).weights["published"], room)
 
     return choose
 

@@ -61,12 +61,12 @@ def paragraphs(command: Callable[..., None]) -> list[str]:
 
 
 class Parameter:
-    """An argument or an option of a command, as Typer makes it from an annotation."""
+    """An argument or an option of a command, which is the default of a parameter."""
 
     def __init__(self, parameter: inspect.Parameter):
-        self.type, self.info = get_args(parameter.annotation)[:2]
-        self.name, self.default = parameter.name, parameter.default
-        self.required = self.default in (inspect.Parameter.empty, ...)
+        self.type, self.info, self.name = parameter.annotation, parameter.default, parameter.name
+        self.default = self.info.default
+        self.required = self.default is ...
 
     @property
     def usage(self) -> str:
@@ -88,9 +88,7 @@ class Parameter:
     @property
     def spellings(self) -> Iterator[str]:
         """The option as it is typed, with what follows it; a short form comes last."""
-        # In `Annotated[...]`, Typer keeps the first spelling where a default would be.
-        given = [self.info.default, *(self.info.param_decls or [])]
-        words = [word for word in given if isinstance(word, str)]
+        words = list(self.info.param_decls or [])
         if not any(word.startswith("--") for word in words):
             words.insert(0, f"--{self.name.replace('_', '-')}")
         value = self.value

@@ -14,14 +14,13 @@ from rotationzoo.capacity.plan import Wish, measure_capacity, remarks
 from rotationzoo.capacity.shape import CachedLayer, Shape, Storage, read_shape, weigh
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG, VLLM
 from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.geometry import Layer
 from rotationzoo.model.source import DEMO, Source
 
 CONTEXT = 131072
 
 
-def layer(heads: int, dim: int) -> Layer:
-    return Layer(0, 0, heads, heads, dim, dim)
+def sliding_layer(heads: int, dim: int, window: int) -> CachedLayer:
+    return CachedLayer(0, 0, heads, heads, dim, dim, window=window)
 
 
 # Bytes of a token in bf16: layers x 2 sides x KV heads x head dimension x 2 bytes.
@@ -89,7 +88,7 @@ def test_layers_with_a_sliding_window():
 def test_a_window_forgets_the_sink():
     """Exact tokens, counted one by one as `codec.layout` defines them, where nothing is
     forgotten yet; and the last ones only where the first are."""
-    shape, storage = Shape((CachedLayer(layer(1, 8), 100),), 1, True), Storage(SGLANG, 4, 10)
+    shape, storage = Shape((sliding_layer(1, 8, 100),), 1), Storage(SGLANG, 4, 10)
     for context in (3, 14, 50, 100):
         last = torch.tensor([context - 1])
         exact = CacheLayout(SGLANG, 4, 10).exact_for(last, context).sum().item()
@@ -122,7 +121,7 @@ def test_the_longest_context_fits_and_one_more_token_does_not(name, cache, forma
 
 
 def test_a_model_of_sliding_layers_alone_has_no_longest_context():
-    shape = Shape((CachedLayer(layer(8, 128), 4096),) * 32, 1, False)
+    shape = Shape((sliding_layer(8, 128, 4096),) * 32, 2)
     assert shape.longest_context("bf16", 1 << 30, Storage()) is None
     assert shape.longest_context("bf16", (1 << 29) - 1, Storage()) == 4096 - 1
 
@@ -156,7 +155,7 @@ def test_configs_from_before_layer_types(name, tmp_path):
 def test_layers_that_share_a_cache_count_once(name, tmp_path):
     """Four layers of which the last two read the caches of the first two."""
     layers = shape(name, tmp_path).layers
-    shapes = [(each.layer.kv_heads, each.layer.key_dim, each.window) for each in layers]
+    shapes = [(each.kv_heads, each.key_dim, each.window) for each in layers]
     assert shapes == [(2, 16, WINDOW), (2, 32, None)]
     wish = Wish(str(tmp_path), None, 1, parse_card("24GiB"), Storage(VLLM))
     assert "serve takes no model whose layers" in " ".join(remarks(measure_capacity(wish)))
@@ -181,7 +180,7 @@ def test_states_count_once_a_request_or_are_said_to_be_uncounted(name, tmp_path)
 def test_latents_count_with_the_keys_beside_them(name, tmp_path):
     latent = shape(name, tmp_path)
     assert len(latent.layers) == len(EXPECTED[name].layers)
-    assert {(each.layer.elements, each.layer.rope_dim) for each in latent.layers} == {(28, 8)}
+    assert {(each.elements, each.rope_dim) for each in latent.layers} == {(28, 8)}
     assert latent.parameters > latent.expert_parameters > 0
     capacity = measure_capacity(Wish(str(tmp_path), None, 1, parse_card("24GiB")))
     told = [line for line in remarks(capacity) if "keys of a sparse index" in line]
@@ -193,13 +192,13 @@ def weights_of(name, folder, revision=None, **changes):
 
 
 def test_from_the_config(tmp_path):
-    weights = weights_of("Qwen3-8B", tmp_path)
-    assert weights.origin == "config"
-    assert weights.published == pytest.approx(2 * PARAMETERS["Qwen3-8B"], rel=1e-4)
-    single = weights_of("Qwen3-8B", tmp_path, torch_dtype="float32")
-    assert single.published == 2 * weights.published
-    odd = weights_of("Qwen3-8B", tmp_path, torch_dtype=["float32"], quantization_config="fp8")
-    assert odd.published == weights.published, "what says nothing is taken for bfloat16"
+    weights, origin = weights_of("Qwen3-8B", tmp_path)
+    assert origin == "config"
+    assert weights["published"] == pytest.approx(2 * PARAMETERS["Qwen3-8B"], rel=1e-4)
+    single, _ = weights_of("Qwen3-8B", tmp_path, torch_dtype="float32")
+    assert single["published"] == 2 * weights["published"]
+    odd, _ = weights_of("Qwen3-8B", tmp_path, torch_dtype=["float32"], quantization_config="fp8")
+    assert odd == weights, "what says nothing is taken for bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -213,16 +212,17 @@ def test_from_the_config(tmp_path):
 def test_in_4_bits(tmp_path, name, kept):
     """4 bits a weight, and 20 for each group of 128: 4.15625."""
     expected = 2 * kept + (PARAMETERS[name] - kept) * 4.15625 / 8
-    assert weights_of(name, tmp_path).four_bit == pytest.approx(expected, rel=1e-4)
+    weights, _ = weights_of(name, tmp_path)
+    assert weights["4bit"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_experts_published_in_4_bits(tmp_path):
     """gpt-oss-20b: 24 layers of 32 experts of 3 matrices in MXFP4, 4.25 bits; the rest in bf16."""
-    weights = weights_of("gpt-oss-20b", tmp_path)
+    weights, _ = weights_of("gpt-oss-20b", tmp_path)
     experts = 24 * 32 * 3 * 2880 * 2880
     expected = experts * 4.25 / 8 + 2 * (PARAMETERS["gpt-oss-20b"] - experts)
-    assert weights.published == pytest.approx(expected, rel=2e-3)
-    assert weights.four_bit == weights.published
+    assert weights["published"] == pytest.approx(expected, rel=2e-3)
+    assert weights["4bit"] == weights["published"]
 
 
 def test_from_the_index(tmp_path):
@@ -230,11 +230,11 @@ def test_from_the_index(tmp_path):
     shards = {"x": "model-00001-of-00002.safetensors"}  # which is not on this machine
     index = {"metadata": {"total_size": size}, "weight_map": shards}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    weights = weights_of("Qwen3-8B", tmp_path)
-    assert (weights.origin, weights.published) == ("index", size)
+    weights, origin = weights_of("Qwen3-8B", tmp_path)
+    assert (origin, weights["published"]) == ("index", size)
 
 
 def test_from_the_files():
-    weights = weights_of("Qwen3-8B", DEMO)
-    assert weights.origin == "files"
-    assert weights.published == (DEMO / "model.safetensors").stat().st_size
+    weights, origin = weights_of("Qwen3-8B", DEMO)
+    assert origin == "files"
+    assert weights["published"] == (DEMO / "model.safetensors").stat().st_size

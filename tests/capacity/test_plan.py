@@ -33,7 +33,7 @@ GIB = 1 << 30
 )
 def test_names_and_sizes(text, name, memory):
     card = parse_card(text)
-    assert (card.name, card.memory) == (name, memory)
+    assert (card.name, card.count * card.memory) == (name, memory)
     assert card.usable == int(0.92 * memory) - card.count * 1_380_000_000
 
 
@@ -105,7 +105,7 @@ def test_an_h100_held_as_many_tokens_in_vllm(measure, monkeypatch, share, cache,
     """What a server of 64 requests reported, at two shares of the memory (docs/plan.md)."""
     monkeypatch.setattr("rotationzoo.capacity.cards.UTILIZATION", share)
     capacity = measure("Qwen3-8B", "H100", storage=Storage(VLLM))
-    each = capacity.longest(cache, "published", capacity.wish.card, 64)
+    each = capacity.longest("published", cache, capacity.wish.card, 64)
     assert 64 * each == pytest.approx(tokens, rel=1e-3)
 
 

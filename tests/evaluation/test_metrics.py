@@ -17,30 +17,30 @@ from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.metrics import Buckets, Metrics
+from rotationzoo.evaluation.metrics import Metrics, bucket_edges, bucket_members
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
 
-BUCKETS = Buckets.between(2, 6)
+EDGES = bucket_edges(2, 6)
 
 
 def test_buckets_end_at_powers_of_two():
-    assert Buckets.between(320, 2048).ranges == [(320, 512), (512, 1024), (1024, 2048)]
-    assert Buckets.between(0, 3).ranges == [(0, 1), (1, 2), (2, 3)]
-    assert Buckets.between(4, 6).ranges == [(4, 6)], "the start is in the first bucket itself"
+    assert bucket_edges(320, 2048) == (320, 512, 1024, 2048)
+    assert bucket_edges(0, 3) == (0, 1, 2, 3)
+    assert bucket_edges(4, 6) == (4, 6), "the start is in the first bucket itself"
 
 
 def test_a_position_is_in_one_bucket_and_those_outside_in_none():
-    assert BUCKETS.ranges == [(2, 4), (4, 6)]
-    member = BUCKETS.one_hot(torch.arange(8))
+    assert EDGES == (2, 4, 6)
+    member = bucket_members(EDGES, torch.arange(8))
     assert member.int().tolist() == [[0, 0]] * 2 + [[1, 0]] * 2 + [[0, 1]] * 2 + [[0, 0]] * 2
 
 
 def measured(losses: list[list[float]], **options) -> Metrics:
     """Of one layer whose block output is 3 where the exact is `exact`."""
-    metrics = Metrics(BUCKETS, [0])
+    metrics = Metrics(EDGES, [0])
     metrics.add_losses(torch.tensor(losses))
     rows = len(losses)
     output = torch.full((rows, 6, 1), 3.0)
@@ -77,8 +77,8 @@ def test_without_samples_or_a_second_text_there_is_no_figure():
 
 
 def test_a_text_that_ends_before_a_bucket_has_no_weight_in_it():
-    exact = Metrics(BUCKETS, [0])
-    arm = Metrics(BUCKETS, [0])
+    exact = Metrics(EDGES, [0])
+    arm = Metrics(EDGES, [0])
     for metrics, losses in ((exact, (1.0, 1.0)), (arm, (1.5, 1.1))):
         for loss, length in zip(losses, (2, 4), strict=True):
             metrics.add_losses(torch.full((1, length), loss))

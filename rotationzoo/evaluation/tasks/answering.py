@@ -172,10 +172,8 @@ def answer_tasks(
         try:
             answers = _ask_more(asking, trial, answers, questions)
         except KeyboardInterrupt:
-            plan.notes.append(
-                f"interrupted: {answers.questions} questions of each task count"
-                + asking.saved.leave()
-            )
+            kept = f"{answers.questions} questions of each task count"
+            plan.notes.append(f"interrupted: {kept}{asking.saved.leave()}")
             break
     return answers
 
