@@ -62,8 +62,8 @@ OF_OTHERS = {
     "--kv-cache-dtype-skip-layers", "--kv-mean-center", "--kv-offloading-size",
     "--kv-transfer-config", "--load-format",
     "--mamba-radix-cache-strategy", "--max-num-seqs", "--models", "--prefix-match-unit",
-    "--quantization", "--quantized-kv-start", "--speculative-config", "--start-token", "--tokenizer",
-    "--weight-transfer-config", "--worker-cls", "--write-docs",
+    "--quantization", "--quantized-kv-start", "--speculative-config", "--start-token",
+    "--tokenizer", "--weight-transfer-config", "--worker-cls", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}
 WITH_COMMANDS = [page for page, text in TEXTS.items() if script_of(text, NOT_RUN).strip()]

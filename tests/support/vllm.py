@@ -146,6 +146,8 @@ def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
     return SimpleNamespace(
         additional_config=json.loads(named),
         lora_config=None,
+        kv_transfer_config=None,
+        cache_config=SimpleNamespace(kv_offloading_size=None),
         speculative_config=None,
         parallel_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
