@@ -16,7 +16,7 @@ from rotationzoo.cache.rotated import check_model
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
-from rotationzoo.codec.engines import DEFAULT, find_engine
+from rotationzoo.codec.engine_needs import DEFAULT, find_engine
 from rotationzoo.codec.settings import CacheOptions, Layout, Reading, Rounding
 from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import UsageError

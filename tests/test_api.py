@@ -26,7 +26,7 @@ import rotationzoo
 dir(rotationzoo)
 rotationzoo.__version__
 from rotationzoo.codec import formats
-from rotationzoo.codec.engines import ENGINE_NAMES
+from rotationzoo.codec.engine_needs import ENGINE_NAMES
 from rotationzoo.cli.app import main
 mistakes = "--recipe oscr", "--bits 2", "--key-bits 3", "--bits abc"
 for words in ("", "--help", *(f"calibrate demo {options}" for options in mistakes)):

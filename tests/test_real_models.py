@@ -15,10 +15,10 @@ from support.models import load_saved, load_tokenizer
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.codec import feedback, int2
-from rotationzoo.codec.budget import COARSE
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.bit_allocation import COARSE
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.recall.exercises import QUOTE
+from rotationzoo.recall.questions import QUOTE
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.documents import BUNDLED
 

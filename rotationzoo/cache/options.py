@@ -11,7 +11,7 @@ from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec import settings as caches
-from rotationzoo.codec.engines import DEFAULT, ENGINE_NAMES, check_sides, find_engine
+from rotationzoo.codec.engine_needs import DEFAULT, ENGINE_NAMES, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.settings import CacheOptions, CacheSettings
 from rotationzoo.errors import UsageError

@@ -11,7 +11,7 @@ import torch
 from rotationzoo.codec import attention, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.codec.page_layout import PageLayout, Sections
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import read_as, rows_of

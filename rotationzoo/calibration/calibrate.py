@@ -23,7 +23,7 @@ from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
-from rotationzoo.codec.budget import spend_bits
+from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average

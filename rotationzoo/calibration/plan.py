@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.calibration import memory as memories
 from rotationzoo.calibration import recipe_checks
-from rotationzoo.codec.budget import has_room
+from rotationzoo.codec.bit_allocation import has_room
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading

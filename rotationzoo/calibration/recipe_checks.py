@@ -6,7 +6,7 @@ This stands apart from `plan` because `verify` needs it, and does not wait for t
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rotationzoo.codec.budget import check_room
+from rotationzoo.codec.bit_allocation import check_room
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims
 from rotationzoo.linalg import compositions, orthogonality

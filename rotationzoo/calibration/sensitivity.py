@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.codec.budget import COARSE
+from rotationzoo.codec.bit_allocation import COARSE
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
@@ -32,8 +32,8 @@ from rotationzoo.model.prediction import (
     run_decoder,
 )
 from rotationzoo.progress import Progress
-from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
+from rotationzoo.recall.questions import QUOTE, TASKS
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
 

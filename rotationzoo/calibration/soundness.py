@@ -15,7 +15,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
 from rotationzoo.budget import EQUAL
 from rotationzoo.calibration.recipe_checks import check_recipe
-from rotationzoo.codec.budget import budget_problems
+from rotationzoo.codec.bit_allocation import budget_problems
 from rotationzoo.errors import Unsound
 from rotationzoo.geometry import Geometry, geometry_from_json, shifted_layers
 from rotationzoo.linalg import compositions, orthogonality

@@ -11,7 +11,7 @@ from typing import Any
 from rotationzoo.budget import Budget
 from rotationzoo.capacity.cards import CARDS, OTHERS, Card
 from rotationzoo.capacity.shape import CACHES, Shape, Storage, read_shape, weigh
-from rotationzoo.codec.budget import check_room
+from rotationzoo.codec.bit_allocation import check_room
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import size_words
 from rotationzoo.model import loading

@@ -13,8 +13,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from rotationzoo.codec.formats import FINE, VLLM
 from rotationzoo.codec.int2 import bits_per_element
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import EXACT_BITS
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Layer, cached_layers, shares_blocks
 from rotationzoo.model import loading

@@ -19,7 +19,7 @@ from rotationzoo.cli.next_steps import (
 from rotationzoo.cli.options import Loading, argument, flag, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.codec.engines import ENGINES
+from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.next_steps import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, bits_per_element
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.figures import size_words
 from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rotationzoo.cli import options
 from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, show_lines
-from rotationzoo.codec.engines import EngineName
+from rotationzoo.codec.engine_needs import EngineName
 from rotationzoo.errors import UsageError
 
 if TYPE_CHECKING:

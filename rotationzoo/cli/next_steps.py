@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.output import Output, say
-from rotationzoo.codec.engines import ENGINES
+from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.errors import UsageError
 from rotationzoo.words import counted
 

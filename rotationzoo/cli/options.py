@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rotationzoo.codec.engines import EngineName
+from rotationzoo.codec.engine_needs import EngineName
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.errors import UsageError
-from rotationzoo.recall.exercises import TASKS
+from rotationzoo.recall.questions import TASKS
 from rotationzoo.zoo.hubs.protocol import HUB_NAMES
 
 

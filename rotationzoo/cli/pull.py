@@ -8,7 +8,7 @@ from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.codec.engines import ENGINES, PullEngineName
+from rotationzoo.codec.engine_needs import ENGINES, PullEngineName
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.pull import Pulled

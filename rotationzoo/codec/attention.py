@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.page_layout import PageLayout
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES, Argument, Launcher, build
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.errors import RotationZooError
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32

@@ -10,7 +10,7 @@ from rotationzoo.codec import clip, cuda_encoder, int2
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 

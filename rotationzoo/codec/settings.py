@@ -8,11 +8,11 @@ from typing import Literal, TypedDict
 import torch
 
 from rotationzoo.budget import Budget, EvenBudget
-from rotationzoo.codec.engines import DEFAULT, choose_format, find_engine
+from rotationzoo.codec.engine_needs import DEFAULT, choose_format, find_engine
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
-from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
@@ -119,10 +119,10 @@ def reduce_rotations(
     budget: Budget | None = None,
 ) -> Rotations:
     """Rotations as an engine takes them: without the means of the sides `uncentered`, and with
-    another budget where one is given. Raises as `codec.budget.spend_bits` does."""
+    another budget where one is given. Raises as `codec.bit_allocation.spend_bits` does."""
     if budget and (rotations.has_budget or not isinstance(budget, EvenBudget)):
         # A server spends no bits where rotations keep their own budget.
-        from rotationzoo.codec.budget import spend_bits
+        from rotationzoo.codec.bit_allocation import spend_bits
 
         rotations = spend_bits(rotations, budget, group_size)
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from rotationzoo.codec.int2 import Format
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.rotations import Rotations
 

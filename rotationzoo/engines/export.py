@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec.engines import find_engine
+from rotationzoo.codec.engine_needs import find_engine
 from rotationzoo.engines.base import Engine, Launch
 from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
 from rotationzoo.engines.reductions import list_reductions, settle_request

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.engines import find_engine
+from rotationzoo.codec.engine_needs import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.own_name import find_model

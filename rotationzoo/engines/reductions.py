@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.engines import check_sides, choose_format, find_engine
+from rotationzoo.codec.engine_needs import check_sides, choose_format, find_engine
 from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
 from rotationzoo.errors import UsageError
 from rotationzoo.sides import HEADS

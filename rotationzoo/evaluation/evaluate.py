@@ -13,8 +13,8 @@ from rotationzoo import __version__
 from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Verdict, Window
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, codec_bits
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes

@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.metrics import Metrics, bucket_edges

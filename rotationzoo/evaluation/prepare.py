@@ -12,10 +12,10 @@ from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
-from rotationzoo.codec.budget import format_of_equal_bits
+from rotationzoo.codec.bit_allocation import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.settings import budget_beside_others, check_budget
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
 from rotationzoo.evaluation.compatibility import check_length, fit_rows, judged_text

@@ -14,7 +14,7 @@ from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.codec.budget import has_room, spend_bits
+from rotationzoo.codec.bit_allocation import has_room, spend_bits
 from rotationzoo.errors import UsageError
 from rotationzoo.figures import percent
 from rotationzoo.recipe.loading import with_budget

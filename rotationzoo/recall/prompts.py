@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recall.exercises import EXERCISES, POOLS, QUOTE, TASKS, Asked, Exercise
+from rotationzoo.recall.questions import EXERCISES, POOLS, QUOTE, TASKS, Asked, Exercise
 from rotationzoo.text.rows import start_tokens
 
 _QUOTE_CUE, _QUOTED = 12, 16  # tokens of the passage that are given, and that are asked for

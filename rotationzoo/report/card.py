@@ -14,8 +14,8 @@ from rotationzoo.artifact.layout import tensor_name
 from rotationzoo.artifact.manifest import Manifest
 from rotationzoo.artifact.measured import ArmSummary, ExactSummary, arms_of
 from rotationzoo.codec import int2
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.figures import numbers, perplexity
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe

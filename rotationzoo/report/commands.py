@@ -10,9 +10,9 @@ from rotationzoo.artifact.manifest import Manifest, Model
 from rotationzoo.artifact.measured import Conditions, Measured
 from rotationzoo.artifact.scores import FLOOR, Decision
 from rotationzoo.budget import MOST
-from rotationzoo.codec.engines import engines_for, find_engine
+from rotationzoo.codec.engine_needs import engines_for, find_engine
 from rotationzoo.errors import UsageError
-from rotationzoo.recall.exercises import TASKS
+from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Recipe, loading
 
 FOLDER = "FOLDER"

@@ -6,9 +6,9 @@ from typing import Self
 from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import FINE, SGLANG, SIMULATED
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.figures import byte_count
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report.tables import Table

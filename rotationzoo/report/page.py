@@ -15,8 +15,8 @@ from markupsafe import Markup
 from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
 from rotationzoo.artifact.scores import Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report import tables

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.capture import Attention
 from rotationzoo.model.long_masks import LongMask, query_blocks, seen_keys

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.codec.int2 import Format
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import Sized
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Attention, Call, intercept

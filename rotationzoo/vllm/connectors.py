@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from rotationzoo import __version__
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.vllm.server import SERVED_CONNECTORS
+from rotationzoo.vllm.refusals import SERVED_CONNECTORS
 from rotationzoo.vllm.settings import parse_options, read_settings
 
 

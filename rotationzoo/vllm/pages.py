@@ -25,7 +25,7 @@ from rotationzoo.codec.cuda import (
     run_beside,
 )
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES

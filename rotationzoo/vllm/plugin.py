@@ -58,7 +58,7 @@ def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
 def claim(config: Any) -> list[str]:
     """Have a server run our worker, and say what people should know of it. Raises
     `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
-    from rotationzoo.vllm.server import check_server, describe, name_connector
+    from rotationzoo.vllm.refusals import check_server, describe, name_connector
     from rotationzoo.vllm.settings import parse_options, read_settings
 
     options = parse_options(config.additional_config)

@@ -15,7 +15,7 @@ import torch
 from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.codec.page_layout import PageLayout, Sections
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import LayerPages, Rows, work_beside
 from rotationzoo.vllm.segments import SHORT, Exact, Segment

@@ -18,7 +18,7 @@ from rotationzoo.budget import Budget
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.engines import check_sides, find_engine
+from rotationzoo.codec.engine_needs import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
 from rotationzoo.codec.settings import (
     CacheOptions,

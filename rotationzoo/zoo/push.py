@@ -14,8 +14,8 @@ from rotationzoo.artifact.measured import plain_arm
 from rotationzoo.artifact.store import ANSWERS, CARD, MANIFEST, REPORT, SIGNATURE, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import bits_per_element
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card, template_environment

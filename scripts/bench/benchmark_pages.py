@@ -36,10 +36,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from rotationzoo.artifact.fit import fit
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES, Rotation

@@ -45,11 +45,11 @@ from measuring import DEVICE, make_parser
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
-from rotationzoo.codec.budget import COARSE, PER_BIT, SMALLEST
+from rotationzoo.codec.bit_allocation import COARSE, PER_BIT, SMALLEST
 from rotationzoo.codec.feedback import RANGES
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import EXACT_BITS
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
 from rotationzoo.geometry import Geometry, cached_layers

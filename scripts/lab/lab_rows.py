@@ -22,8 +22,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.model.source import DEMO
-from rotationzoo.recall.exercises import POOLS, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
+from rotationzoo.recall.questions import POOLS, TASKS
 from rotationzoo.text.rows import start_tokens
 
 BUNDLED = {name: DEMO.parent / f"{name}.jsonl" for name in ("calibration", "evaluation")}

@@ -18,8 +18,8 @@ from itertools import chain
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rotationzoo.codec.layout import CacheLayout
-from rotationzoo.recall import exercises
+from rotationzoo.codec.windows import CacheLayout
+from rotationzoo.recall import questions as recall
 from rotationzoo.recall.prompts import (
     Prompt,
     PromptSettings,
@@ -32,7 +32,7 @@ from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import HELD_OUT, Sample
 from rotationzoo.text.rows import start_tokens, tokenize
 
-TASKS = ("needles", "key-value", exercises.QUOTE)
+TASKS = ("needles", "key-value", recall.QUOTE)
 CHAT = "chat"
 LENGTHS = (1024, 2048, 4096, 6144)
 """Tokens of a prompt."""
@@ -83,7 +83,7 @@ class Split:
         these prompts. Everything that is asked for lies outside the cache's exact windows."""
         # The turns of a chat take the place of the last tokens of a text.
         asked, reach = ("needles", cache.reach + 256) if task == CHAT else (task, cache.reach)
-        each = min(exercises.TASKS[asked], len(questions))
+        each = min(recall.TASKS[asked], len(questions))
         first, last = questions.start // each, -(-questions.stop // each)
         settings = PromptSettings(
             asked, last, length, each, cache.sink, reach, self.seed(length), self.pool

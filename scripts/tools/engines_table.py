@@ -10,7 +10,7 @@ was done.
 from pathlib import Path
 from typing import NamedTuple
 
-from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES, Entry
+from rotationzoo.codec.engine_needs import ENGINE_NAMES, ENGINES, Entry
 from rotationzoo.codec.formats import BUDGETED
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"

@@ -22,9 +22,9 @@ from transformers import DynamicCache
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.model.geometry import geometry_of

@@ -12,10 +12,10 @@ from support.naive_cache import NaiveLayer
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer, RotatedSlidingLayer
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.size import codec_bits
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS

@@ -27,9 +27,9 @@ from rotationzoo.cache.stream import READ_TOGETHER, Reach, Stream
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of

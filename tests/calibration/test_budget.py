@@ -28,7 +28,7 @@ from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.soundness import Claim
-from rotationzoo.codec.budget import (
+from rotationzoo.codec.bit_allocation import (
     COARSE,
     PER_BIT,
     Place,
@@ -38,15 +38,15 @@ from rotationzoo.codec.budget import (
     spend_bits,
 )
 from rotationzoo.codec.formats import FINE
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import codec_bits
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import Layer
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import divergence_of
 from rotationzoo.progress import silent
-from rotationzoo.recall.exercises import POOLS
+from rotationzoo.recall.questions import POOLS
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget, with_feedback
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations

@@ -13,7 +13,7 @@ from rotationzoo.capacity.cards import parse_card
 from rotationzoo.capacity.plan import Wish, measure_capacity, remarks
 from rotationzoo.capacity.shape import CachedLayer, Shape, Storage, read_shape, weigh
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG, VLLM
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.model.source import DEMO, Source
 
 CONTEXT = 131072
@@ -86,7 +86,7 @@ def test_layers_with_a_sliding_window():
 
 
 def test_a_window_forgets_the_sink():
-    """Exact tokens, counted one by one as `codec.layout` defines them, where nothing is
+    """Exact tokens, counted one by one as `codec.windows` defines them, where nothing is
     forgotten yet; and the last ones only where the first are."""
     shape, storage = Shape((sliding_layer(1, 8, 100),), 1), Storage(SGLANG, 4, 10)
     for context in (3, 14, 50, 100):

@@ -16,7 +16,7 @@ import rotationzoo
 from rotationzoo.cli import options as choices
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
-from rotationzoo.codec.engines import ENGINES, EngineName, PullEngineName
+from rotationzoo.codec.engine_needs import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.zoo.hubs.protocol import HUBS, HubName
 

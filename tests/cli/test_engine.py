@@ -14,7 +14,7 @@ from support.vllm import pretend, server_settings
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
-from rotationzoo.codec.engines import ENGINES
+from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request

@@ -12,7 +12,7 @@ from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output, table
 from rotationzoo.cli.push import show_push_plan
 from rotationzoo.cli.regenerate import show_due
-from rotationzoo.recall.exercises import TASKS
+from rotationzoo.recall.questions import TASKS
 from rotationzoo.zoo.index import WHEEL_COPY, Index
 from rotationzoo.zoo.regenerate import DueModel
 

@@ -13,7 +13,7 @@ from support.decode_cases import DIMS, Case, Drawing, error_of, reference
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import PackedSide, attend
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.codec.pages import PageLayout
+from rotationzoo.codec.page_layout import PageLayout
 
 RATIOS = (1, 2, 4, 5, 7, 8, 12, 16)
 LONG = 100_000

@@ -1,4 +1,4 @@
-"""The rows of `codec.engines`: what else names engines agrees with them."""
+"""The rows of `codec.engine_needs`: what else names engines agrees with them."""
 
 import re
 
@@ -7,7 +7,7 @@ from support.engine_artifacts import WRITTEN, base_for, exported
 from support.recipes import QUICK
 
 from rotationzoo.cli.app import COMMANDS
-from rotationzoo.codec.engines import ENGINE_NAMES, ENGINES
+from rotationzoo.codec.engine_needs import ENGINE_NAMES, ENGINES
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line

@@ -9,7 +9,7 @@ from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.calibration.soundness import Verification
-from rotationzoo.codec.engines import ENGINES
+from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.engines import export as exporting
 from rotationzoo.engines.export import export, launch_line
 from rotationzoo.engines.payload import Request

@@ -13,8 +13,8 @@ from support.models import attention_calls
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.arms import Arm
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.metrics import Metrics, bucket_edges, bucket_members

@@ -6,11 +6,11 @@ from support.models import load_tokenizer, save_family
 from support.places import ROOT
 from support.reports import evaluate
 
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
-from rotationzoo.recall.exercises import QUOTE, TASKS
+from rotationzoo.recall.questions import QUOTE, TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus

@@ -21,7 +21,7 @@ from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.figures import duration
 from rotationzoo.recall.answers import Answers, read_answers
-from rotationzoo.recall.exercises import TASKS
+from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
 
 pytestmark = pytest.mark.usefixtures("one_range")

@@ -10,7 +10,7 @@ from support.float64 import CLOSE
 from support.hybrids import save_hybrid
 from support.naive_cache import naive_cache
 
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 
 PROMPT = torch.randint(5, 60, (1, 18), generator=torch.Generator().manual_seed(3))

@@ -7,8 +7,8 @@ from support import architectures
 from support.float64 import CLOSE, all_in_float64, to_float64
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.model import long_masks
 from rotationzoo.model.capture import Attention, capture
 from rotationzoo.model.geometry import geometry_of

@@ -9,8 +9,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.recall.answers import read_answers
-from rotationzoo.recall.exercises import POOLS, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, write_prompts
+from rotationzoo.recall.questions import POOLS, TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus

@@ -17,8 +17,8 @@ from support.reports import make_artifact, summary
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.codec import int2
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.size import bits_per_element
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS, override, quicken
 from rotationzoo.report.card import render_card

@@ -16,9 +16,9 @@ from support.naive_cache import naive_cache
 from rotationzoo.artifact.fit import fit
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import codec_bits
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.forward import attention_modules
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import long_masks

@@ -7,9 +7,9 @@ import torch
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import Rotations

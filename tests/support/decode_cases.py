@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.formats import FINE, FORMATS
-from rotationzoo.codec.pages import PageLayout, Sections
+from rotationzoo.codec.page_layout import PageLayout, Sections
 
 LAYOUTS = FORMATS | {"fine": FINE}
 """The formats that a kernel reads."""

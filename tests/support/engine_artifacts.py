@@ -13,7 +13,7 @@ from rotationzoo.artifact.pooling import pooled_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
-from rotationzoo.codec.engines import ENGINES
+from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request

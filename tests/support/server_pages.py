@@ -7,9 +7,9 @@ import torch
 from rotationzoo.artifact.fit import fit
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FINE, FORMATS
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES

@@ -16,7 +16,7 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.vllm import command, plugin, server, settings
+from rotationzoo.vllm import command, plugin, refusals, settings
 from support.places import ROOT
 
 PYTHON = Path(os.environ.get("ROTATIONZOO_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -137,7 +137,7 @@ def pretend(monkeypatch, package=plugin.GPU_PACKAGE) -> None:
     monkeypatch.setattr(plugin, "find_installed", lambda: (package, plugin.TESTED[package][-1]))
     monkeypatch.setattr(command, "read_command", _read_command)
     monkeypatch.setattr(command, "read_options", lambda words, more: None)
-    monkeypatch.setattr(server, "check_server", lambda settings, config: None)
+    monkeypatch.setattr(refusals, "check_server", lambda settings, config: None)
 
 
 def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:

@@ -35,8 +35,8 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.server import Server
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.codec.layout import CacheLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import join_answers, read_answers

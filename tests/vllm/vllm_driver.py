@@ -151,7 +151,7 @@ def break_worker(job: dict) -> dict[str, str]:
 
 def ways_to_break(first, second, *_) -> dict:
     from rotationzoo.codec.attention import ExactWindow
-    from rotationzoo.codec.pages import PageLayout
+    from rotationzoo.codec.page_layout import PageLayout
     from rotationzoo.rotations import Rotations
     from rotationzoo.vllm.backend import RotatedBuilder
     from rotationzoo.vllm.pages import LayerPages

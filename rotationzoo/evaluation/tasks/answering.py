@@ -7,7 +7,7 @@ from itertools import chain, pairwise, product
 
 from transformers import PreTrainedModel
 
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers

@@ -9,10 +9,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Tasks
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
+from rotationzoo.recall.questions import QUOTE, TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens

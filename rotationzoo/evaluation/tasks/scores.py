@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact import scores
-from rotationzoo.codec.layout import CacheLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.tasks.answering import ExactAnswers, TaskAnswers
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.linalg.paired import weighted_mean

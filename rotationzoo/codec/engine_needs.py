@@ -45,7 +45,7 @@ class Entry:
     """Whether it stores layers with a sliding window in 2 bits. Where not, all others get the same
     bits of a budget."""
     prefill_layout: Literal["server", "window"] = "server"
-    """Which tokens of earlier chunks of a prompt stay exact, as in `codec.layout`."""
+    """Which tokens of earlier chunks of a prompt stay exact, as in `codec.windows`."""
     needs_base: bool = False
     """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
 
