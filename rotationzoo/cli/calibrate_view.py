@@ -7,8 +7,8 @@ from rotationzoo.calibration.calibrate import read_text
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.next_steps import typed_words
 from rotationzoo.cli.output import Output, say
-from rotationzoo.codec.formats import FORMATS
-from rotationzoo.codec.size import CONTEXT, bits_per_element
+from rotationzoo.codec.formats import BUDGETED, FINE, FORMATS
+from rotationzoo.codec.size import CONTEXT, BudgetSizes, bits_per_element, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.figures import size_words
@@ -43,6 +43,9 @@ def _plan_json(known: Plan) -> dict[str, Any]:
     if cached:
         layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
         bits |= {name: bits_per_element(cached, layout) for name, layout in layouts.items()}
+        if recipe.budget:
+            exact = CacheLayout.of_recipe(recipe, FINE)
+            bits = {BUDGETED: codec_bits(cached, BudgetSizes(recipe.budget), exact), **bits}
     return {
         "model": known.source.name,
         "revision": known.source.revision,

@@ -1,8 +1,9 @@
 """The size of a 2-bit cache in bits per element, including its exact windows and its scales."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rotationzoo.budget import Budget
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.windows import CacheLayout
@@ -29,6 +30,18 @@ def bits_per_element(geometry: Geometry, layout: CacheLayout, context: int = CON
     them."""
     codec = RotatedCodec(Rotations({}), layout.group_size)
     return codec_bits(geometry, codec, layout, context)
+
+
+@dataclass(frozen=True)
+class BudgetSizes:
+    """The bytes of rows to which a budget of bits gives what it says on average."""
+
+    budget: Budget
+    token_group: int = 1
+
+    def stored_bits(self, layer: int, side: str, dim: int, format: Format) -> float:
+        """As `Sized` has it."""
+        return next(bits for sides, bits in self.budget.shares if side in sides)
 
 
 def codec_bits(
