@@ -261,10 +261,9 @@ class RotatedLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `RotationZooError` as `crop` does, before anything changes."""
         if tokens_to_remove > 0:
-            raise RotationZooError(
-                f"a cache is not cropped to a length of {tokens_to_remove}",
-                hint="say how many tokens to take back: crop(-1) takes back the last one",
-            )
+            problem = f"a cache is not cropped to a length of {tokens_to_remove}"
+            hint = "say how many tokens to take back: crop(-1) takes back the last one"
+            raise RotationZooError(problem, hint)
         for stream in self.streams:
             count = min(-tokens_to_remove, stream.length)
             if count > stream.exact_tokens:

@@ -243,7 +243,6 @@ def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
     if all(rotation.mean is None for rotation in keys):
         return
     if layers := shifted_layers(geometry_of(model)):
-        raise RotationZooError(
-            f"keys of this model cannot be centered: {centering.reason(layers)}",
-            hint="give rotations of a recipe without center_keys",
-        )
+        problem = f"keys of this model cannot be centered: {centering.reason(layers)}"
+        hint = "give rotations of a recipe without center_keys"
+        raise RotationZooError(problem, hint)

@@ -117,10 +117,9 @@ def _more_bits(rotations: Sequence[Rotation]) -> int:
 
 def _place(rotation: Rotation) -> Place:
     if rotation.sensitivity is None:
-        raise RotationZooError(
-            "these rotations do not know what each layer loses, so no bits can be shared out",
-            hint="calibrate with --bits",
-        )
+        problem = "these rotations do not know what each layer loses, so no bits can be shared out"
+        hint = "calibrate with --bits"
+        raise RotationZooError(problem, hint)
     return Place(float(rotation.sensitivity), len(rotation.clip), rotation.dim)
 
 

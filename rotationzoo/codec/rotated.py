@@ -41,10 +41,9 @@ class RotatedCodec:
 
     def __post_init__(self) -> None:
         if self.rounding == "feedback" and not self.rotations.has_feedback:
-            raise RotationZooError(
-                "the rotations have no factors to choose codes by error feedback with",
-                hint="calibrate with --feedback",
-            )
+            problem = "the rotations have no factors to choose codes by error feedback with"
+            hint = "calibrate with --feedback"
+            raise RotationZooError(problem, hint)
 
     @property
     def token_group(self) -> int:

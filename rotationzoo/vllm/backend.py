@@ -285,10 +285,9 @@ def in_two_bits(spec: Any, layer: int | None) -> Any:
     """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for a layer that is
     not of full attention."""
     if type(spec) is not FullAttentionSpec:
-        raise UnsupportedModel(
-            "rotations are served with full attention and sliding windows alone",
-            hint="read it with transformers: rotationzoo generate",
-        )
+        problem = "rotations are served with full attention and sliding windows alone"
+        hint = "read it with transformers: rotationzoo generate"
+        raise UnsupportedModel(problem, hint)
     settings = read_settings(_current)
     assert settings is not None
     cell = cell_bytes(settings, spec.head_size, layer)

@@ -124,10 +124,9 @@ def check_model(artifact: Artifact, name: str, folder: Path) -> None:
     made_for = artifact.manifest.model
     fitting = hash_config(folder), hash_config(folder, unquantized=True)
     if made_for.config_sha256 not in fitting:
-        raise RotationZooError(
-            f"{artifact.folder} was made for {made_for.id}, and not for {name}",
-            hint=f"make one with: rotationzoo calibrate {name}",
-        )
+        problem = f"{artifact.folder} was made for {made_for.id}, and not for {name}"
+        hint = f"make one with: rotationzoo calibrate {name}"
+        raise RotationZooError(problem, hint)
     geometry = artifact.geometry
     shared = [layer.index for layer in geometry if layer.owner != layer.index]
     shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in geometry}
@@ -153,9 +152,8 @@ def verified_tokens(config: Any) -> int:
 def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
     """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU."""
     if not kernels_run_on(torch.device("cuda")):
-        raise RotationZooError(
-            "reading pages on this GPU needs NVIDIA's cuda.core", hint=f"install it with: {INSTALL}"
-        )
+        hint = f"install it with: {INSTALL}"
+        raise RotationZooError("reading pages on this GPU needs NVIDIA's cuda.core", hint)
     codec, format = settings.codec, settings.layout.format
     for layer in codec.rotations:
         key, value = (codec.page_layout(layer, side, 64, format) for side in SIDES)
@@ -199,8 +197,7 @@ def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None
         check_shape(head_size, codec.group_size or head_size, page.format)
         sizes[number] += page.bytes // (page.heads * tokens)
     if len({*sizes.values()}) > 1:
-        raise RotationZooError(
-            "layers take different bytes, and vLLM did not say which one it asks for",
-            hint="leave the budget of bits out: --format vllm",
-        )
+        problem = "layers take different bytes, and vLLM did not say which one it asks for"
+        hint = "leave the budget of bits out: --format vllm"
+        raise RotationZooError(problem, hint)
     return max(sizes.values())

@@ -168,8 +168,7 @@ def _of_scaling(
     if not fitting:
         known = f"its rotations are for: {', '.join(scalings)}" if scalings else "leave it out"
         make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
-        raise RotationZooError(
-            f"there is no rotation for {model} with its RoPE scaled by {wanted}",
-            hint=f"{known}; or make one with: {make}",
-        )
+        problem = f"there is no rotation for {model} with its RoPE scaled by {wanted}"
+        hint = f"{known}; or make one with: {make}"
+        raise RotationZooError(problem, hint)
     return [entry for entry in entries if entry.rope_scaling in fitting], []

@@ -91,10 +91,9 @@ def check_unsigned_push(before: LoadedIndex) -> None:
     """Raise `RotationZooError` if the index is signed: a push that does not sign it would leave a
     signature that is wrong."""
     if before.signature is not None:
-        raise RotationZooError(
-            f"the index of {before.repo} is signed, and would no longer be what was signed",
-            hint="sign the new one: --sign key.pem, or in CI: --sign keyless",
-        )
+        problem = f"the index of {before.repo} is signed, and would no longer be what was signed"
+        hint = "sign the new one: --sign key.pem, or in CI: --sign keyless"
+        raise RotationZooError(problem, hint)
 
 
 def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
@@ -122,10 +121,9 @@ def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     what, statement = f"the index of {own.repo}", own.content.statement
     finding = check_signature(Signed(what, {index.NAME: own.data or b""}, own.signature), demand)
     if statement is None:
-        raise RotationZooError(
-            f"the signature of {what} does not say which repository it is for",
-            hint="ask its owners to push with --sign and --adopt-index",
-        )
+        problem = f"the signature of {what} does not say which repository it is for"
+        hint = "ask its owners to push with --sign and --adopt-index"
+        raise RotationZooError(problem, hint)
     if (statement.hub, statement.repo) != (own.hub, own.repo):
         signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
         raise RotationZooError(
@@ -162,10 +160,9 @@ def _check_newest(statement: Statement) -> None:
     try:
         path = folders.state_folder() / "indexes.json"
     except RuntimeError as error:
-        raise RotationZooError(
-            "this user has no home, where the state of the index would be remembered",
-            hint="name a folder for it: export XDG_STATE_HOME=/path/to/state",
-        ) from error
+        problem = "this user has no home, where the state of the index would be remembered"
+        hint = "name a folder for it: export XDG_STATE_HOME=/path/to/state"
+        raise RotationZooError(problem, hint) from error
     lock = files.beside(path, "lock")
     place = f"{statement.hub}/{statement.repo}"
     with disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
