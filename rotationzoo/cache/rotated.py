@@ -7,14 +7,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.layer import (
-    Padding,
-    RotatedHybridLayer,
-    RotatedLayer,
-    RotatedSlidingLayer,
-    states_of,
-    watch_padding,
-)
+from rotationzoo.cache import layer as cached
+from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSlidingLayer
 from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.codec.settings import CacheOptions, CacheSettings, Layout, Reading, Rounding
@@ -97,13 +91,13 @@ class RotatedCache(DynamicCache):
         super().__init__()
         self.settings = settings
         (self._name,) = cache_argument(model, None)
-        self.padding = Padding()
+        self.padding = cached.Padding()
         self._planned = self._build_layers(model)
         self.layers = [] if self._adds_layers else self._planned
         next_layer: Any = self._next_layer if self._adds_layers else None
         self.layer_class_to_replicate = next_layer
         _check_means(settings.codec.rotations, model)
-        watch_padding(model)
+        cached.watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
         watch_attention(model)
         if isinstance(rotations, Artifact):
@@ -152,7 +146,7 @@ class RotatedCache(DynamicCache):
     @property
     def bytes_in_bf16(self) -> int:
         """The bytes that transformers' own cache takes for the same tokens in bfloat16."""
-        states = sum(state.nbytes for layer in self.layers for state in states_of(layer))
+        states = sum(state.nbytes for layer in self.layers for state in cached.states_of(layer))
         return states + sum(layer.bf16_bytes for layer in self.rotated_layers)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -161,7 +155,7 @@ class RotatedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, RotatedLayer):
                 tensors += layer.tensors()
-            tensors += states_of(layer)
+            tensors += cached.states_of(layer)
         return tensors
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn import ModuleList
 
+from rotationzoo import errors
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.errors import (
-    ModelUnavailable,
-    RotationZooError,
-    UnsupportedModel,
-    UsageError,
-    as_unavailable,
-)
+from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.model import files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.placement import Placement, is_out_of_memory, memory_limits
@@ -356,4 +351,4 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         half = f"--batch {batch // 2}"
         smaller = half if batch > 1 else "--device-map auto, or a shorter --length"
         hint = f"add: {smaller}"
-        raise RotationZooError(f"{rows} does not fit the device's memory", hint) from error
+        raise errors.RotationZooError(f"{rows} does not fit the device's memory", hint) from error

@@ -16,13 +16,8 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors as client
 
-from rotationzoo.errors import (
-    ModelUnavailable,
-    RotationZooError,
-    UnsupportedModel,
-    as_unavailable,
-    first_sentence,
-)
+from rotationzoo import errors
+from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import files
 from rotationzoo.model.files import GGUF, check_configs
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
@@ -262,7 +257,7 @@ def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, s
     hint = "check the network and the disk of HF_HOME, then run the same command again"
     if status_of(error) in (401, 403):
         hint = "run: hf auth login"
-    return f"{model} could not be fetched: {first_sentence(error)}", hint
+    return f"{model} could not be fetched: {errors.first_sentence(error)}", hint
 
 
 def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:

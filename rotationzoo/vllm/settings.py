@@ -16,19 +16,12 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec import cuda_attention
+from rotationzoo.codec import settings as caches
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engines import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
-from rotationzoo.codec.settings import (
-    CacheOptions,
-    CacheSettings,
-    Rounding,
-    as_engine,
-    budget_beside_others,
-    complete_settings,
-    reduce_rotations,
-)
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.linalg.orthogonality import one_thread
@@ -46,7 +39,7 @@ class Options(strict_json.Strict, extra="forbid"):
     """By default `fine` where the artifact has a budget of bits, and else `vllm`."""
     bits: float | None = None
     """Another budget of bits an element than the artifact's, which must have one."""
-    rounding: Rounding | None = None
+    rounding: caches.Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
@@ -109,12 +102,12 @@ def make_settings(options: Options, name: str, folder: Path, has_others: bool) -
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact", "anyway"}, exclude_none=True)
     budget = None if options.bits is None else Budget(options.bits)
-    budget = budget_beside_others(budget, recipe.budget, has_others)
+    budget = caches.budget_beside_others(budget, recipe.budget, has_others)
     uncentered = find_engine("vllm").uncentered
-    rotations = reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
-    chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
-    chosen = as_engine(chosen | asked, rotations.has_budget)
-    return complete_settings(recipe, rotations, chosen)
+    rotations = caches.reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
+    chosen: caches.CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
+    chosen = caches.as_engine(chosen | asked, rotations.has_budget)
+    return caches.complete_settings(recipe, rotations, chosen)
 
 
 def check_model(artifact: Artifact, name: str, folder: Path) -> None:
