@@ -183,13 +183,11 @@ class RotatedCache(DynamicCache):
     def _build_layers(self, model: PreTrainedModel) -> list[Any]:
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = [*DynamicCache(config=config).layers]
-        rotations = self.settings.codec.rotations
+        rotations, name = self.settings.codec.rotations, type(model).__name__
+        hint = "give the rotations of this model"
         if unknown := [index for index in rotations if index >= len(layers)]:
-            raise RotationZooError(
-                f"the rotations are for layer {unknown[0]}, and {type(model).__name__} caches "
-                f"{len(layers)} layers",
-                hint="give the rotations of this model",
-            )
+            problem = f"the rotations are for layer {unknown[0]}"
+            raise RotationZooError(f"{problem}, and {name} caches {len(layers)} layers", hint)
         for index, layer in enumerate(layers):
             if type(layer) is cache_utils.DynamicSlidingWindowLayer:
                 window = layer.sliding_window
@@ -200,17 +198,12 @@ class RotatedCache(DynamicCache):
                 states = layer.number_of_states
                 layers[index] = RotatedHybridLayer(self.settings, index, self.padding, states)
             elif hasattr(layer, "get_seq_length"):
-                raise UnsupportedModel(
-                    f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, "
-                    "which this cache cannot store in 2 bits",
-                    hint="evaluate it in a simulation: rotationzoo evaluate",
-                )
+                problem = f"layer {index} of {name} keeps a {type(layer).__name__}"
+                hint = "evaluate it in a simulation: rotationzoo evaluate"
+                raise UnsupportedModel(f"{problem}, which this cache cannot store in 2 bits", hint)
             elif index in rotations:
-                raise RotationZooError(
-                    f"layer {index} of {type(model).__name__} stores no keys and values, and there "
-                    "are rotations for it",
-                    hint="give the rotations of this model",
-                )
+                problem = f"layer {index} of {name} stores no keys and values"
+                raise RotationZooError(f"{problem}, and there are rotations for it", hint)
         return layers
 
 

@@ -92,11 +92,9 @@ def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: D
     for kind in ("image", "audio", "video"):
         places, given = sum(part["type"] == kind for part in parts), len(sample.media.get(kind, []))
         if places != given:
-            raise BadRow(
-                f"a chat of {data.source} has {counted(places, 'part')} of type {kind}, and its "
-                f"row has {given} to put there",
-                hint="give one part for each of the column; videos are not read",
-            )
+            problem = f"a chat of {data.source} has {counted(places, 'part')} of type {kind}"
+            hint = "give one part for each of the column; videos are not read"
+            raise BadRow(f"{problem}, and its row has {given} to put there", hint)
     text = "".join(part.get("text") or "" for part in parts)
     if written := [mark for mark in marks if mark and mark in text]:
         problem = f"a text of {data.source} holds {written[0]}, which stands for media of the model"

@@ -245,9 +245,8 @@ def work_beside(device: torch.device, work: Work, beside: bool = True) -> Work:
     return lambda: current.wait_stream(other)
 
 
-@cache
-def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_other_stream = cache(torch.cuda.Stream)
+"""The stream of a GPU for work beside the current one."""
 
 
 @cache

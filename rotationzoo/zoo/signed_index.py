@@ -74,12 +74,10 @@ class IndexSigner:
             # What has ended or is older must not become the newest by being signed again.
             _check(before, Demand(signers, bool(signers), self.tool.trust_config), may_end=False)
         except RotationZooError as error:
-            listed = len(before.content.entries)
-            raise RotationZooError(
-                f"{error}, and a new signature would vouch for all that it lists",
-                hint=f"look at what it lists ({listed:,}), and to sign that too, add: "
-                "--adopt-index",
-            ) from error
+            problem = f"{error}, and a new signature would vouch for all that it lists"
+            listed = f"look at what it lists ({len(before.content.entries):,})"
+            hint = f"{listed}, and to sign that too, add: --adopt-index"
+            raise RotationZooError(problem, hint) from error
 
 
 def root_names(signed: bool) -> list[str]:
@@ -172,10 +170,9 @@ def _check_newest(statement: Statement) -> None:
             content = strict_json.read(path, hint)
             seen = strict_json.validate(dict[str, int], content, str(path), hint)
         if statement.counter < seen.get(place, 0):
-            raise RotationZooError(
-                f"the index of {statement.repo} is an older one: its counter is "
-                f"{statement.counter}, and {seen[place]} was seen before",
-                hint=f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}",
-            )
+            problem = f"the index of {statement.repo} is an older one"
+            counters = f"its counter is {statement.counter}, and {seen[place]} was seen before"
+            hint = f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}"
+            raise RotationZooError(f"{problem}: {counters}", hint)
         if statement.counter != seen.get(place):
             folders.replace_file(path, strict_json.text({**seen, place: statement.counter}))
