@@ -323,10 +323,8 @@ def generate(
     """
     options = locals()
     if not isinstance(prompt, str):
-        raise UsageError(
-            f"a prompt is a text, and not of type {type(prompt).__name__}",
-            hint="for token ids, give the model's own generate a RotatedCache",
-        )
+        hint = "for token ids, give the model's own generate a RotatedCache"
+        raise UsageError(f"a prompt is a text, and not of type {type(prompt).__name__}", hint)
     return run_generation(generation_job(**options), options["progress"], options["write"])
 
 

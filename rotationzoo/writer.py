@@ -84,10 +84,9 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
         # Another process may have replaced the artifact since it was opened.
         current = Artifact.open(folder)
         if current.identity != artifact.identity:
-            raise RotationZooError(
-                f"{artifact.folder} holds other rotations by now, and nothing was added",
-                hint="run the command again",
-            )
+            problem = f"{artifact.folder} holds other rotations by now, and nothing was added"
+            hint = "run the command again"
+            raise RotationZooError(problem, hint)
         folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
         for name, data in added.items():
             folders.write_new(work / name, data)
@@ -144,16 +143,14 @@ def check_replaceable(folder: Path) -> None:
     folders.check_name(folder)
     if files.size_of(folder / MANIFEST) is not None:
         if foreign := foreign_files(Artifact.open(folder).folder):
-            raise RotationZooError(
-                f"{folder} also holds {foreign[0]}, which is no part of an artifact",
-                hint="choose another place with --output",
-            )
+            problem = f"{folder} also holds {foreign[0]}, which is no part of an artifact"
+            hint = "choose another place with --output"
+            raise RotationZooError(problem, hint)
         return
     empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty_folder:
-        raise RotationZooError(
-            f"{folder} exists and is no artifact", hint="choose another place with --output"
-        )
+        hint = "choose another place with --output"
+        raise RotationZooError(f"{folder} exists and is no artifact", hint)
 
 
 def library_versions() -> dict[str, str]:

@@ -4,14 +4,8 @@ check whether a manifest is true: `verify` does."""
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
 
 from rotationzoo.recipe import Recipe, digest
 from rotationzoo.sides import HEADS, LATENTS, CachedRows, rows_of
@@ -207,7 +201,7 @@ def _validate(kind: type[BaseModel], content: Any, strict: bool = True) -> BaseM
     """Raises `ValueError`, which says where the content is wrong."""
     try:
         return kind.model_validate(content, strict=strict)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, problem["loc"]))[:80]
         raise ValueError(f"{where}: {problem['msg']}") from error

@@ -19,10 +19,9 @@ def check_pooled(artifacts: Sequence[Artifact]) -> None:
     that has, without the statistics to fit from."""
     per_head = [artifact for artifact in artifacts if artifact.rotations.per_head]
     if not per_head:
-        raise UsageError(
-            "--pooled is for artifacts with one rotation per KV head, and none is given",
-            hint="leave it out",
-        )
+        problem = "--pooled is for artifacts with one rotation per KV head, and none is given"
+        hint = "leave it out"
+        raise UsageError(problem, hint)
     for artifact in per_head:
         _check_statistics(artifact)
 

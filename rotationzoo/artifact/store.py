@@ -183,10 +183,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if files.size_of(path) is None:
         if files.size_of(folder / EXPORT) is not None:
-            raise RotationZooError(
-                f"{folder} holds files for an engine, which export wrote, and is no artifact",
-                hint="name the artifact that they were exported from",
-            )
+            problem = f"{folder} holds files for an engine, which export wrote, and is no artifact"
+            hint = "name the artifact that they were exported from"
+            raise RotationZooError(problem, hint)
         if files.size_of(folder / "config.json") is not None:
             hint = f"make them with: rotationzoo calibrate {folder}"
             raise RotationZooError(f"{folder} is a model, and has no rotations", hint)

@@ -157,11 +157,9 @@ class RotatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         brought = key_states.shape[0]
         if brought != self.batch:
-            raise RotationZooError(
-                f"this cache holds {counted(self.batch, 'row')} of a batch, and a call brings "
-                f"{brought}",
-                hint="repeat them with cache.batch_repeat_interleave, or empty it: cache.reset()",
-            )
+            held = f"this cache holds {counted(self.batch, 'row')} of a batch"
+            hint = "repeat them with cache.batch_repeat_interleave, or empty it: cache.reset()"
+            raise RotationZooError(f"{held}, and a call brings {brought}", hint)
         # Move the start of rows of which only padding was read so far.
         for number, start in enumerate(self.padding.starts[: len(self.starts)]):
             if self.streams[number].length == 0:
@@ -261,24 +259,19 @@ class RotatedLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `RotationZooError` as `crop` does, before anything changes."""
         if tokens_to_remove > 0:
-            raise RotationZooError(
-                f"a cache is not cropped to a length of {tokens_to_remove}",
-                hint="say how many tokens to take back: crop(-1) takes back the last one",
-            )
+            problem = f"a cache is not cropped to a length of {tokens_to_remove}"
+            hint = "say how many tokens to take back: crop(-1) takes back the last one"
+            raise RotationZooError(problem, hint)
         for stream in self.streams:
             count = min(-tokens_to_remove, stream.length)
+            problem = f"{count} tokens cannot be taken back"
+            hint = "make the cache with a greater slack, or read the prompt again"
             if count > stream.exact_tokens:
-                raise RotationZooError(
-                    f"{count} tokens cannot be taken back: all but the last {stream.exact_tokens} "
-                    "are quantized",
-                    hint="make the cache with a greater slack, or read the prompt again",
-                )
+                reason = f"all but the last {stream.exact_tokens} are quantized"
+                raise RotationZooError(f"{problem}: {reason}", hint)
             if self._needed(stream.length - count) < stream.first:
-                raise RotationZooError(
-                    f"{count} tokens cannot be taken back: the window of layer {self.index} would "
-                    "reach tokens that it forgot",
-                    hint="make the cache with a greater slack, or read the prompt again",
-                )
+                reason = f"the window of layer {self.index} would reach tokens that it forgot"
+                raise RotationZooError(f"{problem}: {reason}", hint)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep these rows `[B']`, in this order."""

@@ -77,17 +77,15 @@ def check_options(options: dict[str, Any]) -> None:
     choices["engine"] = ENGINE_NAMES
     for name, words in choices.items():
         if name in options and options[name] not in words:
-            raise UsageError(
-                f"there is no {name} {options[name]!r}{nearest(str(options[name]), words)}",
-                hint=f"give one of {', '.join(words)}",
-            )
+            problem = f"there is no {name} {options[name]!r}{nearest(str(options[name]), words)}"
+            hint = f"give one of {', '.join(words)}"
+            raise UsageError(problem, hint)
     smallest = {"sink": 0, "recent": 0, "slack": 0}
     if options.get("group_size") is not None:
         smallest["group_size"] = 1
     for name, least in smallest.items():
         number = options.get(name, least)
         if not isinstance(number, int) or number < least:
-            raise UsageError(
-                f"{name} must be a whole number of at least {least}, not {number!r}",
-                hint=f"{name}=64",
-            )
+            problem = f"{name} must be a whole number of at least {least}, not {number!r}"
+            hint = f"{name}=64"
+            raise UsageError(problem, hint)

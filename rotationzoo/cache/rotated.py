@@ -7,14 +7,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.layer import (
-    Padding,
-    RotatedHybridLayer,
-    RotatedLayer,
-    RotatedSlidingLayer,
-    states_of,
-    watch_padding,
-)
+from rotationzoo.cache import layer as cached
+from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSlidingLayer
 from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.codec.settings import CacheOptions, CacheSettings, Layout, Reading, Rounding
@@ -97,13 +91,13 @@ class RotatedCache(DynamicCache):
         super().__init__()
         self.settings = settings
         (self._name,) = cache_argument(model, None)
-        self.padding = Padding()
+        self.padding = cached.Padding()
         self._planned = self._build_layers(model)
         self.layers = [] if self._adds_layers else self._planned
         next_layer: Any = self._next_layer if self._adds_layers else None
         self.layer_class_to_replicate = next_layer
         _check_means(settings.codec.rotations, model)
-        watch_padding(model)
+        cached.watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
         watch_attention(model)
         if isinstance(rotations, Artifact):
@@ -152,7 +146,7 @@ class RotatedCache(DynamicCache):
     @property
     def bytes_in_bf16(self) -> int:
         """The bytes that transformers' own cache takes for the same tokens in bfloat16."""
-        states = sum(state.nbytes for layer in self.layers for state in states_of(layer))
+        states = sum(state.nbytes for layer in self.layers for state in cached.states_of(layer))
         return states + sum(layer.bf16_bytes for layer in self.rotated_layers)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -161,7 +155,7 @@ class RotatedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, RotatedLayer):
                 tensors += layer.tensors()
-            tensors += states_of(layer)
+            tensors += cached.states_of(layer)
         return tensors
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -189,13 +183,11 @@ class RotatedCache(DynamicCache):
     def _build_layers(self, model: PreTrainedModel) -> list[Any]:
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = [*DynamicCache(config=config).layers]
-        rotations = self.settings.codec.rotations
+        rotations, name = self.settings.codec.rotations, type(model).__name__
+        hint = "give the rotations of this model"
         if unknown := [index for index in rotations if index >= len(layers)]:
-            raise RotationZooError(
-                f"the rotations are for layer {unknown[0]}, and {type(model).__name__} caches "
-                f"{len(layers)} layers",
-                hint="give the rotations of this model",
-            )
+            problem = f"the rotations are for layer {unknown[0]}"
+            raise RotationZooError(f"{problem}, and {name} caches {len(layers)} layers", hint)
         for index, layer in enumerate(layers):
             if type(layer) is cache_utils.DynamicSlidingWindowLayer:
                 window = layer.sliding_window
@@ -206,17 +198,12 @@ class RotatedCache(DynamicCache):
                 states = layer.number_of_states
                 layers[index] = RotatedHybridLayer(self.settings, index, self.padding, states)
             elif hasattr(layer, "get_seq_length"):
-                raise UnsupportedModel(
-                    f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, "
-                    "which this cache cannot store in 2 bits",
-                    hint="evaluate it in a simulation: rotationzoo evaluate",
-                )
+                problem = f"layer {index} of {name} keeps a {type(layer).__name__}"
+                hint = "evaluate it in a simulation: rotationzoo evaluate"
+                raise UnsupportedModel(f"{problem}, which this cache cannot store in 2 bits", hint)
             elif index in rotations:
-                raise RotationZooError(
-                    f"layer {index} of {type(model).__name__} stores no keys and values, and there "
-                    "are rotations for it",
-                    hint="give the rotations of this model",
-                )
+                problem = f"layer {index} of {name} stores no keys and values"
+                raise RotationZooError(f"{problem}, and there are rotations for it", hint)
         return layers
 
 
@@ -243,7 +230,6 @@ def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
     if all(rotation.mean is None for rotation in keys):
         return
     if layers := shifted_layers(geometry_of(model)):
-        raise RotationZooError(
-            f"keys of this model cannot be centered: {centering.reason(layers)}",
-            hint="give rotations of a recipe without center_keys",
-        )
+        problem = f"keys of this model cannot be centered: {centering.reason(layers)}"
+        hint = "give rotations of a recipe without center_keys"
+        raise RotationZooError(problem, hint)

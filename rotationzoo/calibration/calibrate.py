@@ -72,10 +72,9 @@ def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
     artifact = Artifact.open(job.output)
     saved = {**artifact.manifest.identity, "recipe": _asked_recipe(artifact)}
     if changed := differences(saved, identity):
-        raise RotationZooError(
-            f"{job.output} holds the work of another job: {differing(changed)}",
-            hint="choose another place with --output, or replace it with --restart",
-        )
+        problem = f"{job.output} holds the work of another job: {differing(changed)}"
+        hint = "choose another place with --output, or replace it with --restart"
+        raise RotationZooError(problem, hint)
     return None if artifact.damaged_files() else artifact
 
 

@@ -70,10 +70,9 @@ class Checkpoint:
         except _UNREADABLE as error:
             raise _damaged(self.path) from error
         if changed := differences(saved, self.identity):
-            raise RotationZooError(
-                f"the checkpoint {self.path} is of another job: {differing(changed)}",
-                hint="start afresh with --restart, or choose another --output",
-            )
+            problem = f"the checkpoint {self.path} is of another job: {differing(changed)}"
+            hint = "start afresh with --restart, or choose another --output"
+            raise RotationZooError(problem, hint)
         if _shapes(sums) != _shapes(to_raw(zeros)) or done < 0:
             raise _damaged(self.path)
         return from_raw(sums), done

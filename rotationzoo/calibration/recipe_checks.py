@@ -25,10 +25,9 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     """Raise `RotationZooError` if the recipe's composition does not exist for a head dimension: for
     want of a Hadamard matrix, for groups that do not divide it, or because it is `given`."""
     if recipe.composition == GIVEN:
-        raise RotationZooError(
-            "the composition 'given' stands for imported matrices and cannot be calibrated",
-            hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
-        )
+        problem = "the composition 'given' stands for imported matrices and cannot be calibrated"
+        hint = "leave composition out of the recipe, or see docs/recipes.md for those that can"
+        raise RotationZooError(problem, hint)
     cached = cached_rows(geometry)
     if not all(map(recipe.target_kinds, cached.sides)):
         raise RotationZooError(
@@ -37,10 +36,9 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
             hint="give key_statistic: query and value_statistic: output, or key and value",
         )
     if cached is not HEADS and recipe.data.media:
-        raise RotationZooError(
-            f"images and audio are not counted for models that cache {cached.words} yet",
-            hint=f"calibrate on text, without {' and '.join(recipe.data.media)}",
-        )
+        problem = f"images and audio are not counted for models that cache {cached.words} yet"
+        hint = f"calibrate on text, without {' and '.join(recipe.data.media)}"
+        raise RotationZooError(problem, hint)
     dims = head_dims(geometry)
     check_group_size(recipe.group_size, dims)
     check_room(recipe.budget, recipe.group_size, geometry)
@@ -86,12 +84,10 @@ def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
     length, data = recipe.data.length, recipe.data
     check_positions(config, length, "rows", "add: --length {}")
     if recipe.exclude_sink and length <= recipe.sink:
-        raise RotationZooError(
-            f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens",
-            hint="give longer rows with --length",
-        )
+        problem = f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens"
+        hint = "give longer rows with --length"
+        raise RotationZooError(problem, hint)
     if not data.media and not data.rows:
-        raise RotationZooError(
-            f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}",
-            hint=f"ask for at least --tokens {length}, or for shorter rows with --length",
-        )
+        problem = f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}"
+        hint = f"ask for at least --tokens {length}, or for shorter rows with --length"
+        raise RotationZooError(problem, hint)

@@ -20,17 +20,11 @@ from rotationzoo.codec.bit_allocation import COARSE
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
+from rotationzoo.model import prediction
 from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.capture import Call, Intercept, intercept
 from rotationzoo.model.latent import cached_of
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.prediction import (
-    decoder_layers,
-    divergence_of,
-    keeping_outputs,
-    returning,
-    run_decoder,
-)
 from rotationzoo.progress import Progress
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recall.questions import QUOTE, TASKS
@@ -75,7 +69,7 @@ def measure_sensitivities(
     every layer and side. Layers before it are left out then: what they return is kept from the
     exact run. Raises `RotationZooError` for predictions that are not finite.
     """
-    layers = decoder_layers(model)
+    layers = prediction.decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
         layers = []  # a layer that reads another one's cache needs it to run
     codec = RotatedCodec(rotations, group_size, rounding="feedback")
@@ -158,22 +152,22 @@ def _lose(
     """The mean `KL(exact || stored)` at the compared positions of a text, for each attention."""
     ids = text.ids[None, : text.positions[0]].to(input_device(model))
     cache = returned_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
-    with keeping_outputs(layers) as outputs:
+    with prediction.keeping_outputs(layers) as outputs:
         exact = _predict(model, text, cache)
     if len(outputs) != len(layers) or not all(map(torch.is_tensor, outputs)):
         layers = []  # a later one cannot stand for them
     for layer, attention in stored:
         before = layers[:layer]
-        leaving_out = returning(before, outputs[layer - 1]) if before else nullcontext()
+        leaving_out = prediction.returning(before, outputs[layer - 1]) if before else nullcontext()
         with leaving_out, intercept(model, attention):
             other = _predict(model, text, cache)
-        yield divergence_of(exact, other).double().mean().item()
+        yield prediction.divergence_of(exact, other).double().mean().item()
 
 
 def _predict(model: PreTrainedModel, text: Text, cache: Any) -> torch.Tensor:
     """The logits `[P, vocabulary]` at the compared positions, with a copy of the cache."""
     start, last = text.positions[0], text.positions[-1]
-    states = run_decoder(model, text.ids[None, start : last + 1], copy.deepcopy(cache))
+    states = prediction.run_decoder(model, text.ids[None, start : last + 1], copy.deepcopy(cache))
     return states.logits([at - start for at in text.positions])[0]
 
 

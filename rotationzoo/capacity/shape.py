@@ -116,10 +116,9 @@ def read_shape(source: Source) -> Shape:
     model = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(model)
     if geometry is None:
-        raise UnsupportedModel(
-            f"what the layers of {source.name} cache shows only with its weights",
-            hint="fetch them and look at: rotationzoo generate",
-        )
+        problem = f"what the layers of {source.name} cache shows only with its weights"
+        hint = "fetch them and look at: rotationzoo generate"
+        raise UnsupportedModel(problem, hint)
     kept, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     windows = {index: getattr(each, "sliding_window", None) for index, each in enumerate(kept)}
     owners = cached_layers(geometry)

@@ -75,11 +75,9 @@ def check_membership(
     candidate.check_memory_limits()
     recipe = artifact.recipe
     if not recipe.has_eigenbasis:
-        raise RotationZooError(
-            f"{artifact.folder} holds no eigenbasis to look for in a model "
-            f"(composition {recipe.composition})",
-            hint="leave --run out",
-        )
+        problem = f"{artifact.folder} holds no eigenbasis to look for in a model"
+        hint = "leave --run out"
+        raise RotationZooError(f"{problem} (composition {recipe.composition})", hint)
     rotations = list(artifact.rotations.each())  # read before the weights are fetched
     source = find(candidate.model, candidate.revision)
     config = loading.load_config(source, recipe.rope_scaling)

@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.budget import Budget
-from rotationzoo.cli import options
-from rotationzoo.cli.next_steps import (
-    named,
-    served,
-    shell_line,
-    show_artifact,
-    suggest_step,
-    typed_words,
-)
+from rotationzoo.cli import next_steps, options
+from rotationzoo.cli.next_steps import named, served, shell_line, typed_words
 from rotationzoo.cli.options import Loading, argument, flag, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -108,8 +101,8 @@ def calibrate_command(
     is_new = _last_change(job.output) != before
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
-    show_artifact(out, artifact, with_time=is_new)
-    suggest_step(out, artifact, named(model, settings.revision), engine)
+    next_steps.show_artifact(out, artifact, with_time=is_new)
+    next_steps.suggest_step(out, artifact, named(model, settings.revision), engine)
 
 
 def _find_bits(
@@ -133,7 +126,7 @@ def _find_bits(
     decision, words = report.window.verdict.decisions[0], named(model, settings.revision)
     if job.rungs and decision.action == "serve":
         artifact = Artifact.open(artifact.folder.with_name(plain_name(decision.arm)))
-    show_artifact(out, artifact, False, decision)
+    next_steps.show_artifact(out, artifact, False, decision)
     folder, engine = str(artifact.folder), settings.engine or usual_engine(artifact.manifest)
     if decision.action == "serve":
         use = ["export", folder, "--for", engine]

@@ -34,9 +34,8 @@ def export_command(
     rotationzoo export rotations/Qwen3-8B-oscar --for llama.cpp --base Qwen3-8B-Q8_0.gguf
     """
     if to is None:
-        raise UsageError(
-            "export writes what one engine reads", hint="name it: --for vllm, or --for sglang"
-        )
+        hint = "name it: --for vllm, or --for sglang"
+        raise UsageError("export writes what one engine reads", hint)
     from rotationzoo.artifact.store import Artifact
 
     opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)

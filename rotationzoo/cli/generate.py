@@ -130,10 +130,8 @@ def find_rotations(out: Output, source: "Source") -> "Artifact | None":
     own = [each for each in fitting if is_remembered(each)]
     if not own:
         place = fitting[0].folder
-        raise UsageError(
-            f"{place} is nothing that you calibrated or pulled on this machine",
-            hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
-        )
+        hint = f"if you know whose it is, add: --rotations {shlex.quote(str(place))}"
+        raise UsageError(f"{place} is nothing that you calibrated or pulled on this machine", hint)
     # The rotations, and not the manifest, which `evaluate --save` writes again.
     newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
     if out.mode != "quiet":

@@ -41,9 +41,8 @@ def choose_signer(signing: options.Signing) -> "IndexSigner | None":
         return None
     key = None if sign == KEYLESS else Path(sign).expanduser()
     if key is not None and not key.is_file():
-        raise UsageError(
-            f"--sign {sign} is no file of a key", hint="write: --sign key.pem, or --sign keyless"
-        )
+        hint = "write: --sign key.pem, or --sign keyless"
+        raise UsageError(f"--sign {sign} is no file of a key", hint)
     return IndexSigner(SigningTool(key, signing.trust_config, why), signing.adopt_index)
 
 

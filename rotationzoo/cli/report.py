@@ -33,9 +33,8 @@ def report_command(
     from rotationzoo.storage import files, folders
 
     if output.is_file() and FOOTER.encode() not in files.read(output, 1 << 24):
-        raise RotationZooError(
-            f"{output} exists and is no page of report", hint="choose another place with --output"
-        )
+        hint = "choose another place with --output"
+        raise RotationZooError(f"{output} exists and is no page of report", hint)
     opened = Artifact.open(artifact)
     report = _draw_report(out, opened, context)
     folders.replace_file(output, report.html(str(artifact)).encode())

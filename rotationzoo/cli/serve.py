@@ -47,10 +47,8 @@ def serve_command(
     """
     handed_on = vllm_options or []
     if rotations is None and handed_on and (Path(handed_on[0]) / "manifest.json").exists():
-        raise UsageError(
-            f"{handed_on[0]} has rotations, which follow an option",
-            hint="give them as: rotationzoo serve MODEL --rotations FOLDER",
-        )
+        hint = "give them as: rotationzoo serve MODEL --rotations FOLDER"
+        raise UsageError(f"{handed_on[0]} has rotations, which follow an option", hint)
     from rotationzoo.artifact.manifest import hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers, shares_blocks

@@ -117,10 +117,9 @@ def _more_bits(rotations: Sequence[Rotation]) -> int:
 
 def _place(rotation: Rotation) -> Place:
     if rotation.sensitivity is None:
-        raise RotationZooError(
-            "these rotations do not know what each layer loses, so no bits can be shared out",
-            hint="calibrate with --bits",
-        )
+        problem = "these rotations do not know what each layer loses, so no bits can be shared out"
+        hint = "calibrate with --bits"
+        raise RotationZooError(problem, hint)
     return Place(float(rotation.sensitivity), len(rotation.clip), rotation.dim)
 
 
@@ -154,11 +153,8 @@ def _extra_bits(places: Sequence[Place], bits: float, group_size: int | None) ->
     least = taken / sum(place.elements for place in places)
     if bits < least - _NOTHING:
         raised = math.ceil((least - _NOTHING) * 1000) / 1000  # 2 + 16/192 may not be rounded down
-        raise RotationZooError(
-            f"a budget of {bits:g} bits is less than codes of 2 bits take with their scales, "
-            f"{raised:g}",
-            hint=f"give {raised:g} or more",
-        )
+        problem = f"a budget of {bits:g} bits is less than codes of 2 bits take with their scales"
+        raise RotationZooError(f"{problem}, {raised:g}", f"give {raised:g} or more")
     return max(0.0, bits - least)
 
 

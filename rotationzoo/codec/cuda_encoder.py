@@ -63,10 +63,9 @@ class Encoder:
         call."""
         if self.refused.item():
             self.refused.zero_()
-            raise RotationZooError(
-                f"a row to be quantized is not finite or exceeds {int2.LARGEST:.0e}",
-                hint="run the model with --dtype float32",
-            )
+            problem = f"a row to be quantized is not finite or exceeds {int2.LARGEST:.0e}"
+            hint = "run the model with --dtype float32"
+            raise RotationZooError(problem, hint)
 
 
 def clip_encoder(

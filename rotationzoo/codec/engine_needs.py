@@ -112,11 +112,9 @@ def check_sides(name: str, sides: Collection[str]) -> None:
     """Raise `UsageError` for an engine that does not take rotations of these sides."""
     takes = find_engine(name).takes
     if not set(sides) <= set(takes):
-        raise UsageError(
-            f"{name} reads rotations of {rows_of(takes).words}, and these are of "
-            f"{rows_of(sides).name}",
-            hint=f"--for {' or '.join(engines_for(sides))}",
-        )
+        problem = f"{name} reads rotations of {rows_of(takes).words}"
+        hint = f"--for {' or '.join(engines_for(sides))}"
+        raise UsageError(f"{problem}, and these are of {rows_of(sides).name}", hint)
 
 
 def engines_for(sides: Collection[str]) -> list[str]:

@@ -188,10 +188,9 @@ def check_shape(dim: int, group: int, format: Format = SGLANG) -> None:
             f"rows of {dim} channels do not divide by {count} and into groups of {group}"
         )
     if dim < format.fine_channels:
-        raise RotationZooError(
-            f"rows of {dim} channels have no {format.fine_channels} of three bits",
-            hint="--format sglang",
-        )
+        problem = f"rows of {dim} channels have no {format.fine_channels} of three bits"
+        hint = "--format sglang"
+        raise RotationZooError(problem, hint)
 
 
 def _word(bits: int) -> tuple[int, int]:
@@ -204,10 +203,9 @@ def check_values(rows: torch.Tensor) -> None:
     """Raise `RotationZooError` for rows that are not finite or above `LARGEST`."""
     # `not <=` instead of `>`, so that NaN is refused, too.
     if rows.numel() and not rows.abs().amax() <= LARGEST:
-        raise RotationZooError(
-            f"a row to be quantized is not finite or exceeds {LARGEST:.0e}",
-            hint="run the model with --dtype float32",
-        )
+        problem = f"a row to be quantized is not finite or exceeds {LARGEST:.0e}"
+        hint = "run the model with --dtype float32"
+        raise RotationZooError(problem, hint)
 
 
 def metadata(

@@ -41,10 +41,9 @@ class RotatedCodec:
 
     def __post_init__(self) -> None:
         if self.rounding == "feedback" and not self.rotations.has_feedback:
-            raise RotationZooError(
-                "the rotations have no factors to choose codes by error feedback with",
-                hint="calibrate with --feedback",
-            )
+            problem = "the rotations have no factors to choose codes by error feedback with"
+            hint = "calibrate with --feedback"
+            raise RotationZooError(problem, hint)
 
     @property
     def token_group(self) -> int:
@@ -210,11 +209,9 @@ class RotatedCodec:
         for rotation, rows in ((rotations[side], rows) for side, rows in stored):
             heads, dim = rows.shape[1], rows.shape[3]
             if (len(rotation.clip), rotation.dim) != (heads, dim):
-                raise RotationZooError(
-                    f"layer {layer} has {heads} KV heads of {dim} channels, and its rotations are "
-                    f"for {len(rotation.clip)} of {rotation.dim}",
-                    hint=_HINT,
-                )
+                found = f"layer {layer} has {heads} KV heads of {dim} channels"
+                made_for = f"its rotations are for {len(rotation.clip)} of {rotation.dim}"
+                raise RotationZooError(f"{found}, and {made_for}", _HINT)
         moved = {side: move(rotations[side], key.device) for side in rotations.sides}
         return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
 

@@ -124,10 +124,9 @@ def export(artifact: Artifact, request: Request) -> Exported:
 def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
     """How rotationzoo starts an engine that reads the artifact itself."""
     if request != Request(request.engine):
-        raise UsageError(
-            f"{request.engine} reads the folder as it is, and nothing is written for it",
-            hint=f"leave out all options but --for {request.engine}, or give another engine",
-        )
+        problem = f"{request.engine} reads the folder as it is, and nothing is written for it"
+        hint = f"leave out all options but --for {request.engine}, or give another engine"
+        raise UsageError(problem, hint)
     words = ["rotationzoo", command, *model_words(artifact), "--rotations", str(artifact.folder)]
     notes = [f"nothing is written: {request.engine} reads the folder itself"]
     if command == "serve":

@@ -112,7 +112,6 @@ def check_length(data: Data, start: int) -> None:
             hint="give longer rows with --length, or smaller ones with --windows",
         )
     if not data.rows:
-        raise UsageError(
-            f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}",
-            hint="more --tokens, or a shorter --length",
-        )
+        problem = f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}"
+        hint = "more --tokens, or a shorter --length"
+        raise UsageError(problem, hint)

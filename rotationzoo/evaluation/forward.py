@@ -97,10 +97,8 @@ def run_models(
     # A position is measured by how well it predicts the next token, so a row needs one more token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
     if not batches:
-        raise RotationZooError(
-            f"no row is longer than {trial.start + 1} tokens",
-            hint="give longer documents, or smaller --windows",
-        )
+        hint = "give longer documents, or smaller --windows"
+        raise RotationZooError(f"no row is longer than {trial.start + 1} tokens", hint)
     edges = bucket_edges(trial.start, max(ids.shape[1] for ids in batches))
     device = input_device(model)
     modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))

@@ -162,9 +162,8 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
 def check_keep(percent: float) -> None:
     """Raise `UsageError` for no share of answers that can be kept."""
     if not 0 < percent < 100:
-        raise UsageError(
-            "--keep is percent of the answers, above 0 and below 100", hint="write it as: --keep 95"
-        )
+        hint = "write it as: --keep 95"
+        raise UsageError("--keep is percent of the answers, above 0 and below 100", hint)
 
 
 def _check_settings(job: Evaluation) -> None:
@@ -174,14 +173,11 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
     known = (*BASELINES, *RIVALS)
     if unknown := [name for name in job.baselines if name not in known]:
-        raise UsageError(
-            f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}",
-            hint=f"give some of {', '.join(RIVALS)}",
-        )
+        hint = f"give some of {', '.join(RIVALS)}"
+        raise UsageError(f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}", hint)
     if job.prefill_layout and job.prefill_chunk is None:
-        raise UsageError(
-            "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
-        )
+        hint = "add: --prefill-chunk 2048"
+        raise UsageError("--prefill-layout is for a prefill in chunks", hint)
     job.tasks.check()
     job.check_memory_limits()
     if job.adapter is not None:
@@ -214,10 +210,9 @@ def _leave_windows(
     if full is None:
         return job
     if not full:
-        raise UsageError(
-            f"every layer of {job.model} has a sliding window, which {job.engine} keeps exact",
-            hint="to store them in 2 bits, leave out --for",
-        )
+        problem = f"every layer of {job.model} has a sliding window, which {job.engine} keeps exact"
+        hint = "to store them in 2 bits, leave out --for"
+        raise UsageError(problem, hint)
     notes = [*job.notes, f"Layers with a sliding window stay exact, as {job.engine} serves them"]
     return replace(job, layers=full, notes=notes)
 

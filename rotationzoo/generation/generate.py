@@ -91,10 +91,9 @@ class Generation(loading.RunSettings):
         feedback = self.cache.get("rounding") == "feedback"
         if feedback and (artifact is None or not artifact.rotations.has_feedback):
             name = artifact.folder if artifact else "a cache without rotations"
-            raise RotationZooError(
-                f"{name} has no factors to choose codes by error feedback with",
-                hint="calibrate with --feedback, or leave out --rounding",
-            )
+            problem = f"{name} has no factors to choose codes by error feedback with"
+            hint = "calibrate with --feedback, or leave out --rounding"
+            raise RotationZooError(problem, hint)
         return artifact
 
 
@@ -254,10 +253,8 @@ def encode_prompt(
     `RotationZooError` for a refused text."""
     text, start, positions = job.prompt, start_tokens(tokenizer), position_count(config)
     if job.chat and tokenizer.chat_template is None:
-        raise UsageError(
-            f"the tokenizer of {job.model} has no chat template",
-            hint="leave out --chat, and the model continues the prompt as a text",
-        )
+        hint = "leave out --chat, and the model continues the prompt as a text"
+        raise UsageError(f"the tokenizer of {job.model} has no chat template", hint)
     if job.chat:
         messages = [{"role": "user", "content": text}]
         refused = f"the chat template of {job.model} refuses the prompt"
@@ -269,9 +266,8 @@ def encode_prompt(
         # The error below says what the tokenizer would warn of.
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if not ids:
-        raise RotationZooError(
-            f"the tokenizer of {job.model} makes no token of the prompt", hint="give another prompt"
-        )
+        hint = "give another prompt"
+        raise RotationZooError(f"the tokenizer of {job.model} makes no token of the prompt", hint)
     length = len(start) + len(ids)
     needed = length + job.max_new_tokens
     if positions is not None and needed > positions:

@@ -32,10 +32,9 @@ def hadamard(order: int) -> torch.Tensor:
         if rest == 0 and (core := _paley(factor)) is not None:
             root: float = order**0.5
             return reduce(torch.kron, [*[_SYLVESTER] * power, core]) / root
-    raise RotationZooError(
-        f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}",
-        hint="use a recipe without a Hadamard factor: composition: plain",
-    )
+    problem = f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}"
+    hint = "use a recipe without a Hadamard factor: composition: plain"
+    raise RotationZooError(problem, hint)
 
 
 def _paley(order: int) -> torch.Tensor | None:

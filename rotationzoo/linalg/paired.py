@@ -10,10 +10,8 @@ def paired_difference(
 ) -> tuple[float, float | None]:
     """Mean difference of two arms' log perplexities on the same texts, and its standard error (None
     for a single text). Each text is weighted by its `tokens`."""
-    difference = torch.tensor(losses, dtype=torch.float64) - torch.tensor(
-        baseline_losses, dtype=torch.float64
-    )
-    return weighted_mean(difference, torch.tensor(tokens, dtype=torch.float64))
+    arm, baseline = torch.tensor([losses, baseline_losses], dtype=torch.float64)
+    return weighted_mean(arm - baseline, torch.tensor(tokens, dtype=torch.float64))
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, float | None]:

@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn import ModuleList
 
+from rotationzoo import errors
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.errors import (
-    ModelUnavailable,
-    RotationZooError,
-    UnsupportedModel,
-    UsageError,
-    as_unavailable,
-)
+from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.model import files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.placement import Placement, is_out_of_memory, memory_limits
@@ -55,10 +50,9 @@ def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedC
         hint = _FETCH_HINT
         raise ModelUnavailable(f"{source.name} has no readable config.json with a model_type", hint)
     if kind not in CONFIG_MAPPING:
-        raise ModelUnavailable(
-            f"transformers does not know the model type {kind!r} of {source.name}",
-            hint="upgrade transformers; models that bring their own code are not supported",
-        )
+        problem = f"transformers does not know the model type {kind!r} of {source.name}"
+        hint = "upgrade transformers; models that bring their own code are not supported"
+        raise ModelUnavailable(problem, hint)
     with as_unavailable(f"the config of {source.name} is not valid", hint=_FETCH_HINT):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source.folder, trust_remote_code=False
@@ -194,10 +188,9 @@ def load(
         raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", hint)
     unused, parts = _find_unused(model, stored, loading_info["unexpected_keys"])
     if unused:
-        raise ModelUnavailable(
-            f"{cannot}: its weights have {unused[0]}, which its config does not use",
-            hint="fetch config.json and the weights again, both of one model and revision",
-        )
+        problem = f"{cannot}: its weights have {unused[0]}, which its config does not use"
+        hint = "fetch config.json and the weights again, both of one model and revision"
+        raise ModelUnavailable(problem, hint)
     if parts:
         note = f"{' and '.join(parts)} of the checkpoint stand unused: the model here has none"
         setattr(model, _NOTES, [note])
@@ -332,10 +325,9 @@ def torch_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "this machine has no CUDA device, or this torch was built without CUDA",
-            hint="--device cpu",
-        )
+        problem = "this machine has no CUDA device, or this torch was built without CUDA"
+        hint = "--device cpu"
+        raise UsageError(problem, hint)
     return device
 
 
@@ -359,4 +351,4 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         half = f"--batch {batch // 2}"
         smaller = half if batch > 1 else "--device-map auto, or a shorter --length"
         hint = f"add: {smaller}"
-        raise RotationZooError(f"{rows} does not fit the device's memory", hint) from error
+        raise errors.RotationZooError(f"{rows} does not fit the device's memory", hint) from error

@@ -54,10 +54,9 @@ def place_weights(
     count = torch.cuda.device_count()
     missing = [each for each in limits or () if isinstance(each, int) and each >= count]
     if missing:
-        raise UsageError(
-            f"--max-memory names GPU {missing[0]}, and this machine has {count or 'none'}",
-            hint="leave out GPUs that are not here: --max-memory cpu=60GiB",
-        )
+        problem = f"--max-memory names GPU {missing[0]}, and this machine has {count or 'none'}"
+        hint = "leave out GPUs that are not here: --max-memory cpu=60GiB"
+        raise UsageError(problem, hint)
     if limits is None and reserved:
         computing = devices_of(on_cpu=not torch.cuda.is_available())
         limits = {}

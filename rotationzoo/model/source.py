@@ -16,13 +16,8 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors as client
 
-from rotationzoo.errors import (
-    ModelUnavailable,
-    RotationZooError,
-    UnsupportedModel,
-    as_unavailable,
-    first_sentence,
-)
+from rotationzoo import errors
+from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import files
 from rotationzoo.model.files import GGUF, check_configs
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
@@ -89,10 +84,9 @@ def find(model: str, revision: str | None = None) -> Source:
     folder = DEMO if model == "demo" else Path(model).expanduser()
     if folder.is_dir() or folder.is_file():
         if revision is not None:
-            raise ModelUnavailable(
-                f"{model} is a model on this machine, which has no revision {revision!r}",
-                hint="leave out --revision, or give a hub id such as Qwen/Qwen3-8B",
-            )
+            problem = f"{model} is a model on this machine, which has no revision {revision!r}"
+            hint = "leave out --revision, or give a hub id such as Qwen/Qwen3-8B"
+            raise ModelUnavailable(problem, hint)
         if folder.is_file():
             return Source(model, _stand_in(folder, model), None)
         if not (folder / "config.json").is_file():
@@ -179,10 +173,9 @@ def _only_gguf(names: Iterable[str], place: str) -> str | None:
     this `place`."""
     found = sorted(name for name in names if name.endswith(".gguf"))
     if len(found) > 1:
-        raise ModelUnavailable(
-            f"{place[:-1]} has no config.json, and {len(found)} GGUF files",
-            hint=f"name one of them: {place}{found[0]}",
-        )
+        problem = f"{place[:-1]} has no config.json, and {len(found)} GGUF files"
+        hint = f"name one of them: {place}{found[0]}"
+        raise ModelUnavailable(problem, hint)
     return found[0] if found else None
 
 
@@ -213,10 +206,9 @@ def fetch(source: Source, weights: bool = True) -> None:
         return
     if absent := files.absent_weights(source.folder):
         file, reason = absent
-        raise ModelUnavailable(
-            f"the weights of {source.name} are not complete: they lack {file}, {reason}",
-            hint=source.fetch_hint or f"copy {file} there, from where these files were written",
-        )
+        problem = f"the weights of {source.name} are not complete: they lack {file}, {reason}"
+        hint = source.fetch_hint or f"copy {file} there, from where these files were written"
+        raise ModelUnavailable(problem, hint)
     convert = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)"
     hint = f"{source.fetch_hint}; or {convert}" if source.revision else convert
     raise ModelUnavailable(f"{source.name} has no complete safetensors weights", hint=hint)
@@ -265,7 +257,7 @@ def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, s
     hint = "check the network and the disk of HF_HOME, then run the same command again"
     if status_of(error) in (401, 403):
         hint = "run: hf auth login"
-    return f"{model} could not be fetched: {first_sentence(error)}", hint
+    return f"{model} could not be fetched: {errors.first_sentence(error)}", hint
 
 
 def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:

@@ -4,14 +4,8 @@ terminal, the card and the page show the same."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rotationzoo.artifact.measured import (
-    ArmSummary,
-    Conditions,
-    ExactSummary,
-    Measured,
-    MeasuredArm,
-    Window,
-)
+from rotationzoo.artifact import measured as schema
+from rotationzoo.artifact.measured import ArmSummary, Measured
 from rotationzoo.artifact.scores import Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import change, nats, number, numbers, percent
@@ -52,7 +46,7 @@ def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
     return Table("cost", ["arm", *(title for title, _ in _COSTS.values())], rows)
 
 
-def recall_tables(exact: ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
+def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
     """The answers of the exact model, in the first row, and of every arm: to all tasks together,
     and to each by itself. No tables where no arm was asked."""
     models = [(label, arm.all_tasks, arm.tasks) for label, arm in arms.items()]
@@ -75,7 +69,7 @@ def recall_tables(exact: ExactSummary, arms: Mapping[str, ArmSummary]) -> list[T
     ]
 
 
-def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
+def length_table(arms: Mapping[str, schema.MeasuredArm]) -> Table:
     """The increase of perplexity by context length."""
     starts = sorted({bucket.from_ for arm in arms.values() for bucket in arm.by_length})
     rows = []
@@ -86,7 +80,7 @@ def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
     return Table("by context length", ["arm", *columns], rows)
 
 
-def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
+def evaluation_tables(measured: Measured, window: schema.Window) -> list[Table]:
     """All tables of one pair of windows, answers first."""
     costs = cost_table(window.arms), length_table(window.arms)
     return [*recall_tables(measured.exact, window.arms), *costs]
@@ -143,7 +137,7 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
     return about
 
 
-def describe_prefill(conditions: Conditions) -> str:
+def describe_prefill(conditions: schema.Conditions) -> str:
     """How an evaluation was prefilled, in words that continue a sentence."""
     if not conditions.prefill_chunk:
         return ""

@@ -213,10 +213,9 @@ def check_engine_cache(name: str, geometry: Geometry) -> None:
     """Raise `UsageError` for a model with rows that one of `ENGINE_CACHES` cannot store."""
     for layer in cached_layers(geometry):
         if layer.sides != SIDES:
-            raise UsageError(
-                f"{name} stores keys and values, and this model caches {layer.cached.words}",
-                hint=f"leave {name} out of --rivals",
-            )
+            problem = f"{name} stores keys and values, and this model caches {layer.cached.words}"
+            hint = f"leave {name} out of --rivals"
+            raise UsageError(problem, hint)
         for side in SIDES:
             group, dim = ENGINE_CACHES[name].side(side).group, layer.dims[side]
             if dim % group:

@@ -114,10 +114,9 @@ def check_name(folder: Path) -> None:
         hint = "name a new folder with --output"
         raise UsageError(f"{folder} is no folder that can be replaced", hint)
     if folder.is_symlink():
-        raise RotationZooError(
-            f"{folder} is a symbolic link, which nothing is written through",
-            hint=f"remove it, or name the folder that it leads to: {os.path.realpath(folder)}",
-        )
+        problem = f"{folder} is a symbolic link, which nothing is written through"
+        hint = f"remove it, or name the folder that it leads to: {os.path.realpath(folder)}"
+        raise RotationZooError(problem, hint)
     # Replacing it would leave the user's shell in a removed folder.
     if folder.is_dir() and Path.cwd().is_relative_to(folder.resolve()):
         hint = "go to another folder first: cd .."

@@ -83,7 +83,6 @@ def open_gguf(path: Path, lists: bool = True) -> Reader:
         with np.errstate(all="raise"):  # of offsets
             return Reader(path, lists)
     except Exception as error:  # the package fails in many ways
-        raise RotationZooError(
-            f"{path} is no GGUF file: {first_sentence(error):.200}",
-            hint="give a file that llama.cpp loads",
-        ) from error
+        problem = f"{path} is no GGUF file: {first_sentence(error):.200}"
+        hint = "give a file that llama.cpp loads"
+        raise RotationZooError(problem, hint) from error

@@ -27,10 +27,9 @@ def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
         named = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
         known = [token for token in named if isinstance(token, int)]
         if not known or getattr(config, _PARTS[kind], kind) is None:
-            raise RotationZooError(
-                f"{name} reads no {kind}, which the data has in column {column}",
-                hint="leave the column out, or give a model that reads it",
-            )
+            problem = f"{name} reads no {kind}, which the data has in column {column}"
+            hint = "leave the column out, or give a model that reads it"
+            raise RotationZooError(problem, hint)
         ids += known
     return ids
 
@@ -60,10 +59,9 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
             break
     bad = tally.check()
     if not rows:
-        raise RotationZooError(
-            f"{data.label} has no row whose images and audio fit {data.length} tokens",
-            hint="give longer rows with --length, or smaller images",
-        )
+        problem = f"{data.label} has no row whose images and audio fit {data.length} tokens"
+        hint = "give longer rows with --length, or smaller images"
+        raise RotationZooError(problem, hint)
     ids = [row.ids[0] for row in rows]
     longer = f"{counted(left_out, 'document')} with longer images or audio left out"
     notes = shortfall(ids, data), longer if left_out else None, bad, template.note
@@ -94,17 +92,14 @@ def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: D
     for kind in ("image", "audio", "video"):
         places, given = sum(part["type"] == kind for part in parts), len(sample.media.get(kind, []))
         if places != given:
-            raise BadRow(
-                f"a chat of {data.source} has {counted(places, 'part')} of type {kind}, and its "
-                f"row has {given} to put there",
-                hint="give one part for each of the column; videos are not read",
-            )
+            problem = f"a chat of {data.source} has {counted(places, 'part')} of type {kind}"
+            hint = "give one part for each of the column; videos are not read"
+            raise BadRow(f"{problem}, and its row has {given} to put there", hint)
     text = "".join(part.get("text") or "" for part in parts)
     if written := [mark for mark in marks if mark and mark in text]:
-        raise BadRow(
-            f"a text of {data.source} holds {written[0]}, which stands for media of the model",
-            hint="take it out of the text: the chat template puts it where it belongs",
-        )
+        problem = f"a text of {data.source} holds {written[0]}, which stands for media of the model"
+        hint = "take it out of the text: the chat template puts it where it belongs"
+        raise BadRow(problem, hint)
 
 
 def _prepare(messages: _Messages, sample: Sample, template: ChatTemplate, data: Data) -> Any:

@@ -133,10 +133,9 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     left_out = tally.check()
     if not rows:
         found = counted(tally.tokens, "token")
-        raise RotationZooError(
-            f"{data.label} has {found}, too few for a row of {data.length:,}",
-            hint="give more text with --data, or shorter rows with --length",
-        )
+        problem = f"{data.label} has {found}, too few for a row of {data.length:,}"
+        hint = "give more text with --data, or shorter rows with --length"
+        raise RotationZooError(problem, hint)
     notes = shortfall(rows, data), left_out, template.note, start_note(tokenizer)
     return Corpus(rows, fingerprint(rows), "; ".join(filter(None, notes)) or None)
 

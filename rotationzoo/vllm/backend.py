@@ -15,14 +15,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    MultipleOf,
-)
+from vllm.v1.attention import backend as base
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
@@ -33,35 +26,29 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, SERVE
+from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
 from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.segments import FEW, Known
-from rotationzoo.vllm.settings import (
-    cell_bytes,
-    check_kernels,
-    read_settings,
-    select_heads,
-    served_layers,
-    verified_tokens,
-)
+from rotationzoo.vllm.settings import read_settings, verified_tokens
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 
 
 @dataclass
-class RotatedMetadata(AttentionMetadata):  # type: ignore[misc]
+class RotatedMetadata(base.AttentionMetadata):  # type: ignore[misc]
     """What the layers of a step get."""
 
     num_actual_tokens: int
     step: Step
 
 
-class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore[misc]
+class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore[misc]
     """Plans each step for all layers."""
 
     # A captured step has as many new tokens of each request.
-    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar = base.AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -112,7 +99,7 @@ class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore
         return blocks
 
 
-class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
+class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     """The attention of one layer over pages of codes."""
 
     def __init__(  # noqa: PLR0913 (vLLM's own arguments)
@@ -146,7 +133,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.settings = settings
         is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
         if is_cuda:
-            check_kernels(settings, dtype)
+            serving.check_kernels(settings, dtype)
         self.most_requests = config.scheduler_config.max_num_seqs, verified_tokens(config)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale, self.kv_cache_dtype = head_size, float(scale), kv_cache_dtype
@@ -215,7 +202,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     def own_settings(self) -> CacheSettings:
         """The settings with the KV heads of this process."""
         first = get_tensor_model_parallel_rank() * self.num_kv_heads
-        return select_heads(self.settings, slice(first, first + self.num_kv_heads))
+        return serving.select_heads(self.settings, slice(first, first + self.num_kv_heads))
 
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
@@ -227,7 +214,7 @@ class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
 
 
-class RotatedBackend(AttentionBackend):  # type: ignore[misc]
+class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
     """The backend of a GPU, chosen for layers with full attention."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
@@ -240,9 +227,9 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
         return "CUSTOM"
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | base.MultipleOf]:
         """Multiples of a kernel's tile, of which vLLM takes the smallest."""
-        return [MultipleOf(64)]
+        return [base.MultipleOf(64)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -250,11 +237,11 @@ class RotatedBackend(AttentionBackend):  # type: ignore[misc]
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
+    def get_impl_cls(cls) -> type[base.AttentionImpl]:
         return RotatedImpl
 
     @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+    def get_builder_cls() -> type[base.AttentionMetadataBuilder]:
         return RotatedBuilder
 
     @classmethod
@@ -285,13 +272,12 @@ def in_two_bits(spec: Any, layer: int | None) -> Any:
     """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for a layer that is
     not of full attention."""
     if type(spec) is not FullAttentionSpec:
-        raise UnsupportedModel(
-            "rotations are served with full attention and sliding windows alone",
-            hint="read it with transformers: rotationzoo generate",
-        )
+        problem = "rotations are served with full attention and sliding windows alone"
+        hint = "read it with transformers: rotationzoo generate"
+        raise UnsupportedModel(problem, hint)
     settings = read_settings(_current)
     assert settings is not None
-    cell = cell_bytes(settings, spec.head_size, layer)
+    cell = serving.cell_bytes(settings, spec.head_size, layer)
     stored = replace(spec, state_content_bytes=cell)
     if settings.codec.rotations.has_budget:
         # A cell may not be a whole number of the model's elements.
@@ -364,7 +350,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
             name for name in layers if isinstance(getattr(layers[name], "impl", None), RotatedImpl)
         )
         self.stored = {extract_layer_index(name): name for name in ours}
-        if exact := served_layers(settings, config) - set(self.stored):
+        if exact := serving.served_layers(settings, config) - set(self.stored):
             raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:

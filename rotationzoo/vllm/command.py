@@ -71,9 +71,8 @@ def read_options(command: list[str], more: list[str]) -> Any:
         ours, given = (parser.parse_args(command[start:] + words) for words in ([], more))
         for name in WRITTEN:
             if getattr(given, name) != getattr(ours, name):
-                raise RotationZooError(
-                    f"vLLM's options name another {name}, which this command writes",
-                    hint="leave it out, or start vllm serve yourself",
-                )
+                problem = f"vLLM's options name another {name}, which this command writes"
+                hint = "leave it out, or start vllm serve yourself"
+                raise RotationZooError(problem, hint)
         given.model = given.model_tag or given.model  # as `vllm serve` does
         return cli_args.AsyncEngineArgs.from_cli_args(given)

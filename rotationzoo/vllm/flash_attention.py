@@ -1,10 +1,7 @@
 """vLLM's FlashAttention, for prompts on a GPU."""
 
 import torch
-from vllm.v1.attention.backends.fa_utils import (
-    get_flash_attn_version,
-    is_flash_attn_varlen_func_available,
-)
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
@@ -17,9 +14,9 @@ def choose_attention(
     head_size: int, dtype: torch.dtype, has_sinks: bool, is_cuda: bool
 ) -> Attention:
     """FlashAttention, where vLLM has it for such heads, and else torch's."""
-    if not is_cuda or not is_flash_attn_varlen_func_available():
+    if not is_cuda or not fa_utils.is_flash_attn_varlen_func_available():
         return TorchAttention()
-    version = get_flash_attn_version(head_size=head_size, has_sinks=has_sinks)
+    version = fa_utils.get_flash_attn_version(head_size=head_size, has_sinks=has_sinks)
     takes = (
         version is not None
         and FlashAttentionBackend.supports_head_size(head_size)
@@ -41,11 +38,9 @@ class FlashAttention:
         self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
         """As in `Attention`."""
-        # It is a kernel of vLLM for NVIDIA's GPUs, which others' builds lack.
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
-
         sinks = None if scores.sinks is None else scores.sinks.to(output.dtype)
-        _, totals = flash_attn_varlen_func(
+        # It is a kernel of vLLM for NVIDIA's GPUs, which others' builds lack.
+        _, totals = fa_utils.flash_attn_varlen_func(
             *(*queries.rows, *read.rows),
             cu_seqlens_q=queries.bounds,
             cu_seqlens_k=read.bounds,

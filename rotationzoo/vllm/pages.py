@@ -13,17 +13,9 @@ from typing import Any, overload
 
 import torch
 
-from rotationzoo.codec import attention, cuda_attention
+from rotationzoo.codec import attention, cuda, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda import (
-    FEW_THREADS,
-    Argument,
-    Launcher,
-    Packed,
-    Variant,
-    build,
-    run_beside,
-)
+from rotationzoo.codec.cuda import Argument, Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
@@ -140,7 +132,7 @@ class LayerPages:
         self.attend(step, query, scores, output)
         wait()
 
-    def _store(self, step: Step, side: str, rows: torch.Tensor, packed: Packed) -> None:
+    def _store(self, step: Step, side: str, rows: torch.Tensor, packed: cuda.Packed) -> None:
         """Write packed rows to pages, and the rows to copies, in one launch."""
         layout, memory, copies = self.layouts[side], self.memory[side], self.copies[side]
         sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
@@ -193,7 +185,7 @@ class LayerPages:
         device = rows["key"].device
         kernel = _few_kernel(name, layout, self.copies["key"].dtype, device)
         grid = len(rows["key"]), self.heads, sides
-        Launcher(device)(kernel, grid, FEW_THREADS, arguments)
+        Launcher(device)(kernel, grid, cuda.FEW_THREADS, arguments)
 
     @cached_property
     def _store_kernel(self) -> Any:
@@ -253,17 +245,16 @@ def work_beside(device: torch.device, work: Work, beside: bool = True) -> Work:
     return lambda: current.wait_stream(other)
 
 
-@cache
-def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_other_stream = cache(torch.cuda.Stream)
+"""The stream of a GPU for work beside the current one."""
 
 
 @cache
 def _few_kernel(name: str, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Any:
     """A kernel of `store_few.cu` for pages of this layout and rows of this type."""
     group = layout.dim // layout.groups
-    variant = Variant(layout.dim, group, dtype, layout.format, feedback=True)
+    variant = cuda.Variant(layout.dim, group, dtype, layout.format, feedback=True)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
     kernel = build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel(name)
-    run_beside(kernel, device)
+    cuda.run_beside(kernel, device)
     return kernel

@@ -177,7 +177,8 @@ def find_reads(
     edges = torch.arange(segments, device=contexts.device).int()[:, None] * most - begins
     offsets = torch.minimum(edges.clamp(min=0), contexts)
     counts = (torch.minimum(edges + most, gaps) - offsets).clamp(min=0)
-    own, exact, codes = (bounds_of(each) for each in (new, contexts - gaps + new, counts))
+    sums = (each.cumsum(-1, dtype=torch.int32) for each in (new, contexts - gaps + new, counts))
+    own, exact, codes = (torch.nn.functional.pad(ends, (1, 0)) for ends in sums)
     return Reads(contexts, starts, gaps, own, exact, codes, offsets + starts)
 
 
@@ -223,12 +224,6 @@ def plan_prompts(
     codes = [Segment(bounds, first, none, none, *room) for bounds, first, room in several]
     longest = int(known.counts[known.decodes :].max())
     return Prompts(known.few_tokens, table, reads.new_bounds, longest, exact, codes)
-
-
-def bounds_of(counts: torch.Tensor) -> torch.Tensor:
-    """Where lists of these lengths `[..., C]` begin, and the last one ends, int32
-    `[..., C + 1]`."""
-    return torch.nn.functional.pad(counts.cumsum(-1, dtype=torch.int32), (1, 0))
 
 
 def move(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

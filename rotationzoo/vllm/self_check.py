@@ -112,11 +112,10 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
         distances.append(definition.distance(read, queries[first:end], first, exact))
     kept.copy_(before)
     if too_far := [each for each in distances if not each <= FURTHEST]:  # or no number
-        raise RotationZooError(
-            f"layer {layer} does not read what was stored in its pages: what it reads is "
-            f"{too_far[0]:.2f} from the definition, where quantization changes 1",
-            hint="try the kernels of this machine: rotationzoo validate ROTATIONS",
-        )
+        problem = f"layer {layer} does not read what was stored in its pages"
+        far = f"{too_far[0]:.2f} from the definition, where quantization changes 1"
+        hint = "try the kernels of this machine: rotationzoo validate ROTATIONS"
+        raise RotationZooError(f"{problem}: what it reads is {far}", hint)
     return max(distances)
 
 

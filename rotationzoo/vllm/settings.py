@@ -16,19 +16,12 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec import cuda_attention
+from rotationzoo.codec import settings as caches
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engine_needs import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
-from rotationzoo.codec.settings import (
-    CacheOptions,
-    CacheSettings,
-    Rounding,
-    as_engine,
-    budget_beside_others,
-    complete_settings,
-    reduce_rotations,
-)
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.linalg.orthogonality import one_thread
@@ -46,7 +39,7 @@ class Options(strict_json.Strict, extra="forbid"):
     """By default `fine` where the artifact has a budget of bits, and else `vllm`."""
     bits: float | None = None
     """Another budget of bits an element than the artifact's, which must have one."""
-    rounding: Rounding | None = None
+    rounding: caches.Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
@@ -109,12 +102,12 @@ def make_settings(options: Options, name: str, folder: Path, has_others: bool) -
     recipe = artifact.recipe
     asked: Any = options.model_dump(exclude={"artifact", "anyway"}, exclude_none=True)
     budget = None if options.bits is None else Budget(options.bits)
-    budget = budget_beside_others(budget, recipe.budget, has_others)
+    budget = caches.budget_beside_others(budget, recipe.budget, has_others)
     uncentered = find_engine("vllm").uncentered
-    rotations = reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
-    chosen: CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
-    chosen = as_engine(chosen | asked, rotations.has_budget)
-    return complete_settings(recipe, rotations, chosen)
+    rotations = caches.reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
+    chosen: caches.CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
+    chosen = caches.as_engine(chosen | asked, rotations.has_budget)
+    return caches.complete_settings(recipe, rotations, chosen)
 
 
 def check_model(artifact: Artifact, name: str, folder: Path) -> None:
@@ -124,10 +117,9 @@ def check_model(artifact: Artifact, name: str, folder: Path) -> None:
     made_for = artifact.manifest.model
     fitting = hash_config(folder), hash_config(folder, unquantized=True)
     if made_for.config_sha256 not in fitting:
-        raise RotationZooError(
-            f"{artifact.folder} was made for {made_for.id}, and not for {name}",
-            hint=f"make one with: rotationzoo calibrate {name}",
-        )
+        problem = f"{artifact.folder} was made for {made_for.id}, and not for {name}"
+        hint = f"make one with: rotationzoo calibrate {name}"
+        raise RotationZooError(problem, hint)
     geometry = artifact.geometry
     shared = [layer.index for layer in geometry if layer.owner != layer.index]
     shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in geometry}
@@ -153,9 +145,8 @@ def verified_tokens(config: Any) -> int:
 def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
     """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU."""
     if not kernels_run_on(torch.device("cuda")):
-        raise RotationZooError(
-            "reading pages on this GPU needs NVIDIA's cuda.core", hint=f"install it with: {INSTALL}"
-        )
+        hint = f"install it with: {INSTALL}"
+        raise RotationZooError("reading pages on this GPU needs NVIDIA's cuda.core", hint)
     codec, format = settings.codec, settings.layout.format
     for layer in codec.rotations:
         key, value = (codec.page_layout(layer, side, 64, format) for side in SIDES)
@@ -199,8 +190,7 @@ def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None
         check_shape(head_size, codec.group_size or head_size, page.format)
         sizes[number] += page.bytes // (page.heads * tokens)
     if len({*sizes.values()}) > 1:
-        raise RotationZooError(
-            "layers take different bytes, and vLLM did not say which one it asks for",
-            hint="leave the budget of bits out: --format vllm",
-        )
+        problem = "layers take different bytes, and vLLM did not say which one it asks for"
+        hint = "leave the budget of bits out: --format vllm"
+        raise RotationZooError(problem, hint)
     return max(sizes.values())

@@ -107,19 +107,15 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
             matching.append(entry)
     if not matching:
         which = f" with the recipe {recipe}" if recipe else ""
-        raise RotationZooError(
-            f"{loaded.origin} has no rotation for {model}{which}",
-            hint="see what there is with: rotationzoo list; "
-            f"or make one with: rotationzoo calibrate {model}",
-        )
+        make = f"make one with: rotationzoo calibrate {model}"
+        hint = f"see what there is with: rotationzoo list; or {make}"
+        raise RotationZooError(f"{loaded.origin} has no rotation for {model}{which}", hint)
     pullable = [entry for entry in matching if entry.pullable]
     if not pullable:
         entry = matching[0]
-        raise RotationZooError(
-            f"what is published for {entry.model} is not pulled: {entry.note or entry.format}",
-            hint=f"it is at {entry.copies[0].repo}; "
-            f"or make rotations with: rotationzoo calibrate {entry.model}",
-        )
+        problem = f"what is published for {entry.model} is not pulled: {entry.note or entry.format}"
+        make = f"make rotations with: rotationzoo calibrate {entry.model}"
+        raise RotationZooError(problem, f"it is at {entry.copies[0].repo}; or {make}")
     chosen, others = _of_scaling(pullable, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
     entry = max(exact or chosen, key=lambda e: (e.format == "rotationzoo", e.created or ""))
@@ -168,8 +164,7 @@ def _of_scaling(
     if not fitting:
         known = f"its rotations are for: {', '.join(scalings)}" if scalings else "leave it out"
         make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
-        raise RotationZooError(
-            f"there is no rotation for {model} with its RoPE scaled by {wanted}",
-            hint=f"{known}; or make one with: {make}",
-        )
+        problem = f"there is no rotation for {model} with its RoPE scaled by {wanted}"
+        hint = f"{known}; or make one with: {make}"
+        raise RotationZooError(problem, hint)
     return [entry for entry in entries if entry.rope_scaling in fitting], []

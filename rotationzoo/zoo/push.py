@@ -186,10 +186,9 @@ def push(
         except RotationZooError as error:  # a hub that refuses, or an index signed by others
             if not published:
                 raise
-            raise PartlyDone(
-                f"{', '.join(published)} took it and {hub_name} did not: {error}",
-                hint=f"finish with: rotationzoo push {name} {to.repo} --to {hub_name}",
-            ) from error
+            problem = f"{', '.join(published)} took it and {hub_name} did not: {error}"
+            hint = f"finish with: rotationzoo push {name} {to.repo} --to {hub_name}"
+            raise PartlyDone(problem, hint) from error
     return published
 
 

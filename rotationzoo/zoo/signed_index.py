@@ -74,12 +74,10 @@ class IndexSigner:
             # What has ended or is older must not become the newest by being signed again.
             _check(before, Demand(signers, bool(signers), self.tool.trust_config), may_end=False)
         except RotationZooError as error:
-            listed = len(before.content.entries)
-            raise RotationZooError(
-                f"{error}, and a new signature would vouch for all that it lists",
-                hint=f"look at what it lists ({listed:,}), and to sign that too, add: "
-                "--adopt-index",
-            ) from error
+            problem = f"{error}, and a new signature would vouch for all that it lists"
+            listed = f"look at what it lists ({len(before.content.entries):,})"
+            hint = f"{listed}, and to sign that too, add: --adopt-index"
+            raise RotationZooError(problem, hint) from error
 
 
 def root_names(signed: bool) -> list[str]:
@@ -91,10 +89,9 @@ def check_unsigned_push(before: LoadedIndex) -> None:
     """Raise `RotationZooError` if the index is signed: a push that does not sign it would leave a
     signature that is wrong."""
     if before.signature is not None:
-        raise RotationZooError(
-            f"the index of {before.repo} is signed, and would no longer be what was signed",
-            hint="sign the new one: --sign key.pem, or in CI: --sign keyless",
-        )
+        problem = f"the index of {before.repo} is signed, and would no longer be what was signed"
+        hint = "sign the new one: --sign key.pem, or in CI: --sign keyless"
+        raise RotationZooError(problem, hint)
 
 
 def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
@@ -122,10 +119,9 @@ def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     what, statement = f"the index of {own.repo}", own.content.statement
     finding = check_signature(Signed(what, {index.NAME: own.data or b""}, own.signature), demand)
     if statement is None:
-        raise RotationZooError(
-            f"the signature of {what} does not say which repository it is for",
-            hint="ask its owners to push with --sign and --adopt-index",
-        )
+        problem = f"the signature of {what} does not say which repository it is for"
+        hint = "ask its owners to push with --sign and --adopt-index"
+        raise RotationZooError(problem, hint)
     if (statement.hub, statement.repo) != (own.hub, own.repo):
         signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
         raise RotationZooError(
@@ -162,10 +158,9 @@ def _check_newest(statement: Statement) -> None:
     try:
         path = folders.state_folder() / "indexes.json"
     except RuntimeError as error:
-        raise RotationZooError(
-            "this user has no home, where the state of the index would be remembered",
-            hint="name a folder for it: export XDG_STATE_HOME=/path/to/state",
-        ) from error
+        problem = "this user has no home, where the state of the index would be remembered"
+        hint = "name a folder for it: export XDG_STATE_HOME=/path/to/state"
+        raise RotationZooError(problem, hint) from error
     lock = files.beside(path, "lock")
     place = f"{statement.hub}/{statement.repo}"
     with disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
@@ -175,10 +170,9 @@ def _check_newest(statement: Statement) -> None:
             content = strict_json.read(path, hint)
             seen = strict_json.validate(dict[str, int], content, str(path), hint)
         if statement.counter < seen.get(place, 0):
-            raise RotationZooError(
-                f"the index of {statement.repo} is an older one: its counter is "
-                f"{statement.counter}, and {seen[place]} was seen before",
-                hint=f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}",
-            )
+            problem = f"the index of {statement.repo} is an older one"
+            counters = f"its counter is {statement.counter}, and {seen[place]} was seen before"
+            hint = f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}"
+            raise RotationZooError(f"{problem}: {counters}", hint)
         if statement.counter != seen.get(place):
             folders.replace_file(path, strict_json.text({**seen, place: statement.counter}))

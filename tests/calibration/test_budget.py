@@ -104,12 +104,14 @@ def sensitivities(model, made, texts):
 def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made, monkeypatch):
     """What texts lose at each place, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
     losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
-    monkeypatch.setattr(sensitivity, "divergence_of", lambda *_: torch.tensor(next(losses)))
+    monkeypatch.setattr(
+        sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(next(losses))
+    )
     assert sensitivities(model, made, FEW_TEXTS) == [2, 0.5, 2, 0]
 
 
 def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
-    monkeypatch.setattr(sensitivity, "divergence_of", lambda *_: torch.tensor(torch.nan))
+    monkeypatch.setattr(sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(torch.nan))
     with pytest.raises(RotationZooError, match="keys of layer 0 lose is not finite"):
         sensitivities(model, made, FEW_TEXTS)
 
@@ -412,7 +414,7 @@ def test_a_model_whose_cache_loses_count_is_refused(name):
 def test_leaving_out_layers_changes_no_loss(name, monkeypatch):
     model = build(name)
     measured = losses(model)
-    monkeypatch.setattr(sensitivity, "decoder_layers", lambda model: [])
+    monkeypatch.setattr(sensitivity.prediction, "decoder_layers", lambda model: [])
     assert losses(model) == pytest.approx(measured, rel=1e-6, abs=1e-12)
 
 
@@ -422,7 +424,7 @@ def test_layers_before_the_measured_one_do_not_run(monkeypatch):
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     losses(model)
     everything, calls[:] = len(calls), []
-    monkeypatch.setattr(sensitivity, "decoder_layers", lambda model: [])
+    monkeypatch.setattr(sensitivity.prediction, "decoder_layers", lambda model: [])
     losses(model)
     # Of 4 layers, a text runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
     assert len(calls) - everything == len(ROWS) * 2 * (LAYERS**2 - (4 + 3 + 2 + 1))

@@ -131,10 +131,9 @@ def _compare_config(reader: Reader, architecture: str, options: Options, payload
         )
     stated = payload.provenance.get("config_sha256")
     if options.model and stated not in (None, hash_config(source.folder)):
-        raise RotationZooError(
-            f"{options.model} is not the model of this artifact: its config differs",
-            hint="check --model",
-        )
+        problem = f"{options.model} is not the model of this artifact: its config differs"
+        hint = "check --model"
+        raise RotationZooError(problem, hint)
     config = text_config(read_json(source.folder / "config.json"))
     # Some configs keep `rope_theta` under `rope_parameters`.
     config = {**as_mapping(config.get("rope_parameters")), **config}

@@ -51,19 +51,15 @@ class TaskSettings:
     def check(self) -> None:
         """Raise `UsageError` for a task that does not exist, or a number that is out of range."""
         if unknown := [name for name in self.names if name not in TASKS]:
-            raise UsageError(
-                f"there is no recall task {unknown[0]!r}{nearest(unknown[0], TASKS)}",
-                hint=f"give some of {', '.join(TASKS)}, or all, or none",
-            )
+            problem = f"there is no recall task {unknown[0]!r}{nearest(unknown[0], TASKS)}"
+            hint = f"give some of {', '.join(TASKS)}, or all, or none"
+            raise UsageError(problem, hint)
         if not 1 <= self.looks[-1] <= MOST_QUESTIONS:
-            raise UsageError(
-                f"--questions must be at least 1 and at most {MOST_QUESTIONS:,}",
-                hint="leave out the tasks: none",
-            )
+            hint = "leave out the tasks: none"
+            raise UsageError(f"--questions must be at least 1 and at most {MOST_QUESTIONS:,}", hint)
         if any(length < SHORTEST for length in self.lengths):
-            raise UsageError(
-                f"--lengths must be at least {SHORTEST}", hint="write them as: --lengths 2048,8192"
-            )
+            hint = "write them as: --lengths 2048,8192"
+            raise UsageError(f"--lengths must be at least {SHORTEST}", hint)
 
     def check_positions(self, config: PretrainedConfig) -> None:
         """Raise `RotationZooError` if prompts are longer than the model has positions."""
@@ -160,9 +156,8 @@ def plan_tasks(
             )
     # Lengths that the user gave and that leave nothing to ask are a mistake, found in time.
     if settings.lengths and not plan.series:
-        raise RotationZooError(
-            plan.notes[-1], hint="give greater --lengths, smaller --windows, or --tasks none"
-        )
+        hint = "give greater --lengths, smaller --windows, or --tasks none"
+        raise RotationZooError(plan.notes[-1], hint)
     return plan
 
 

@@ -145,10 +145,8 @@ def claimed_signer(data: bytes, what: str) -> Signer | str:
     if its certificate does not have one identity and issuer."""
     origin = f"the signature of {what}"
     if len(data) > LIMIT:
-        raise RotationZooError(
-            f"{origin} has {len(data):,} bytes, and no signature has more than {LIMIT:,}",
-            hint=_HINT,
-        )
+        problem = f"{origin} has {len(data):,} bytes, and no signature has more than {LIMIT:,}"
+        raise RotationZooError(problem, _HINT)
     maker = strict_json.validate(_Maker, strict_json.parse(data, origin, _HINT), origin, _HINT)
     if maker.certificate is None and maker.key_sha256 is not None:
         return maker.key_sha256
@@ -180,10 +178,9 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
     candidates = expected or (() if listed is None else (listed,))
     if signed.signature is None:
         if candidates:
-            raise RotationZooError(
-                f"{what} has no signature, and should have one by {candidates[0]}",
-                hint="do not use it unless its owners say why it is not signed",
-            )
+            problem = f"{what} has no signature, and should have one by {candidates[0]}"
+            hint = "do not use it unless its owners say why it is not signed"
+            raise RotationZooError(problem, hint)
         return Finding("unsigned", f"{what} is not signed: nothing shows who made it")
     if not is_installed():
         lacking = f"{what} is signed, but the signature was not checked"
