@@ -50,15 +50,8 @@ def main() -> None:
         served, bits = folder.with_name(plain_name(chosen.arm)), None
         if chosen.action != "serve":
             served, bits = folder, 4.0
-        fresh = evaluate(
-            model,
-            served,
-            bits=bits,
-            questions=options.questions,
-            seed=7,
-            tokens=4096,
-            **how,
-        )
+        asked = {"questions": options.questions, "seed": 7, "tokens": 4096}
+        fresh = evaluate(model, served, bits=bits, **asked, **how)
         name = f"{plain_name(chosen.arm)}: {chosen.bits:.2f}"
         kept = describe(decision_of(fresh))
         print(f"| {model} | {name} | {describe(chosen)} | {kept} | {seconds:,.0f} |", flush=True)

@@ -16,11 +16,10 @@ steps. It prints one table, of medians of three where work can be repeated:
 * whole jobs: prompts and all their answers, and chats of ten turns after a shared prefix.
 
 An arm `feedback:fine:2.75+3` stores the format `fine` with a budget of 2.75 bits, and verifies
-three tokens a step: n-grams draft them where prompts repeat themselves, and else they are made up,
-so that nearly all are rejected. A number of 0, or an empty list, leaves its part out. With
-a `--period`, prompts repeat themselves after so many tokens. The model may have random weights.
-Times of a first prompt and of jobs are measured once: the second time they are cached. Each arm
-compiles its kernels before.
+three drafts a step: of n-grams with a `--period`, after which prompts repeat themselves, and else
+made up, so that nearly all are rejected. A number of 0, or an empty list, leaves its part out. The
+model may have random weights. Times of a first prompt and of jobs are measured once: the second
+time they are cached. Each arm compiles its kernels before.
 """
 
 import argparse
@@ -41,9 +40,8 @@ STEPS = 64
 """A request takes so many; the second half is measured, when all requests decode."""
 
 
-def draft_always(_: object, drafts: int, sampled: list[list[int]], *__: Any, **___: Any) -> Any:
-    """As many drafts for each request that has a token: all steps are alike."""
-    return [[5] * drafts * bool(tokens) for tokens in sampled]
+def draft_always(_: Any, drafts: int, sampled: list[list[int]], *__: Any, **___: Any) -> Any:
+    return [[5] * drafts * bool(tokens) for tokens in sampled]  # where a request has a token
 
 
 class Engine:

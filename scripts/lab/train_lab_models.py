@@ -78,9 +78,8 @@ def share_means(model: PreTrainedModel) -> None:
         attention = layer.self_attn
         heads, pairs = model.config.num_key_value_heads, attention.head_dim // 2
         for projection in (attention.q_proj, attention.k_proj):
-            bias = projection.bias.view(heads, -1, 2, pairs)
-            shared = torch.randn(heads, 1, 2, pairs - 3 * pairs // 4)
-            bias[..., 3 * pairs // 4 :] = 1.5 * shared
+            slow = projection.bias.view(heads, -1, 2, pairs)[..., 3 * pairs // 4 :]
+            slow[:] = 1.5 * torch.randn_like(slow[:, :1])
 
 
 def peak_norms(model: PreTrainedModel) -> None:
