@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.hybrids import calibrate_hybrid
+from support.models import edited_weights, save_random
 from support.places import ROOT
 from support.recipes import QUICK
 from support.vllm import NEEDS_VLLM, ON_GPU, engine_job, serve, serve_in_turn
@@ -147,6 +148,45 @@ def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     cells = sum(18 + third // 8 for third in thirds)
     share = cells / (cells + 512 * layers)
     assert served["blocks"] == pytest.approx(without["blocks"] * share, rel=1e-2)
+
+
+def save_with_mtp(folder: Path) -> Path:
+    """A random ERNIE 4.5 of one layer without experts, and an MTP head that does nearly the same
+    after the embedding of a token: the head reads exact rows, and rotates them in another order."""
+    save_random(
+        "Ernie4_5_Moe", "Ernie4_5_Moe", folder, std=0.1, vocab_size=2048, hidden_size=128,
+        intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=4096, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None, tie_word_embeddings=False, moe_layer_start_index=1,
+        num_nextn_predict_layers=1,
+    )  # fmt: skip
+    with edited_weights(folder) as weights:
+        weights["model.embed_tokens.weight"] *= 10  # of size 1, as the head makes it
+        layer = {name: each for name, each in weights.items() if ".layers.0." in name}
+        for name, weight in layer.items():
+            weights[name.replace("layers", "mtp_block")] = weight.clone()
+        for name in ("emb", "hidden"):
+            weights[f"model.mtp_{name}_norm.0.weight"] = torch.ones(128)
+        weights["model.mtp_linear_proj.0.weight"] = torch.eye(128, 256)
+    return folder
+
+
+def test_an_mtp_heads_cache_keeps_the_backend_of_vllm(prompts, tmp_path):
+    """Of a checkpoint's own head. A token of a KV head takes 40 bytes in the model's layer, and in
+    the head's 2 x 64 x 4."""
+    model, asked = str(save_with_mtp(tmp_path / "model")), prompts[:2]
+    recipe = QUICK.model_copy(update={"data": Data(tokens=1024, length=512)})
+    artifact = calibrate(Job(model, recipe, tmp_path / "artifact", device="cpu")).folder
+    options = {"tokens": TOKENS, "prompts_too": True, "model": model, **ENGINE}
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    jobs = [
+        engine_job(artifact, [asked], **options),
+        engine_job(artifact, [asked], speculative_config=drafts, **options),
+    ]
+    without, served = serve_in_turn(tmp_path, jobs)
+    accepted, rejected = assert_answers(served, without, [asked])
+    assert min(accepted, rejected) > 15, "31 and 113 were measured"
+    assert served["blocks"] == pytest.approx(without["blocks"] * 40 / (40 + 512), rel=1e-2)
 
 
 # ---- layers with states beside keys and values
