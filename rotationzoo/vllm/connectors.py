@@ -31,7 +31,8 @@ class SaysWhatItLoads:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """As vLLM's own. Blocks of tokens that are there already keep their copies."""
         self._held[request.request_id] = num_computed_tokens
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
+        own: Any = super()
+        return own.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's own, which is called once a request has its blocks."""
@@ -52,7 +53,8 @@ class SaysWhatItLoads:
         of the artifact, too, and of all that decides what the bytes of a block mean."""
         worker: Any = getattr(self, "connector_worker", None)
         if hasattr(worker, "backend_name"):
-            worker.backend_name += f" {_meaning_of(self._vllm_config)}"  # type: ignore[attr-defined]
+            config = self._vllm_config  # type: ignore[attr-defined]
+            worker.backend_name += f" {_meaning_of(config)}"
         super().register_kv_caches(kv_caches)  # type: ignore[misc]
 
 
