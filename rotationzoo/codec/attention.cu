@@ -205,9 +205,8 @@ __device__ float read_number(unsigned from, unsigned index) {  // scale or offse
 #endif
 }
 
-// A kernel may start before the one before it in the stream has ended, where the launch allows it. Until it waits, it must not
-// write anything, nor read what that one writes. What kernels before that one wrote may be read, because each of these three lets
-// the next start only after it has waited itself.
+// An early launch: see `Launcher` in cuda.py. Before they wait, `attend` and `finish` may also read what kernels before the
+// one before them wrote, because each of these three lets the next start only after it has waited itself.
 __device__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -84,8 +84,13 @@ class Launcher:
         arguments: Iterable[Argument],
         early: bool = True,
     ) -> None:
-        """Launch a kernel with the arguments of the function in the source. It may start before the
-        one before it has ended, where it is to start `early`."""
+        """Launch a kernel with the arguments of the function in the source.
+
+        Where it is to start `early`, it may start before the kernel before it in the stream has
+        ended. The contract of all sources: until it executes `griddepcontrol.wait`, such a kernel
+        writes nothing, and reads nothing but what an artifact holds. Afterwards, all kernels before
+        it have ended. The kernels of attention.cu may read more, and say there why.
+        """
         from cuda.core import launch
 
         values = [_value(argument) for argument in arguments]

@@ -30,10 +30,11 @@ from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
-from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
+from rotationzoo.vllm.prompts import LayerReader, Scratch
 from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import read_settings, verified_tokens
 from rotationzoo.vllm.steps import Planner, Step, count_slots
+from rotationzoo.vllm.streams import may_meet
 
 
 @dataclass
@@ -54,6 +55,7 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.few = max(FEW, verified_tokens(vllm_config))
         self._init_reorder_batch_threshold(self.few)
+        self.meets = True  # unless the worker knows better
         self.tokens = _page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
 
@@ -80,7 +82,7 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
     ) -> RotatedMetadata:
         """Plan a step."""
         common = common_attn_metadata
-        bounds, known = common.query_start_loc, _known_of(common, self.few)
+        bounds, known = common.query_start_loc, _known_of(common, self.few, self.meets)
         table, mapping = self._pages_of(common.block_table_tensor), common.slot_mapping
         tokens = common.num_actual_tokens
         step = self.planner.plan(table, common.seq_lens, bounds.diff(), mapping[:tokens], known)
@@ -196,7 +198,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             queries = self.most_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
             room = max(self.attention.segment, self.most_tokens + windows)
-            sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
+            sizes = Scratch.sizes(queries, self.num_kv_heads, room, like.dtype)
             current_workspace_manager().get_simultaneous(*sizes)
 
     def own_settings(self) -> CacheSettings:
@@ -298,7 +300,7 @@ _lend_scratch = lru_cache(1)(lambda *sizes: current_workspace_manager().get_simu
 """Scratch memory: all layers of a step ask for the same."""
 
 
-def _known_of(common: Any, few: int) -> Known:
+def _known_of(common: Any, few: int, meets: bool) -> Known:
     """What is known of a step: one object for the builders of pages of all sizes."""
     global _known
     lengths = common.seq_lens_cpu_upper_bound
@@ -306,11 +308,11 @@ def _known_of(common: Any, few: int) -> Known:
     counts = common.query_start_loc_cpu.diff().long()
     if (
         _known is None
-        or (_known.most_tokens, _known.few) != (common.max_seq_len, few)
+        or (_known.most_tokens, _known.few, _known.meets) != (common.max_seq_len, few, meets)
         or not torch.equal(_known.counts, counts)
         or not torch.equal(_known.lengths, lengths)
     ):
-        _known = Known(counts, lengths, common.max_seq_len, few)
+        _known = Known(counts, lengths, common.max_seq_len, few, meets)
     return _known
 
 
@@ -364,10 +366,14 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any, *others: Any) -> Any:
         """Run a step. What a KV connector loads has no exact copies: those of what these blocks
         held before are forgotten, before the step is planned."""
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        meets = may_meet(scheduler_output, [each.kv_cache_spec.block_size for each in groups])
         # Without a connector, or without a load, there is nothing.
-        if loaded := getattr(scheduler_output.kv_connector_metadata, "loaded_blocks", None):
-            for group in (each for groups in self.model_runner.attn_groups for each in groups):
-                for builder in group.metadata_builders:
-                    if isinstance(builder, RotatedBuilder):
+        loaded = getattr(scheduler_output.kv_connector_metadata, "loaded_blocks", None)
+        for group in (each for groups in self.model_runner.attn_groups for each in groups):
+            for builder in group.metadata_builders:
+                if isinstance(builder, RotatedBuilder):
+                    builder.meets = meets
+                    if loaded:
                         builder.forget(loaded)
         return super().execute_model(scheduler_output, *others)

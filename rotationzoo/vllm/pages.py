@@ -5,9 +5,9 @@ A page must be readable by itself: prefix caching hands it to another request, p
 and a prompt fills it in parts. So a token is written as codes as soon as it is there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,6 +17,7 @@ from rotationzoo.codec import attention, cuda, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Argument, Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
+from rotationzoo.codec.formats import Format
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
@@ -27,7 +28,6 @@ _STORE = Path(__file__).with_name("store.cu")
 _STORE_FEW = Path(__file__).with_name("store_few.cu")
 """Continues `codec/feedback.cu`: both are compiled as one program."""
 Rows = dict[str, torch.Tensor]
-Work = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,31 @@ class LayerPages:
         return self._place == (cache.data_ptr(), cache.shape)
 
     @torch.no_grad()
-    def write(self, step: Step, rows: Rows) -> None:
-        """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
+    def copy(self, step: Step, rows: Rows) -> None:
+        """Write new tokens `[T, H, D]` of each side to the copies of their pages, if these have
+        any."""
+        if not kernels_run_on(rows["key"].device):
+            for side, of_side in rows.items():
+                self.copies[side][step.slots, :, step.page_offsets] = of_side
+            return
+        size = self.copies["key"].element_size()
+        arguments: list[Argument] = [step.page_offsets, step.slots, self.layouts["key"].dim * size]
+        for side, of_side in rows.items():
+            arguments += of_side, of_side.stride(0) * size, self.copies[side]
+        grid = len(rows["key"]), self.heads, 2
+        Launcher(rows["key"].device)(self._kernel("copy_rows"), grid, 64, arguments)
+
+    @torch.no_grad()
+    def store(self, step: Step, rows: Rows) -> None:
+        """Store new tokens `[T, H, D]` of each side as codes."""
         if few := self.find_few(rows):
-            self._copy_few(step, rows)
             self._store_few(step, rows, few)
             return
-        device = rows["key"].device
         for side, of_side in rows.items():
-            encoder = self.codec.encoder(self.layer, side, self.format, device)
+            encoder = self.codec.encoder(self.layer, side, self.format, of_side.device)
             if encoder is not None:
                 rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
-                self._store(step, side, of_side, encoder.store(rotated))
+                self._store(step, side, encoder.store(rotated))
                 continue
             stored = self.codec.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
             layout = self.layouts[side]
@@ -114,51 +127,26 @@ class LayerPages:
             for section, value in zip(sections, layout.split(stored), strict=True):
                 by_token = value[0].transpose(0, 1).to(section.dtype)
                 section[step.pages, :, step.page_offsets] = by_token
-            self.copies[side][step.slots, :, step.page_offsets] = of_side
 
-    @torch.no_grad()
-    def write_and_attend(
-        self, step: Step, rows: Rows, query: torch.Tensor, scores: Scores, output: torch.Tensor
-    ) -> None:
-        """Do as `write` and `attend` do. The codes of few new tokens are chosen and stored while
-        queries, which read these exact, are at work."""
-        few = self.find_few(rows)
-        if not few or not step.decode.copied:
-            self.write(step, rows)
-            self.attend(step, query, scores, output)
-            return
-        wait = work_beside(query.device, lambda: self._store_few(step, rows, few))
-        self._copy_few(step, rows)
-        self.attend(step, query, scores, output)
-        wait()
-
-    def _store(self, step: Step, side: str, rows: torch.Tensor, packed: cuda.Packed) -> None:
-        """Write packed rows to pages, and the rows to copies, in one launch."""
-        layout, memory, copies = self.layouts[side], self.memory[side], self.copies[side]
-        sizes = memory.stride(0), layout.code_bytes, layout.third_bytes
+    def _store(self, step: Step, side: str, packed: cuda.Packed) -> None:
+        """Write packed rows to pages, in one launch."""
+        layout, memory = self.layouts[side], self.memory[side]
         arguments: list[Argument] = [
-            *(packed.codes, packed.metadata, rows, rows.stride(0) * rows.element_size()),
-            *(step.pages, step.page_offsets, step.slots, memory, *sizes),
+            *(packed.codes, packed.metadata, step.pages, step.page_offsets),
+            *(memory, memory.stride(0), layout.code_bytes, layout.third_bytes),
             *layout.starts[1:4],  # of third bits, scales and offsets
             *(layout.groups, packed.metadata.element_size()),
-            *(copies, layout.dim * copies.element_size()),
         ]
-        grid = len(rows), self.heads, 1
-        Launcher(rows.device)(self._store_kernel, grid, 64, arguments, early=False)
+        grid = len(step.pages), self.heads, 1
+        Launcher(memory.device)(self._kernel("store"), grid, 64, arguments, early=False)
 
     def find_few(self, rows: Rows) -> list[Encoder]:
         """The sides' encoders, where kernels choose codes of few rows by error feedback."""
-        device, count = rows["key"].device, len(rows["key"]) * self.heads
-        encoders = [self.codec.encoder(self.layer, side, self.format, device) for side in SIDES]
+        first = next(iter(rows.values()))
+        of_layer = partial(self.codec.encoder, self.layer, format=self.format, device=first.device)
+        encoders, count = [of_layer(side) for side in rows], len(first) * self.heads
         few = [each for each in encoders if each and each.is_for_few(count)]
         return few if len(few) == len(SIDES) else []
-
-    def _copy_few(self, step: Step, rows: Rows) -> None:
-        """Write few rows to the copies."""
-        arguments: list[Argument] = [step.page_offsets, step.slots]
-        for side, of_side in rows.items():
-            arguments += of_side, of_side.stride(0), self.copies[side]
-        self._launch_few("copy_few", self.layouts["key"], rows, 2, arguments)
 
     def _store_few(self, step: Step, rows: Rows, encoders: Sequence[Encoder]) -> None:
         """Rotate rows, choose their codes by error feedback, and write these to pages: in one
@@ -174,24 +162,16 @@ class LayerPages:
         launches = [sides]
         if not alike:
             launches = [[each, each] for each in sides]
+        device, dtype = rows["key"].device, self.copies["key"].dtype
+        grid = len(rows["key"]), self.heads, 1 + alike
         tokens = step.pages, step.page_offsets, self.memory["key"].stride(0)
         for layout, both in zip(layouts, launches, strict=False):
             arguments = *tokens, *layout.starts[1:4], *both[0], *both[1]
-            self._launch_few("store_few", layout, rows, 1 + alike, arguments)
+            kernel = _few_kernel(layout, dtype, device)
+            Launcher(device)(kernel, grid, cuda.FEW_THREADS, arguments)
 
-    def _launch_few(
-        self, name: str, layout: PageLayout, rows: Rows, sides: int, arguments: Sequence[Argument]
-    ) -> None:
-        device = rows["key"].device
-        kernel = _few_kernel(name, layout, self.copies["key"].dtype, device)
-        grid = len(rows["key"]), self.heads, sides
-        Launcher(device)(kernel, grid, cuda.FEW_THREADS, arguments)
-
-    @cached_property
-    def _store_kernel(self) -> Any:
-        numbers = self.format.metadata_numbers
-        macros = ("TOKENS", str(self.tokens)), ("NUMBERS", str(numbers))
-        return build(_STORE.read_text(), macros, self.memory["key"].device).get_kernel("store")
+    def _kernel(self, name: str) -> Any:
+        return _store_kernel(name, self.tokens, self.format, self.memory["key"].device)
 
     @torch.no_grad()
     def attend(self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor) -> None:
@@ -232,29 +212,21 @@ class LayerPages:
         return ExactWindow(*copies, window.lengths, window.starts, window.slots)
 
 
-def work_beside(device: torch.device, work: Work, beside: bool = True) -> Work:
-    """Work on another stream of a GPU, where it is to be `beside` what follows; what is returned
-    lets the current one wait for it."""
-    if device.type != "cuda" or not beside:
-        work()
-        return lambda: None
-    current, other = torch.cuda.current_stream(device), _other_stream(device)
-    other.wait_stream(current)
-    with torch.cuda.stream(other):
-        work()
-    return lambda: current.wait_stream(other)
-
-
-_other_stream = cache(torch.cuda.Stream)
-"""The stream of a GPU for work beside the current one."""
+@cache
+def _store_kernel(name: str, tokens: int, format: Format, device: torch.device) -> Any:
+    """A kernel of `store.cu` for pages of so many tokens in this format."""
+    macros = ("TOKENS", str(tokens)), ("NUMBERS", str(format.metadata_numbers))
+    kernel = build(_STORE.read_text(), macros, device).get_kernel(name)
+    cuda.run_beside(kernel, device)
+    return kernel
 
 
 @cache
-def _few_kernel(name: str, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Any:
-    """A kernel of `store_few.cu` for pages of this layout and rows of this type."""
+def _few_kernel(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Any:
+    """The kernel of `store_few.cu` for pages of this layout and rows of this type."""
     group = layout.dim // layout.groups
     variant = cuda.Variant(layout.dim, group, dtype, layout.format, feedback=True)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
-    kernel = build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel(name)
+    kernel = build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel("store_few")
     cuda.run_beside(kernel, device)
     return kernel

@@ -17,15 +17,16 @@ from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.page_layout import PageLayout, Sections
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm.pages import LayerPages, Rows, work_beside
-from rotationzoo.vllm.segments import SHORT, Exact, Segment
+from rotationzoo.vllm.pages import LayerPages, Rows
+from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
 from rotationzoo.vllm.steps import Step
+from rotationzoo.vllm.streams import find_stream
 
 _RESTORE = Path(__file__).with_name("restore.cu")
 """Continues `codec/int2.cu`: both are compiled as one program."""
 
 Size = tuple[tuple[int, ...], torch.dtype]
-Scratch = Callable[..., list[torch.Tensor]]
+Lend = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
 
 
@@ -104,15 +105,32 @@ class TorchAttention:
         return Read(output, totals)
 
 
+class Scratch:
+    """Memory that prompts take while they attend, from whoever lends it."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        """Of tensors of these `sizes`."""
+        self.exact, self.turned, *self.parts, keys, values = tensors
+        self.rows = keys, values
+
+    @staticmethod
+    def sizes(queries: Sequence[int], heads: int, room: int, dtype: torch.dtype) -> list[Size]:
+        """For queries `[T, H_q, D]`: what they read exact, themselves in the frame of the codes,
+        and what they read from three parts of these; and for `room` keys and values."""
+        return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
+
+
 class LayerReader:
-    """What the new tokens of a step read in one layer."""
+    """What the new tokens of a step read in one layer. `run` has all stages of a token, in their
+    order."""
 
     def __init__(
-        self, pages: LayerPages, attention: Attention | None = None, scratch: Scratch | None = None
+        self, pages: LayerPages, attention: Attention | None = None, lend: Lend | None = None
     ):
         """From these pages; prompts attend by default in plain torch, and in new memory."""
+        device = pages.memory["key"].device
         self.pages, self.attention = pages, attention or TorchAttention()
-        self.scratch = scratch or partial(new_scratch, pages.memory["key"].device)
+        self.lend, self.stream = lend or partial(_allocate, device), find_stream(device)
         self._turns: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     @torch.no_grad()
@@ -120,76 +138,82 @@ class LayerReader:
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
         """Store new tokens, keys and values `rows` `[T, H, D]`, and write what their queries
-        `[T, H_q, D]` read to `output` `[T, H_q, D]`.
+        `[T, H_q, D]` read to `output` `[T, H_q, D]`. `StoreStream` says what waits for what.
 
         Few new tokens of a request read as `LayerPages.attend` says. Many read themselves exact,
         and the `recent` ones before them, and the sink.
         """
-        pages, prompts = self.pages, step.prompts
+        pages, prompts, stream = self.pages, step.prompts, self.stream
         # The rows of a token without gaps, as kernels read them.
         rows = {side: each.to(pages.copies[side].dtype) for side, each in rows.items()}
         for side, each in rows.items():
             if each.stride()[1:] != (each.shape[-1], 1):
                 rows[side] = each.contiguous()
-        if prompts is None:
-            pages.write_and_attend(step, rows, query, scores, output)
-            return
-        few = prompts.token
-        many = slice(few, None)
-        new = {side: of_side[many] for side, of_side in rows.items()}
-        # Prompts read what is stored from `new`, and many codes are chosen meanwhile.
-        many_rows = not pages.find_few(rows)
-        wait = work_beside(query.device, lambda: pages.write(step, rows), many_rows)
+        beside = step.decode.copied
+        if prompts is not None:  # few rows are stored sooner than another stream is asked
+            beside = not pages.find_few(rows)
+        stream.start(beside, pages.store, step, rows)
+        pages.copy(step, rows)
+        few = len(query)
+        if prompts is not None:
+            few, many = prompts.token, slice(prompts.token, None)
+            new = {side: of_side[many] for side, of_side in rows.items()}
+            self._attend_prompts(step, query[many], new, scores, output[many])
+        if prompts is not None or not step.decode.copied:
+            stream.wait()
         if few:
-            wait()
             pages.attend(step, query[:few], scores, output[:few])
-        self._attend_prompts(step, query[many], new, scores, output[many])
-        wait()
+        stream.wait()
 
     def _attend_prompts(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
+        """Let prompts read what is exact, and then codes."""
         prompts = step.prompts
         assert prompts is not None
-        new = prompts.bounds, prompts.longest
-        if not prompts.exact:
+        if not prompts.exact:  # no token is before the new ones
+            new = prompts.bounds, prompts.longest
             read = Packed((self._exact_keys(rows["key"]), rows["value"]), *new)
             self.attention.attend(Packed((query,), *new), read, scores, True, output)
             return
         room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
-        *free, keys, values = self.scratch(
-            *scratch_sizes(query.shape, rows["key"].shape[1], room, query.dtype)
-        )
-        both = keys, values
-
-        def merge(first: Read, second: Read, output: torch.Tensor) -> Read:
-            merged = self.attention.merge(first, second, output)
-            free.extend((first.output, second.output))
-            return merged
-
-        into, totals = free.pop(), []
+        heads = rows["key"].shape[1]
+        scratch = Scratch(self.lend(*Scratch.sizes(query.shape, heads, room, query.dtype)))
+        totals = []
         for group in prompts.exact:
-            self._gather(step, group, rows, both)
-            queries, output_of = (_part(each, group.tokens) for each in (query, into))
+            self._gather(step, group, rows, scratch.rows)
+            queries, into = (_part(each, group.tokens) for each in (query, scratch.exact))
             own = Packed((queries,), group.bounds, group.longest)
-            read = Packed(both, group.read.bounds, group.read.longest)
-            totals.append(self.attention.attend(own, read, scores, True, output_of).totals)
-        exact = Read(into, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
-
+            read = Packed(scratch.rows, group.read.bounds, group.read.longest)
+            totals.append(self.attention.attend(own, read, scores, True, into).totals)
+        exact = Read(scratch.exact, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
+        if step.meets:
+            self.stream.wait()
         # Attention sinks take part once.
-        scores = Scores(scores.scale, scores.soft_cap)
+        codes = self._read_codes(prompts, query, Scores(scores.scale, scores.soft_cap), scratch)
+        self.attention.merge(exact, codes, output)
+
+    def _read_codes(
+        self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: Scratch
+    ) -> Read:
+        """What prompts read from codes, in segments."""
         to_codes, from_codes, mean = self._make_turns(query)
-        codes, turned = None, _multiply(query, to_codes, free.pop())
+        turned = _multiply(query, to_codes, scratch.turned)
+        queries = Packed((turned,), prompts.bounds, prompts.longest)
+        first, second, spare = scratch.parts
+        codes, into = None, first
         for segment in prompts.codes:
-            self._restore(prompts.page_table, segment, both)
-            read = Packed(both, segment.bounds, segment.longest)
-            more = self.attention.attend(Packed((turned,), *new), read, scores, False, free.pop())
-            codes = more if codes is None else merge(codes, more, free.pop())
+            self._restore(prompts.page_table, segment, scratch.rows)
+            read = Packed(scratch.rows, segment.bounds, segment.longest)
+            part = self.attention.attend(queries, read, scores, False, into)
+            if codes is not None:
+                part, spare = self.attention.merge(codes, part, spare), codes.output
+            codes, into = part, second
         assert codes is not None
-        restored = _multiply(codes.output, from_codes, free.pop())
+        restored = _multiply(codes.output, from_codes, second)
         if mean is not None:
             restored.add_(mean)
-        merge(exact, Read(restored, codes.totals), output)
+        return Read(restored, codes.totals)
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
         """Keys `[T, H, D]` without their mean, where they are centered."""
@@ -290,13 +314,7 @@ def _restore_kernel(
     return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
 
 
-def scratch_sizes(queries: Sequence[int], heads: int, room: int, dtype: torch.dtype) -> list[Size]:
-    """What prompts take of scratch memory for queries `[T, H_q, D]`: their copies, and `room` keys
-    and values."""
-    return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
-
-
-def new_scratch(device: torch.device, *sizes: Size) -> list[torch.Tensor]:
+def _allocate(device: torch.device, *sizes: Size) -> list[torch.Tensor]:
     """New memory, where nobody lends any."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
 

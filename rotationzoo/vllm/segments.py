@@ -30,6 +30,8 @@ class Known:
     """No request has more tokens."""
     few: int = FEW
     """So many new tokens are few."""
+    meets: bool = True
+    """Whether a request may read tokens that another one stores in this step."""
 
     @cached_property
     def decodes(self) -> int:

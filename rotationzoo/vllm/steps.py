@@ -42,7 +42,7 @@ class DecodeMetadata:
     new: int
     """Of each request, the last `new` tokens read."""
     copied: bool
-    """Whether all new tokens have copies, and are read from these alone."""
+    """Whether all new tokens have copies, and are read from these alone, by other requests too."""
     spread: tuple[torch.Tensor, torch.Tensor] | None
     """int64: for `new` queries of each request, in whose row they are, any where a request has
     fewer, `[B new]`; and back, for every row. None: rows are those of the requests in turn."""
@@ -77,6 +77,8 @@ class Step:
     slot_of: torch.Tensor
     """int64 `[pages]`: the slot of the copies of each page; 0 where there are none. It holds until
     the next step is planned."""
+    meets: bool
+    """Whether a request may read tokens that another one stores in this step."""
 
 
 class Planner:
@@ -154,10 +156,12 @@ class Planner:
         # The batch of a graph has further tokens, which belong to no request.
         spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), device)
         bounds = page_table[:rows], starts, floors, ends
-        copied = new <= min(self._verified, self.recent)
+        # A request may begin right after the new tokens of another. Its last query reads both
+        # exact where `recent` holds twice as many.
+        copied = new <= min(self._verified, self.recent // 2)
         decode = DecodeMetadata(new, copied, spread, *bounds, sink, recent)
         room = -(-known.most_tokens // self.tokens)
-        step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of)
+        step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of, known.meets)
         many, most = known.count_segments(self._segment), self._segment
         if kernels_run_on(device):
             reads = Reads.allocate(len(table) - rows, many, device) if known.has_prompts else None

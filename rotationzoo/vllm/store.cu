@@ -1,5 +1,5 @@
-// Quantized rows of new tokens to their pages, and the rows themselves to copies: what `LayerPages.write` in pages.py does with eight
-// operations of torch.
+// Quantized rows of new tokens to their pages, and the rows themselves to copies: what `LayerPages.store` and `copy` in pages.py do
+// with eight operations of torch.
 //
 // Compile with -D: TOKENS (of a page), NUMBERS (of a group: 1 without an offset, or 2). No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
@@ -15,14 +15,29 @@ __device__ void copy(unsigned char* to, const unsigned char* from, int bytes) {
         *reinterpret_cast<unsigned short*>(to + j) = *reinterpret_cast<const unsigned short*>(from + j);
 }
 
-// New tokens of one side: codes [H, T, code_bytes + third_bytes], numbers [H, T, groups, NUMBERS] (scale and offset, of
-// number_bytes each) and rows [T, H, row_bytes] -> their places in pages of page_bytes, and in copies [slots, H, TOKENS, row_bytes].
-// Grid: x = T, y = H.
+// Rows [T, H, row_bytes] of both sides, `stride` bytes from one token to the next, to copies [slots, H, TOKENS, row_bytes]. Slot 0
+// belongs to no page. Grid: x = T, y = H, z = sides.
+extern "C" __global__ void copy_rows(
+    const Count* places, const Count* slots, Count row_bytes, const unsigned char* keys, Count key_stride, unsigned char* key_copies,
+    const unsigned char* values, Count value_stride, unsigned char* value_copies) {
+  // All of it comes from kernels of this step. An early launch: see `Launcher` in codec/cuda.py.
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y, slot = slots[token];
+  if (!slot) return;
+  const unsigned char* row = blockIdx.z ? values + token * value_stride : keys + token * key_stride;
+  unsigned char* copies = blockIdx.z ? value_copies : key_copies;
+  copy(copies + ((slot * heads + head) * TOKENS + places[token]) * row_bytes, row + head * row_bytes, row_bytes);
+}
+
+// New tokens of one side: codes [H, T, code_bytes + third_bytes] and numbers [H, T, groups, NUMBERS] (scale and offset, of
+// number_bytes each) -> their places in pages of page_bytes. Grid: x = T, y = H.
 extern "C" __global__ void store(
-    const unsigned char* codes, const unsigned char* numbers, const unsigned char* rows, Count row_stride, const Count* pages,
-    const Count* places, const Count* slots, unsigned char* memory, Count page_bytes, Count code_bytes, Count third_bytes,
-    Count third_start, Count scale_start, Count offset_start, Count groups, Count number_bytes, unsigned char* copies, Count row_bytes) {
-  const Count token = blockIdx.x, head = blockIdx.y, tokens = gridDim.x, heads = gridDim.y;
+    const unsigned char* codes, const unsigned char* numbers, const Count* pages, const Count* places, unsigned char* memory,
+    Count page_bytes, Count code_bytes, Count third_bytes, Count third_start, Count scale_start, Count offset_start, Count groups,
+    Count number_bytes) {
+  const Count token = blockIdx.x, head = blockIdx.y, tokens = gridDim.x;
   const Count from = head * tokens + token, to = head * TOKENS + places[token];
   unsigned char* page = memory + pages[token] * page_bytes;
   codes += from * (code_bytes + third_bytes);
@@ -33,5 +48,4 @@ extern "C" __global__ void store(
     for (int j = 0; j < number_bytes; j += 2)
       *reinterpret_cast<unsigned short*>(targets[i % NUMBERS] + (to * groups + i / NUMBERS) * number_bytes + j) =
           *reinterpret_cast<const unsigned short*>(numbers + (from * NUMBERS * groups + i) * number_bytes + j);
-  copy(copies + (slots[token] * heads * TOKENS + to) * row_bytes, rows + token * row_stride + head * row_bytes, row_bytes);
 }

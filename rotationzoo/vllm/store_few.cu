@@ -1,12 +1,12 @@
-// A few new tokens, from the model's rows to copies and to codes in pages, in a launch each: what `LayerPages.write` in pages.py does
-// with a dozen, where codes are chosen by error feedback.
+// A few new tokens, from the model's rows to codes in pages, in one launch: what `LayerPages.store` in pages.py does with a dozen,
+// where codes are chosen by error feedback.
 //
 // This file continues codec/int2.cu and codec/feedback.cu: all three are compiled as one program with the same macros, and TOKENS
 // (of a page).
 
 typedef long long Count;
 
-// As in attention.cu: the launch may be before the end of the kernel that makes the rows.
+// An early launch: see `Launcher` in codec/cuda.py.
 __device__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -29,17 +29,6 @@ struct Side {
   unsigned char* memory;  // the pages
   int* refused;
 };
-
-// Copies [slots, H, TOKENS, D] of rows [T, H, D]. Grid: x = T, y = H, z = sides.
-extern "C" __global__ void __launch_bounds__(FEW_THREADS) copy_few(
-    const Count* places, const Count* slots, const Element* keys, Count key_stride, Element* key_copies, const Element* values,
-    Count value_stride, Element* value_copies) {
-  const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y, at = (slots[token] * heads + head) * TOKENS + places[token];
-  wait_for_previous();
-  const Element* row = blockIdx.z ? values + token * value_stride : keys + token * key_stride;
-  Element* copy = (blockIdx.z ? value_copies : key_copies) + at * D;
-  for (int i = threadIdx.x; i < D; i += FEW_THREADS) copy[i] = row[head * D + i];
-}
 
 // Grid: x = T, y = H, z = sides; FEW_THREADS threads. A page has the sections of either side from these bytes on.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(

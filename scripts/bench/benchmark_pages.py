@@ -187,8 +187,8 @@ def ways_of(server: Server, new: int, few: int) -> dict[str, Callable[[LayerPage
     both = query, scores, output
     return {
         "reading": lambda layer: layer.attend(step, *both),
-        "storing": lambda layer: layer.write(step, given),
-        "whole step": lambda layer: layer.write_and_attend(step, given, *both),
+        "storing": lambda layer: layer.store(step, given),
+        "whole step": lambda layer: LayerReader(layer).run(step, query, given, scores, output),
     }
 
 

@@ -76,23 +76,30 @@ class Server:
         self.tables[request] = self.tables.get(prefix_of, [])[:pages]
         self.lengths[request] = pages * self.tokens
 
+    def take(self, request, tokens: int) -> None:
+        """Give a request its pages for so many tokens."""
+        pages = self.tables[request]
+        while len(pages) * self.tokens < tokens:
+            pages.append(self.free.pop(0))
+
     def end(self, request) -> None:
         self.free += self.tables.pop(request)
 
     def plan(self, counts: dict):
         """Plan the step in which requests get so many new tokens."""
         table, mapping = torch.zeros(len(counts), WIDTH, dtype=torch.int32), []
-        tokens = self.tokens
+        tokens, read, filled = self.tokens, set(), set()
         for row, (request, count) in enumerate(counts.items()):
             pages, start = self.tables[request], self.lengths[request]
             self.lengths[request] = end = start + count
-            while len(pages) * tokens < end:
-                pages.append(self.free.pop(0))
+            self.take(request, end)
+            read.update(pages[: start // tokens])
+            filled.update(pages[start // tokens :])
             table[row, : len(pages)] = torch.tensor(pages)
             mapping += [pages[at // tokens] * tokens + at % tokens for at in range(start, end)]
         lengths = torch.tensor([self.lengths[request] for request in counts])
         new, most = torch.tensor([*counts.values()]), int(lengths.max())
-        known = Known(new, lengths, most, self.few)
+        known = Known(new, lengths, most, self.few, meets=not read.isdisjoint(filled))
         numbers = [lengths.int(), known.counts.int(), torch.tensor(mapping)]
         return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
 

@@ -20,6 +20,7 @@ from support.server_pages import (
     query_of,
     settings_of,
 )
+from support.streams import order, pytest_generate_tests  # noqa: F401
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer
@@ -31,6 +32,7 @@ from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import segments, steps
 from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes, select_heads
 
@@ -223,7 +225,8 @@ def test_padding_writes_to_nobodys_page():
         torch.tensor([-1, -1]),
         Known(torch.tensor([1, 1]), torch.tensor([9, 0]), 9),
     )
-    server.layer.write(step, draw(2))
+    server.layer.copy(step, draw(2))
+    server.layer.store(step, draw(2))
     assert torch.equal(server.layer.memory["key"][1:], before)
     assert step.slots.tolist() == [0, 0]
 
@@ -368,8 +371,9 @@ def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
         rows = dict(zip(SIDES, drawn, strict=True))
         query = rows["key"].repeat_interleave(shape.heads // shape.kv_heads, 1)
         outputs = [torch.full_like(query, torch.nan) for _ in layers]
-        layers[0].write_and_attend(step, rows, query, SCORES, outputs[0])
-        layers[1].write(step, rows)
+        LayerReader(layers[0]).run(step, query, rows, SCORES, outputs[0])
+        layers[1].copy(step, rows)
+        layers[1].store(step, rows)
         layers[1].attend(step, query, SCORES, outputs[1])
         assert torch.equal(*outputs)
         for side in SIDES:

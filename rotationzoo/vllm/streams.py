@@ -1,0 +1,73 @@
+"""What runs beside what in a layer of a server's step: one object owns the second stream of a GPU,
+and the rule that what a step reads was written before."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+
+class StoreStream:
+    """The stream on which the codes of a step are chosen and stored while its queries read.
+
+    Requests of one step may share pages. vLLM gives a block to its prefix cache when it schedules
+    the request that will fill it, and may schedule one that reads this block in the same step. So:
+
+    * Exact copies are written on the current stream, before anything is read.
+    * Codes are stored from `start` on. The store begins after all that the current stream was given
+      before, such as the keys and values, the plan, and pages that a connector has loaded.
+    * What reads copies, or the step's own keys and values, runs beside the store.
+    * What reads codes that the step stores comes after `wait`: those of another request, where the
+      plan says that they `meet`, and those of a new token that has no copy.
+    * A layer ends with `wait`. So the next layer, the next step, a connector that saves pages and
+      whoever takes over memory find everything written.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self._is_running = device, False
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def start(self, beside: bool, store: Callable[..., None], *arguments: Any) -> None:
+        """Call `store` with these arguments: on the second stream, where it is to run `beside` what
+        follows, and else on the current one. A CPU has one."""
+        if self.device.type != "cuda" or not beside:
+            store(*arguments)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            store(*arguments)
+        self._is_running = True
+
+    def wait(self) -> None:
+        """Let the current stream wait until everything is stored."""
+        if self._is_running:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            self._is_running = False
+
+
+find_stream = cache(StoreStream)
+"""The one of a device: a layer has ended when the next one starts."""
+
+
+def may_meet(scheduled: Any, block_tokens: Sequence[int]) -> bool:
+    """Whether a request may read blocks that another one fills in the same step, of which vLLM's
+    `SchedulerOutput` tells. The blocks of each group hold so many tokens.
+
+    Only a request that begins can: all others have read their blocks before. Those that go on may
+    fill any, since their blocks are not named again.
+    """
+    begin, go_on = scheduled.scheduled_new_reqs, scheduled.scheduled_cached_reqs
+    has_hits = any(request.num_computed_tokens for request in begin)
+    if go_on.resumed_req_ids or (has_hits and go_on.req_ids):
+        return True
+    read, filled = set[tuple[int, int]](), set[tuple[int, int]]()
+    for request in begin:
+        for group, (blocks, tokens) in enumerate(zip(request.block_ids, block_tokens, strict=True)):
+            held = request.num_computed_tokens // tokens
+            read.update((group, block) for block in blocks[:held])
+            filled.update((group, block) for block in blocks[held:])
+    return not read.isdisjoint(filled)
