@@ -56,6 +56,21 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What uses `order` runs both ways, but for tests on a GPU."""
+    if "order" in metafunc.fixturenames and "device" not in metafunc.fixturenames:
+        metafunc.parametrize("order", ["early", "late"], indirect=True)
+
+
+@pytest.fixture
+def order(request, monkeypatch) -> None:
+    """When the second stream of a GPU, played on a CPU, does its work."""
+    from support.streams import LateStream, play
+
+    if getattr(request, "param", "early") == "late":
+        play(monkeypatch.setattr, LateStream(torch.device("cpu")))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")

@@ -4,7 +4,6 @@ or as mixed with that of the current stream as the waits allow."""
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import pytest
 import torch
 
 from rotationzoo.vllm import prompts
@@ -60,11 +59,11 @@ PARTS = [
 """What the current stream does, part by part."""
 
 
-def play(monkeypatch: pytest.MonkeyPatch, stream: StoreStream) -> None:
+def play(set_attribute: Callable[[object, str, object], None], stream: StoreStream) -> None:
     """Let layers that are made from now on have this stream."""
-    monkeypatch.setattr(prompts, "find_stream", lambda device: stream)
+    set_attribute(prompts, "find_stream", lambda device: stream)
     for owner, name in PARTS if isinstance(stream, DrawnStream) else []:
-        monkeypatch.setattr(owner, name, _after(stream.go_on, getattr(owner, name)))
+        set_attribute(owner, name, _after(stream.go_on, getattr(owner, name)))
 
 
 def _after(first: Callable[[], None], then: Callable) -> Callable:
@@ -73,15 +72,3 @@ def _after(first: Callable[[], None], then: Callable) -> Callable:
         return then(*arguments, **others)
 
     return both
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A module that imports this and `order` runs both ways, but for tests on a GPU."""
-    if "device" not in metafunc.fixturenames:
-        metafunc.parametrize("order", ["early", "late"], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def order(request, monkeypatch) -> None:
-    if getattr(request, "param", "early") == "late":
-        play(monkeypatch, LateStream(torch.device("cpu")))

@@ -56,6 +56,7 @@ def engine_job(
     prompts_too=False,
     sampling=None,
     broken=False,
+    late=False,
     handed=None,
     **engine,
 ) -> dict:
@@ -77,7 +78,7 @@ def engine_job(
         **engine,
     }
     job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
-    job |= {"sampling": sampling or {}, "handed": handed}
+    job |= {"sampling": sampling or {}, "handed": handed, "late": late}
     return job | ({"broken": True} if broken else {})
 
 

@@ -19,7 +19,18 @@ from support.codec import on_gpu
 from support.models import save_random
 from support.places import ROOT
 from support.recipes import QUICK
-from support.vllm import CHUNK, NEEDS_VLLM, ON_GPU, PYTHON, TOKENS, drive, environment, serve
+from support.vllm import (
+    CHUNK,
+    NEEDS_VLLM,
+    ON_GPU,
+    PYTHON,
+    TOKENS,
+    drive,
+    engine_job,
+    environment,
+    serve,
+    serve_in_turn,
+)
 from support.vllm_answers import (
     CLOSE,
     assert_same,
@@ -119,6 +130,25 @@ def test_two_processes_hold_a_head_each_and_samples_of_a_prompt_are_read_apart(
     for sample in (first, second):
         expected = read_in_transformers(made, model, sample["ids"], chunk=2048)
         assert_same(sample["answer"], expected[-TOKENS:])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_of_one_step_read_a_prefix_that_it_stores(late, made, prompts, tmp_path):
+    """The first one fills blocks that the others find in the prefix cache, and a second stream
+    stores them as early or as late as it may. One goes on, and two begin beside it."""
+    ids = prompts[2]
+    several = [ids[:512] + ids[at : at + 60] for at in (600, 700, 800)]
+    later = [several[0] + ids[900:930], ids[:512] + ids[950:954]]
+    engine = {"max_num_batched_tokens": 2048, "enable_prefix_caching": True}
+    job = engine_job(made, [several, later], late=late, **engine)
+    (served,) = serve_in_turn(tmp_path, [job])
+    answers = [answer for answers in served["rounds"] for answer in answers]
+    assert [answer["cached"] for answer in answers] == [0, 512, 512, 512, 512]
+    model = load(DEMO)
+    for answer in answers:
+        cut = answer["cached"]
+        expected = read_in_transformers(made, model, answer["ids"], chunk=2048, cut=cut)
+        assert_same(answer["answer"], expected[-TOKENS:])
 
 
 WINDOWS = {

@@ -20,7 +20,6 @@ from support.server_pages import (
     query_of,
     settings_of,
 )
-from support.streams import order, pytest_generate_tests  # noqa: F401
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer
@@ -36,6 +35,7 @@ from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes, select_heads
 
+pytestmark = pytest.mark.usefixtures("order")
 # A prompt in chunks, tokens, and a prompt that goes on.
 CALLS = [11, 9, 1, 1, 1, 1, 1, 14, 1, 1]
 CLOSE = 1e-5  # of rows around 1; 5e-7 was measured

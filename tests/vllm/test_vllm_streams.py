@@ -8,17 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.server_pages import Server, draw, part_of, settings_of
-from support.streams import DrawnStream, order, play, pytest_generate_tests  # noqa: F401
+from support.streams import DrawnStream, play
 
 from rotationzoo.vllm.streams import may_meet
 
+pytestmark = pytest.mark.usefixtures("order")
 CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
 
 
-def share(together: bool, own=(9, 12), also: int = 0, recent: int = 6, segment: int = 4096) -> dict:
+def share(together=True, own=(9, 12), also=0, recent=6, segment=4096, most_requests=6) -> dict:
     """What requests read whose first 16 tokens are those of another, which stores 24: all in one
     step, or one after another. Others that get `also` new tokens beside them."""
-    server = Server(settings_of(recent=recent), most_requests=6, pages=80, segment=segment)
+    server = Server(settings_of(recent=recent), most_requests, pages=80, segment=segment)
     rows = {"first": draw(24)} | {each: draw(count, seed=each) for each, count in enumerate(own)}
     for number in range(2 if also else 0):
         rows[f"other {number}"] = draw(20 + also, seed=20 + number)
@@ -79,17 +80,21 @@ def test_few_tokens_right_after_those_of_another_request(new, recent):
     assert_alike(read(True), read(False))
 
 
-@pytest.mark.parametrize("case", CASES)
+FEW_SLOTS = {"most_requests": 1, "also": 1}
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), FEW_SLOTS], ids=[*CASES, "few slots"])
 def test_in_any_order(case):
-    """The halves of a store come before, between or after the parts of what reads."""
-    alone = share(False, **CASES[case])
+    """The halves of a store come before, between or after the parts of what reads. Where slots are
+    few, requests take those of others."""
+    expected = share(**case)
 
     @settings(max_examples=12, deadline=None)
     @given(st.lists(st.booleans(), min_size=40, max_size=40))
     def check(draws):
         with pytest.MonkeyPatch.context() as patch:
-            play(patch, DrawnStream(torch.device("cpu"), iter(draws + [True] * 999)))
-            assert_alike(share(True, **CASES[case]), alone)
+            play(patch.setattr, DrawnStream(torch.device("cpu"), iter(draws + [True] * 999)))
+            assert_alike(share(**case), expected)
 
     check()
 

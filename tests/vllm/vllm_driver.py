@@ -5,7 +5,8 @@ the same time. The result has the tokens and log probabilities of each answer, a
 blocks. A job with a `server` asks that one instead, with OpenAI's client; one with `commands` runs
 rotationzoo's command line, and one with `configs` has vLLM make configs. One with `engines` runs
 the jobs of several, one after another, and one that is `broken` breaks a worker, which has to
-notice it. One that is `held` keeps its engine until its input ends, for another that loads its
+notice it. One that is `late` has a second stream that works as late as it may, on a CPU, too. One
+that is `held` keeps its engine until its input ends, for another that loads its
 pages.
 """
 
@@ -38,6 +39,8 @@ def write_whole(target: Path, result) -> None:
 def run_engine(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
+    if job.get("late"):
+        work_late()
     llm = LLM(**job["engine"])
     # A prompt whose log probabilities are asked for is read whole, also where a prefix is there.
     given = {"prompt_logprobs": 0} if job.get("prompts_too") else {}
@@ -60,6 +63,16 @@ def run_engine(job: dict) -> dict:
         write_whole(Path(sys.argv[2]), result)
         sys.stdin.read()
     return result
+
+
+def work_late() -> None:
+    """Let the engines of this process store when they are waited for."""
+    import torch
+
+    sys.path.append(str(Path(__file__).parents[1]))
+    from support.streams import LateStream, play
+
+    play(setattr, LateStream(torch.device("cpu")))
 
 
 def describe(request) -> list[dict]:
