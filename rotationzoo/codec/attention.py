@@ -153,6 +153,9 @@ def attend_rows(
     infinity. Computed as `attend` is."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
+    # 0 times a value that is not finite is no number: instead, its readers learn of it by its key.
+    is_bad = ~value.isfinite().all(-1, keepdim=True)
+    key, value = key.masked_fill(is_bad, torch.nan), value.masked_fill(is_bad, 0)
     key = key.to(dtype).repeat_interleave(group, 1)
     value = value.to(dtype).repeat_interleave(group, 1)
     logits = query.to(dtype) @ key.mT * scores.scale
@@ -165,10 +168,7 @@ def attend_rows(
     weights = logits.softmax(-1)[..., : value.shape[2]]
     # A row of padding reads nothing.
     weights = weights.masked_fill(~mask.any(-1)[:, None, :, None], 0)
-    # Unread values may be anything, even NaN.
-    unread = ~mask.any(1)[:, None, :, None]
-    output = weights @ value.masked_fill(unread, 0)
-    return output.to(query.dtype), logits.logsumexp(-1)
+    return (weights @ value).to(query.dtype), logits.logsumexp(-1)
 
 
 def _counts(window: ExactWindow) -> torch.Tensor:

@@ -331,7 +331,7 @@ __device__ void merge(
   float x = mean ? share * mean[head * D + d] : 0.0f;
   #pragma unroll
   for (int h = 0; h < HELPERS; h++) x += packed[base + h][d] + exact[base + h][d];
-  result[strides.at(batch, head, columns, tokens, column) + d] = rounded(total > 0.0f ? x / total : 0.0f);  // a row of padding reads nothing
+  result[strides.at(batch, head, columns, tokens, column) + d] = rounded(total == 0.0f ? 0.0f : x / total);  // a row of padding reads nothing
 }
 
 // One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.

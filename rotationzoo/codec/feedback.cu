@@ -44,7 +44,7 @@ __device__ unsigned spread(unsigned codes) {
 
 // Rows `[heads, count, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, count, ROW]` and
 // metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets
-// `refused` if a row is not finite or exceeds 1e18.
+// `refused` if a row is not finite or exceeds 1e18: its scales are then no numbers.
 extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedback(
     const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
     int* refused) {
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
     for (int g = 0; g < GROUPS; g++)
 #pragma unroll
       for (int r = 0; r < RANGES; r++)
-        if (r == best) store(metadata + (row * GROUPS + g) * NUMBERS, scale[g][r], offset[g][r]);
+        if (r == best) store(metadata + (row * GROUPS + g) * NUMBERS, top <= LARGEST ? scale[g][r] : NOT_A_NUMBER, offset[g][r]);
 #pragma unroll 1
     for (int j = 0; j < CODES; j += 4) {
       unsigned bytes = 0;
@@ -219,8 +219,9 @@ struct Level {  // how channels of one number of bits are rounded
       : step(step_of(scale, fine)), zero(zero_of(offset, fine)), steps{Divisor<false>(step), zero} {}
 };
 
-// Choose the codes of a row whose values and diagonal are in `few`; returns the best range. Sets `refused` as above.
-__device__ int choose(Few& few, const float* factor, Ahead ahead, int* refused) {
+// Choose the codes of a row whose values and diagonal are in `few`; returns the best range. Scales of a row that is refused are no
+// numbers, as above.
+__device__ int choose(Few& few, const float* factor, Ahead ahead) {
   const int lane = threadIdx.x % 32, range = threadIdx.x / 32;
   float moved[MINE], top = 0.0f;
   unsigned codes[MINE] = {};
@@ -242,6 +243,8 @@ __device__ int choose(Few& few, const float* factor, Ahead ahead, int* refused) 
     const Range kept(__fadd_rn(low, cut), __fsub_rn(high, cut));
     if (!lane) few.scales[range][g] = kept.scale, few.offsets[range][g] = kept.offset;
   }
+  if (!lane && !(top <= LARGEST))
+    for (int g = 0; g < GROUPS; g++) few.scales[range][g] = NOT_A_NUMBER;
   __syncwarp();
 
   float total = 0.0f;
@@ -277,7 +280,6 @@ __device__ int choose(Few& few, const float* factor, Ahead ahead, int* refused) 
   for (int m = 0; m < MINE; m++)
     if (32 * m + lane < D) few.chosen[range][32 * m + lane] = codes[m];
   if (!lane) few.totals[range] = total;
-  if (!threadIdx.x && !(top <= LARGEST)) *refused = 1;
   __syncthreads();
 
   int best = 0;
@@ -289,6 +291,8 @@ __device__ int choose(Few& few, const float* factor, Ahead ahead, int* refused) 
   }
   return best;
 }
+
+__device__ bool is_refused(const Few& few) { return few.scales[0][0] != few.scales[0][0]; }
 
 // Write the codes of the best range, its third bits, and its scales and offsets, `apart` numbers from one to the next.
 __device__ void write(
@@ -326,7 +330,8 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feed
   for (int i = threadIdx.x; i < D; i += FEW_THREADS)
     few.values[i] = widen(rows[row * D + i]), few.diagonal[i] = factor[i * D + i];
   __syncthreads();
-  const int best = choose(few, factor, ahead, refused);
+  const int best = choose(few, factor, ahead);
+  if (!threadIdx.x && is_refused(few)) *refused = 1;
   Metadata* numbers = metadata + row * GROUPS * NUMBERS;
   write(few, best, codes + row * ROW, codes + row * ROW + CODES, numbers, numbers + 1, NUMBERS);
 }

@@ -30,6 +30,7 @@ constexpr int WARP_ROWS = 32 / LANES * LANE_ROWS;
 constexpr int BLOCKS = TYPE == 2 && !ROTATE && !HALF && GROUPS == 1 && SHARE == LANES ? 9 : 1;
 constexpr bool NARROW = TYPE && !ROTATE && !MINIMUM;  // only numbers of a 16-bit type are divided
 constexpr float LARGEST = 1e18f, INFINITE = 1.0f / 0.0f;
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
 constexpr unsigned ALL = 0xffffffffu;
 
 #if TYPE == 0
@@ -364,7 +365,7 @@ struct Keys {
 
 __device__ float clip(float x, float limit) { return fminf(fmaxf(x, -limit), limit); }
 
-// Clip, scale, round and store one row. Returns whether its values are in the domain.
+// Clip, scale, round and store one row. Returns whether its values are in the domain; if not, what is stored reads back as no number.
 __device__ bool quantize_row(
     const float (&x)[4][RUN], Lane lane, bool exists, int rank, float weight, unsigned char* codes, Metadata* metadata) {
   float low[GROUPS], high[GROUPS], top = 0.0f, limit = INFINITE;
@@ -404,7 +405,7 @@ __device__ bool quantize_row(
             words[position(k, i) / 32] += bits << position(k, i) % 32;
           }
     }
-    if (exists && lane.index == 0) store(metadata + NUMBERS * g, range.scale, range.offset);
+    if (exists && lane.index == 0) store(metadata + NUMBERS * g, top <= LARGEST ? range.scale : NOT_A_NUMBER, range.offset);
   }
 #pragma unroll
   for (int first = 0; first < FINE; first += 16) {
@@ -460,7 +461,7 @@ __device__ long long first_row() {
 // Rows `[heads, count, D]` -> codes `[heads, count, ROW]` and metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a
 // grid of (count / (4 * WARP_ROWS) rounded up, heads) and 128 threads. `rotation` is `[heads, D, D]` float32; `ranks` and
 // `weights` `[heads]` place the clip threshold; `rotated`, if not null, receives the rotated rows in float32. Sets `refused` if
-// a row, after the rotation, is not finite or exceeds 1e18.
+// a row, after the rotation, is not finite or exceeds 1e18: its scales are then no numbers.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
     const Element* rows, long long count, const float* rotation, const int* ranks, const float* weights, unsigned char* codes,
     Metadata* metadata, float* rotated, int* refused) {

@@ -199,10 +199,15 @@ def _word(bits: int) -> tuple[int, int]:
     return together // bits, together // 8
 
 
+def find_refused(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows `[..., D]` are not finite or above `LARGEST`, boolean `[...]`."""
+    # `not <=` instead of `>`, so that NaN is refused, too.
+    return ~(rows.abs().amax(-1) <= LARGEST)
+
+
 def check_values(rows: torch.Tensor) -> None:
     """Raise `RotationZooError` for rows that are not finite or above `LARGEST`."""
-    # `not <=` instead of `>`, so that NaN is refused, too.
-    if rows.numel() and not rows.abs().amax() <= LARGEST:
+    if find_refused(rows).any():
         problem = f"a row to be quantized is not finite or exceeds {LARGEST:.0e}"
         hint = "run the model with --dtype float32"
         raise RotationZooError(problem, hint)

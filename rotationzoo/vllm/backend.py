@@ -27,6 +27,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
+from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
@@ -145,6 +146,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.reader: LayerReader | None = None
         self.cache_config = config.cache_config
         self.reserved: torch.Tensor | None = None
+        self.bad: torch.Tensor | None = None  # what counts rows that are not finite
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give this layer a backend that knows the layer's number. vLLM asks a backend for the spec
@@ -212,7 +214,8 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         settings, self.reserved, self.reader = self.own_settings(), None, None
         rows = (each.transpose(0, 1)[None] for each in (key, value))
         slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
-        pages = LayerPages(settings.for_layer(index, *rows), index, kv_cache, slots, key.dtype)
+        settings = settings.for_layer(index, *rows)
+        pages = LayerPages(settings, index, kv_cache, slots, key.dtype, self.bad)
         return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
 
 
@@ -354,18 +357,25 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         self.stored = {extract_layer_index(name): name for name in ours}
         if exact := serving.served_layers(settings, config) - set(self.stored):
             raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
+        self.bad_rows = BadRows(self.stored, self.device)
+        for name, bad in zip(self.stored.values(), self.bad_rows.counted, strict=True):
+            layers[name].impl.bad = bad
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Raises `RotationZooError` for pages in which tokens do not read what is defined."""
         super().initialize_from_config(kv_cache_config)
+        for group in kv_cache_config.kv_cache_groups:
+            size = group.kv_cache_spec.block_size
+            self.bad_rows.block_sizes |= dict.fromkeys(group.layer_names, size)
         from rotationzoo.vllm.self_check import check_pages  # which nothing needs later
 
         check_pages(self.vllm_config, self.stored, kv_cache_config)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *others: Any) -> Any:
-        """Run a step. What a KV connector loads has no exact copies: those of what these blocks
-        held before are forgotten, before the step is planned."""
+        """Run a step, and name requests whose keys or values are not finite. What a KV connector
+        loads has no exact copies: those of what these blocks held before are forgotten, before the
+        step is planned."""
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         meets = may_meet(scheduler_output, [each.kv_cache_spec.block_size for each in groups])
         # Without a connector, or without a load, there is nothing.
@@ -376,4 +386,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
                     builder.meets = meets
                     if loaded:
                         builder.forget(loaded)
-        return super().execute_model(scheduler_output, *others)
+        self.bad_rows.note_blocks(scheduler_output)
+        output = super().execute_model(scheduler_output, *others)
+        self.bad_rows.look()
+        return output

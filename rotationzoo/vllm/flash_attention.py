@@ -59,5 +59,8 @@ class FlashAttention:
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
         """As in `Attention`."""
         totals = torch.empty_like(first.totals)
+        # What is not a number has a sum of nothing here. Were it left out, an answer would be one.
+        for part in (first, second):
+            part.totals.nan_to_num_(*[-1e30] * 3)
         merge_attn_states(output, first.output, first.totals, second.output, second.totals, totals)
         return Read(output, totals)

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 
-from rotationzoo.codec import attention, cuda, cuda_attention
+from rotationzoo.codec import attention, cuda, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Argument, Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
@@ -66,13 +66,17 @@ class LayerPages:
         cache: torch.Tensor,
         slots: int,
         dtype: torch.dtype,
+        bad: torch.Tensor | None = None,
     ):
         """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
-        slots of copies of this type. `settings` have the rotations on the tensor's device. Raises
-        `RotationZooError` for pages of other bytes than this layer's."""
+        slots of copies of this type. `settings` have the rotations on the tensor's device, and so
+        is `bad`, zeros int64 `[2, 2]`: of keys and of values, how many rows were not finite or too
+        large, and the place of the last one in tokens from page 0 on. Raises `RotationZooError` for
+        pages of other bytes than this layer's."""
         self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
+        self.bad = torch.zeros(2, 2, dtype=torch.int64, device=cache.device) if bad is None else bad
         memory = cache.view(torch.uint8).flatten(1)
         self.layouts: dict[str, PageLayout] = {}
         self.memory: dict[str, torch.Tensor] = {}
@@ -89,6 +93,12 @@ class LayerPages:
         if begin != memory.shape[1]:
             given = memory.shape[1]
             raise RotationZooError(f"a page of layer {layer} takes {begin} bytes, and has {given}")
+
+    @property
+    def not_finite(self) -> torch.Tensor:
+        """How many rows of keys and of values were not finite or too large, int64 `[2]` on the
+        pages' device. It only grows."""
+        return self.bad[:, 0]
 
     def holds(self, cache: torch.Tensor) -> bool:
         """Whether these are the pages of this tensor."""
@@ -111,22 +121,35 @@ class LayerPages:
 
     @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
-        """Store new tokens `[T, H, D]` of each side as codes."""
+        """Store new tokens `[T, H, D]` of each side as codes. Unlike the codec, a server refuses no
+        row: one that is not finite or too large reads back as no number, and is counted."""
         if few := self.find_few(rows):
             self._store_few(step, rows, few)
             return
         for side, of_side in rows.items():
             encoder = self.codec.encoder(self.layer, side, self.format, of_side.device)
+            rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)
             if encoder is not None:
-                rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
-                self._store(step, side, encoder.store(rotated))
+                self._store(step, side, encoder.store(rotated[0]))
                 continue
-            stored = self.codec.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
-            layout = self.layouts[side]
+            layout, is_bad = self.layouts[side], int2.find_refused(rotated)
+            good = rotated.masked_fill(is_bad[..., None], 0)
+            stored = self.codec.quantize(good, self.layer, side, self.format)
+            scale = stored.scale.masked_fill(is_bad[..., None], torch.nan)
+            stored = int2.Quantized(int2.pack(stored.codes, layout.format), scale, stored.offset)
+            self._count(step, side, is_bad[0])
             sections = layout.view(self.memory[side])
             for section, value in zip(sections, layout.split(stored), strict=True):
                 by_token = value[0].transpose(0, 1).to(section.dtype)
                 section[step.pages, :, step.page_offsets] = by_token
+
+    def _count(self, step: Step, side: str, is_bad: torch.Tensor) -> None:
+        """Count rows `[H, T]` that are bad. Padding, in page 0, belongs to nobody."""
+        is_bad, bad = is_bad & (step.pages > 0), self.bad[SIDES.index(side)]
+        places = step.pages * self.tokens + step.page_offsets
+        last = torch.where(is_bad.any(0), places, 0).amax()
+        bad[0] += is_bad.sum()
+        bad[1] = torch.where(last > 0, last, bad[1])
 
     def _store(self, step: Step, side: str, packed: cuda.Packed) -> None:
         """Write packed rows to pages, in one launch."""
@@ -135,7 +158,7 @@ class LayerPages:
             *(packed.codes, packed.metadata, step.pages, step.page_offsets),
             *(memory, memory.stride(0), layout.code_bytes, layout.third_bytes),
             *layout.starts[1:4],  # of third bits, scales and offsets
-            *(layout.groups, packed.metadata.element_size()),
+            *(layout.groups, packed.metadata.element_size(), self.bad[SIDES.index(side)]),
         ]
         grid = len(step.pages), self.heads, 1
         Launcher(memory.device)(self._kernel("store"), grid, 64, arguments, early=False)
@@ -152,11 +175,11 @@ class LayerPages:
         """Rotate rows, choose their codes by error feedback, and write these to pages: in one
         launch, or in two where keys and values have different bits."""
         sides = []
-        for side, encoder in zip(SIDES, encoders, strict=True):
+        for side, encoder, bad in zip(SIDES, encoders, self.bad, strict=True):
             mean = self.codec.rotations[self.layer][side].mean
             matrix = self.codec.forward(self.layer, side)
             kept = rows[side], rows[side].stride(0), matrix, mean, *encoder.inputs
-            sides.append((*kept, self.memory[side], encoder.refused))
+            sides.append((*kept, self.memory[side], bad))
         layouts = [self.layouts[side] for side in SIDES]
         alike = layouts[0] == layouts[1]
         launches = [sides]

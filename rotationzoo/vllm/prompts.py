@@ -24,6 +24,8 @@ from rotationzoo.vllm.streams import find_stream
 
 _RESTORE = Path(__file__).with_name("restore.cu")
 """Continues `codec/int2.cu`: both are compiled as one program."""
+_BEHIND = 256
+"""So many tokens behind the last one may be in its tile, at most."""
 
 Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
@@ -171,7 +173,7 @@ class LayerReader:
         """Let prompts read what is exact, and then codes."""
         prompts = step.prompts
         assert prompts is not None
-        if not prompts.exact:  # no token is before the new ones
+        if not prompts.exact:  # one prompt, and no token is before its new ones
             new = prompts.bounds, prompts.longest
             read = Packed((self._exact_keys(rows["key"]), rows["value"]), *new)
             self.attention.attend(Packed((query,), *new), read, scores, True, output)
@@ -179,19 +181,21 @@ class LayerReader:
         room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
         heads = rows["key"].shape[1]
         scratch = Scratch(self.lend(*Scratch.sizes(query.shape, heads, room, query.dtype)))
-        totals = []
+        exact, totals = scratch.exact if prompts.codes else output, []
         for group in prompts.exact:
             self._gather(step, group, rows, scratch.rows)
-            queries, into = (_part(each, group.tokens) for each in (query, scratch.exact))
+            queries, into = (_part(each, group.tokens) for each in (query, exact))
             own = Packed((queries,), group.bounds, group.longest)
             read = Packed(scratch.rows, group.read.bounds, group.read.longest)
             totals.append(self.attention.attend(own, read, scores, True, into).totals)
-        exact = Read(scratch.exact, totals[0] if len(totals) == 1 else torch.cat(totals, 1))
+        if not prompts.codes:
+            return
         if step.meets:
             self.stream.wait()
         # Attention sinks take part once.
         codes = self._read_codes(prompts, query, Scores(scores.scale, scores.soft_cap), scratch)
-        self.attention.merge(exact, codes, output)
+        total = totals[0] if len(totals) == 1 else torch.cat(totals, 1)
+        self.attention.merge(Read(exact, total), codes, output)
 
     def _read_codes(
         self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: Scratch
@@ -257,7 +261,7 @@ class LayerReader:
                 *new.values(),
                 *into,
             ]
-            self._launch("gather", exact.read, source, self.pages.layouts["key"], 2)
+            self._launch("gather", exact.read, len(into[0]), source, self.pages.layouts["key"], 2)
             return
         prompt, position = exact.read.positions()
         pages, at = self._places(table, prompt, position)
@@ -274,10 +278,12 @@ class LayerReader:
         both = [(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)]
         if kernels_run_on(into[0].device):
             alike = layouts[0] == layouts[1]  # one launch does for both
-            for layout, one, other in zip(layouts[: 2 - alike], both, both[::-1], strict=False):
-                starts = layout.starts[1:4]
-                source: list[Argument] = [table, table.stride(0), *starts, *one, *other]
-                self._launch("restore_rows", segment, source, layout, 1 + alike)
+            value = layouts[1].view(both[1][0]).scale, layouts[1].groups
+            several = zip(layouts[: 2 - alike], both, both[::-1], strict=False)
+            for number, (layout, one, other) in enumerate(several):
+                source: list[Argument] = [table, table.stride(0), *value, number]
+                source += *layout.starts[1:4], *one, *other
+                self._launch("restore_rows", segment, len(into[0]), source, layout, 1 + alike)
             return
         pages, at = self._places(table, *segment.positions())
         for layout, (memory, target) in zip(layouts, both, strict=True):
@@ -293,14 +299,22 @@ class LayerReader:
         return table[prompt, number] // stride, position % tokens
 
     def _launch(
-        self, name: str, segment: Segment, source: list[Argument], layout: PageLayout, sides: int
+        self,
+        name: str,
+        segment: Segment,
+        room: int,
+        source: list[Argument],
+        layout: PageLayout,
+        sides: int,
     ) -> None:
-        """Launch a kernel of `restore.cu` for so many sides."""
+        """Launch a kernel of `restore.cu` for so many sides, and a room of so many tokens."""
         device = segment.bounds.device
         kernel = _restore_kernel(name, layout, self.pages.copies["key"].dtype, device)
         tokens = segment.bounds, segment.firsts, segment.jumps, segment.gaps, len(segment.firsts)
-        grid = -(-segment.room // kernel.block_rows), self.pages.heads, sides
-        Launcher(device)(kernel.function, grid, kernel.threads, (*tokens, *source), early=False)
+        rows = min(segment.room + _BEHIND, room)
+        grid = -(-rows // kernel.block_rows), self.pages.heads, sides
+        given = *tokens, room, *source
+        Launcher(device)(kernel.function, grid, kernel.threads, given, early=False)
 
 
 @cache

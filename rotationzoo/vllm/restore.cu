@@ -3,6 +3,10 @@
 //
 // This file continues codec/int2.cu, whose lanes share a row: both are compiled as one program with the same macros, and TOKENS (of
 // a page).
+//
+// FlashAttention multiplies by 0 what a prompt does not read of a tile of values: rows of the next prompt, and those behind the last
+// one. None of these may be other than finite. So a token whose value is not has zeros in its place, and a key that is no number,
+// which reaches nobody but those who read it; and rows of values behind the last token, as far as the grid goes, are zeros.
 
 typedef long long Count;
 
@@ -30,27 +34,45 @@ struct Tokens {
   __device__ Count page(int prompt, int position) const { return table[prompt * stride + position / TOKENS]; }
 };
 
+// Write a number to what a lane has of a row.
+__device__ void fill(Element* to, const Lane& lane, float x) {
+  alignas(16) float run[RUN];
+  for (float& each : run) each = x;
+#pragma unroll
+  for (int k = 0; k < 4; k++) save(to + lane.channel(k), run);
+}
+
 // Rows [room, H, D] of dequantized codes, of each side from pages whose sections begin at these bytes. Launch with a grid of
-// (room / (4 * WARP_ROWS) rounded up, H, sides) and 128 threads; so below.
+// (tokens / (4 * WARP_ROWS) rounded up, H, sides) and 128 threads; so below. value_scales: those of page 0, of so many groups.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
-    const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, const Count* table, Count stride,
-    Count third_start, Count scale_start, Count offset_start, const unsigned char* first, Element* first_rows,
-    const unsigned char* second, Element* second_rows) {
+    const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, Count room, const Count* table,
+    Count stride, const unsigned char* value_scales, Count value_groups, Count first_is_value, Count third_start, Count scale_start,
+    Count offset_start, const unsigned char* first, Element* first_rows, const unsigned char* second, Element* second_rows) {
   const unsigned char* memory = blockIdx.z ? second : first;
   Element* rows = blockIdx.z ? second_rows : first_rows;
   const Tokens tokens = {bounds, firsts, jumps, gaps, int(prompts), table, stride};
   const Lane lane;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
+  const bool is_value = blockIdx.z || first_is_value;
+  Element* to = rows + (token * heads + head) * D;
   int prompt, place;
-  if (!tokens.find(token, prompt, place) || !lane.active) return;
-  const unsigned char* page = memory + tokens.page(prompt, place);
-  const Count row = head * TOKENS + place % TOKENS;
+  if (token >= room || !lane.active) return;
+  if (!tokens.find(token, prompt, place)) {
+    if (is_value) fill(to, lane, 0.0f);
+    return;
+  }
+  const Count at = tokens.page(prompt, place), row = head * TOKENS + place % TOKENS;
+  const float scale = read(reinterpret_cast<const Metadata*>(value_scales + at)[row * value_groups]);
+  if (scale != scale) {
+    fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);
+    return;
+  }
+  const unsigned char* page = memory + at;
   const unsigned char *codes = page + row * CODES, *thirds = page + third_start + row * (FINE / 8);
   const Metadata* scales = reinterpret_cast<const Metadata*>(page + scale_start) + row * GROUPS;
   const Metadata* offsets = reinterpret_cast<const Metadata*>(page + offset_start) + row * GROUPS;
   alignas(16) float x[4][RUN];
   dequantize_row<false>(x, lane, codes, thirds, scales, offsets, 1);
-  Element* to = rows + (token * heads + head) * D;
 #pragma unroll
   for (int k = 0; k < 4; k++) save(to + lane.channel(k), x[k]);
 }
@@ -58,25 +80,43 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
 // Keys and values [room, H, D] of copies [slots, H, TOKENS, D], and from the position `contexts` [C] of their prompt on, of new rows
 // [T, H, D] from `news` [C] on; keys less mean [H, D], or null. slot_of has the slot of each page. The grid has both sides as z.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gather(
-    const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, const Count* table, Count stride,
-    const Count* slot_of, Count page_bytes, const int* contexts, const int* news, const float* mean, Count key_stride,
+    const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, Count room, const Count* table,
+    Count stride, const Count* slot_of, Count page_bytes, const int* contexts, const int* news, const float* mean, Count key_stride,
     Count value_stride, const Element* key_copies, const Element* value_copies, const Element* keys, const Element* values,
     Element* read_keys, Element* read_values) {
   const Tokens tokens = {bounds, firsts, jumps, gaps, int(prompts), table, stride};
   const Lane lane;
   const bool is_value = blockIdx.z;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
-  int prompt, place;
-  if (!tokens.find(token, prompt, place) || !lane.active) return;
-  const int later = place - contexts[prompt];
-  const Element* from;
-  if (later >= 0) {
-    from = (is_value ? values : keys) + (news[prompt] + later) * (is_value ? value_stride : key_stride) + head * D;
-  } else {
-    const Count slot = slot_of[tokens.page(prompt, place) / page_bytes];
-    from = (is_value ? value_copies : key_copies) + ((slot * heads + head) * TOKENS + place % TOKENS) * D;
+  int prompt = 0, place = 0;
+  const bool exists = token < room && tokens.find(token, prompt, place);
+  const Element *key = nullptr, *value = nullptr;
+  bool is_bad = false;
+  if (exists) {
+    const int later = place - contexts[prompt];
+    if (later >= 0) {
+      const Count row = news[prompt] + later;
+      key = keys + row * key_stride + head * D, value = values + row * value_stride + head * D;
+    } else {
+      const Count slot = slot_of[tokens.page(prompt, place) / page_bytes];
+      const Count copy = ((slot * heads + head) * TOKENS + place % TOKENS) * D;
+      key = key_copies + copy, value = value_copies + copy;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      alignas(16) float x[RUN] = {};
+      if (lane.active) load(value + lane.channel(k), x);
+      for (float each : x) is_bad |= !(fabsf(each) < INFINITE);
+    }
   }
+  is_bad = reduce<Sum>(is_bad);
   Element* to = (is_value ? read_values : read_keys) + (token * heads + head) * D;
+  if (token >= room || !lane.active) return;
+  if (!exists || is_bad) {
+    if (is_value || exists) fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);
+    return;
+  }
+  const Element* from = is_value ? value : key;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     alignas(16) float x[RUN];

@@ -131,7 +131,7 @@ class Prompts:
     longest: int
     """No request has more new tokens."""
     exact: Sequence[Exact]
-    """Together, all prompts; none where no request has a token before its new ones."""
+    """Together, all prompts; none where the only one has no token before its new ones."""
     codes: Sequence[Segment]
     """All other tokens."""
 
@@ -193,7 +193,8 @@ def _cut(known: Known, windows: int, most: int) -> tuple[list[Any], list[tuple[i
     groups, begin = [], 0
     sizes = contexts.clamp(max=windows) + new
     ends, firsts = sizes.cumsum(0), new.cumsum(0) - new
-    while known.count_segments(most) and begin < len(sizes):
+    # One without a context reads its new tokens as they are. Several would not, see `restore.cu`.
+    while (known.count_segments(most) or len(sizes) > 1) and begin < len(sizes):
         limit = int(ends[begin] - sizes[begin]) + most
         end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
         part, first = slice(begin, end), int(firsts[begin])

@@ -32,11 +32,12 @@ extern "C" __global__ void copy_rows(
 }
 
 // New tokens of one side: codes [H, T, code_bytes + third_bytes] and numbers [H, T, groups, NUMBERS] (scale and offset, of
-// number_bytes each) -> their places in pages of page_bytes. Grid: x = T, y = H.
+// number_bytes each) -> their places in pages of page_bytes. `bad`: how many rows were refused, whose scales are no numbers, and the
+// place of the last one in tokens; page 0 belongs to nobody. Grid: x = T, y = H.
 extern "C" __global__ void store(
     const unsigned char* codes, const unsigned char* numbers, const Count* pages, const Count* places, unsigned char* memory,
     Count page_bytes, Count code_bytes, Count third_bytes, Count third_start, Count scale_start, Count offset_start, Count groups,
-    Count number_bytes) {
+    Count number_bytes, unsigned long long* bad) {
   const Count token = blockIdx.x, head = blockIdx.y, tokens = gridDim.x;
   const Count from = head * tokens + token, to = head * TOKENS + places[token];
   unsigned char* page = memory + pages[token] * page_bytes;
@@ -48,4 +49,7 @@ extern "C" __global__ void store(
     for (int j = 0; j < number_bytes; j += 2)
       *reinterpret_cast<unsigned short*>(targets[i % NUMBERS] + (to * groups + i / NUMBERS) * number_bytes + j) =
           *reinterpret_cast<const unsigned short*>(numbers + (from * NUMBERS * groups + i) * number_bytes + j);
+  const unsigned short* scale = reinterpret_cast<const unsigned short*>(numbers + from * NUMBERS * groups * number_bytes);
+  const bool is_number = number_bytes == 2 ? (scale[0] & 0x7fff) <= 0x7c00 : (scale[1] & 0x7fff) <= 0x7f80;
+  if (!threadIdx.x && pages[token] && !is_number) atomicAdd(bad, 1ull), bad[1] = pages[token] * TOKENS + places[token];
 }

@@ -27,20 +27,21 @@ struct Side {
   Count stride;
   const float *matrix, *mean, *factors;  // [H, D, D], [H, D] or null, [H, D, D]
   unsigned char* memory;  // the pages
-  int* refused;
+  unsigned long long* bad;  // how many rows were refused, and the place of the last one in tokens
 };
 
 // Grid: x = T, y = H, z = sides; FEW_THREADS threads. A page has the sections of either side from these bytes on.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
     const Count* pages, const Count* places, Count page_bytes, Count third_start, Count scale_start, Count offset_start,
     const Element* keys, Count key_stride, const float* key_matrix, const float* key_mean, const float* key_factors,
-    unsigned char* key_memory, int* key_refused, const Element* values, Count value_stride, const float* value_matrix,
-    const float* value_mean, const float* value_factors, unsigned char* value_memory, int* value_refused) {
+    unsigned char* key_memory, unsigned long long* key_bad, const Element* values, Count value_stride, const float* value_matrix,
+    const float* value_mean, const float* value_factors, unsigned char* value_memory,
+    unsigned long long* value_bad) {
   __shared__ Few few;
   __shared__ float given[D];
   const Side side = blockIdx.z
-      ? Side{values, value_stride, value_matrix, value_mean, value_factors, value_memory, value_refused}
-      : Side{keys, key_stride, key_matrix, key_mean, key_factors, key_memory, key_refused};
+      ? Side{values, value_stride, value_matrix, value_mean, value_factors, value_memory, value_bad}
+      : Side{keys, key_stride, key_matrix, key_mean, key_factors, key_memory, key_bad};
   const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
   const float *factor = side.factors + head * D * D, *matrix = side.matrix + head * D * D;
   if (!token) prefetch(matrix), prefetch(factor);
@@ -62,7 +63,9 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
     few.values[j] = sum;
   }
   __syncthreads();
-  const int best = choose(few, factor, ahead, side.refused);
+  const int best = choose(few, factor, ahead);
+  if (!threadIdx.x && pages[token] && is_refused(few))  // page 0 belongs to nobody
+    atomicAdd(side.bad, 1ull), side.bad[1] = pages[token] * TOKENS + places[token];
   unsigned char* page = side.memory + pages[token] * page_bytes;
   Metadata* scales = reinterpret_cast<Metadata*>(page + scale_start) + at * GROUPS;
   Metadata* offsets = reinterpret_cast<Metadata*>(page + offset_start) + at * GROUPS;

@@ -304,6 +304,10 @@ def test_codes_with_feedback_of_the_source_are_those_of_the_definition(
     packed = cuda_rows.quantize_with_feedback(rows, factor, group, format)
     assert_stored(packed, feedback.quantize(rows, factor, group, format), format)
     rows[0, 1, -1] = torch.nan
+    variant = cuda.Variant(dim, group, dtype, format)
+    stored = cuda_encoder.feedback_encoder(factor, variant, rows.device).store(rows)
+    assert stored.metadata[..., 0].isnan().all(-1).nonzero().tolist() == [[0, 1]]
+    assert stored.metadata[..., 0].isnan().any(-1).sum() == 1, "all others are numbers"
     with pytest.raises(RotationZooError, match="is not finite or exceeds"):
         cuda_rows.quantize_with_feedback(rows, factor, group, format)
 
@@ -321,7 +325,7 @@ def test_an_encoder_of_a_cache_has_third_bits_behind_the_codes():
     assert torch.equal(stored.scale, expected.scale)
     assert stored.offset.shape == expected.offset.shape
     rows[0, 1, 7, 3] = torch.nan
-    encode(rows)
+    assert encode(rows).scale.isnan().nonzero().tolist() == [[0, 1, 7, 0]]
     with pytest.raises(RotationZooError, match="is not finite or exceeds"):
         encode.check()
     encode.check()  # only once

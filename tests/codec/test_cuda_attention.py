@@ -276,6 +276,30 @@ def test_a_row_of_padding_gets_zeros(monkeypatch, tmp_path):
     assert output[0].any()
 
 
+@on_cpu
+def test_a_row_that_is_no_number_reaches_its_readers_alone_on_a_cpu(monkeypatch, tmp_path):
+    assert_readers_alone(partial(attend_on_cpu, monkeypatch, tmp_path, splits=2), "cpu")
+
+
+@on_gpu
+def test_a_row_that_is_no_number_reaches_its_readers_alone(device):
+    assert_readers_alone(cuda_attention.attend, device)
+
+
+def assert_readers_alone(attend, device):
+    """A key in codes, a value in codes and a key in a window, each of one request of four."""
+    case = replace(SMALL, format="vllm", dim=64, lengths=(35, 40, 0, 96), head=2, tail=5)
+    inputs = Drawing(case, device).inputs()
+    expected = reference(inputs)
+    for row, side in enumerate(inputs.packed.sides):
+        side.layout.view(side.blocks[0]).scale[row, :, 7] = math.nan
+    inputs.tail.key[2, :, 3, 9] = math.nan
+    inputs.tail.value[2, :, 3, 9] = math.nan
+    for output in (attend(*inputs.arguments()), attention.attend(*inputs.arguments())):
+        assert output[:3].isnan().all()
+        assert error_of(output[3:], expected[3:]).row < 2e-4
+
+
 @on_gpu
 @pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])

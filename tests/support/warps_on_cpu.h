@@ -122,6 +122,8 @@ typedef unsigned (*Numbers)[6];
 
 static int __float2int_rn(float x) { return int(nearbyintf(x)); }
 #define __log2f(x) log2f(x)
+template <class T>
+static void atomicAdd(T* to, T x) { *to += x; }
 
 template <class T>
 static T __shfl_sync(unsigned, T x, int lane) {

@@ -4,14 +4,15 @@ operations do."""
 import pytest
 import torch
 from support.codec import CpuLauncher, compile_for_cpu, on_cpu
-from support.server_pages import DIM, HEADS, Server, draw, part_of, settings_of
+from support.server_pages import DIM, HEADS, WIDTH, Server, draw, part_of, settings_of
 
-from rotationzoo.codec import cuda
+from rotationzoo.codec import cuda, cuda_encoder
 from rotationzoo.codec.cuda import Kernel, Variant
 from rotationzoo.codec.cuda_encoder import feedback_encoder
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
 from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.segments import Known
 
 pytestmark = on_cpu
 # Each is compiled anew; one with offsets and one with third bits tell most.
@@ -46,13 +47,18 @@ def compiled(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
-    """Three requests, of which one begins, in windows and segments that end inside others."""
+    """Three requests, of which one begins, in windows and segments that end inside others. Two have
+    a value that is not finite, in codes and among new rows: kernels hand on a key that is no number
+    in its place, and values that are finite, also behind the last token."""
     server = Server(settings_of(format, "feedback", kernel=True), segment=7)
     for request in range(3):
         server.begin(request)
-    server.run({request: draw(13 + 9 * request, seed=request) for request in range(2)})
+    before = {request: draw(13 + 9 * request, seed=request) for request in range(2)}
+    before[1]["value"][9, 1, 2] = torch.inf
+    server.run(before)
     step = server.plan({0: 9, 1: 14, 2: 3})
     rows = draw(26, seed=9)
+    rows["value"][24, 0, 5] = torch.nan
     ways = []
     for has_kernel in (False, True):
         monkeypatch.setattr(prompts, "kernels_run_on", lambda device, has=has_kernel: has)
@@ -63,26 +69,42 @@ def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
         )
         parts = []
         for group in step.prompts.exact:
-            into = torch.zeros(2, 30, HEADS, DIM)
+            into = empty(has_kernel)
             server.reader._gather(step, group, rows, into)
-            parts.append(into)
+            parts.append(into if has_kernel else with_finite_values(into))
         for segment in step.prompts.codes:
-            into = torch.zeros(2, 30, HEADS, DIM)
+            into = empty(has_kernel)
             server.reader._restore(step.prompts.page_table, segment, into)
-            parts.append(into)
+            parts.append(into if has_kernel else with_finite_values(into))
         ways.append(torch.stack(parts))
     assert len(step.prompts.exact) == 3
     assert len(step.prompts.codes) > 2
-    assert torch.equal(*ways)
+    torch.testing.assert_close(*ways, rtol=0, atol=0, equal_nan=True)
+    assert ways[1][:, 0].isnan().all(-1).sum() == 2
     assert ways[0][:3].any(-1).any(-1).sum() > 2 * 26
+
+
+def empty(has_kernel: bool) -> torch.Tensor:
+    """Room for 30 keys and values; what is there of values may be anything."""
+    into = torch.zeros(2, 30, HEADS, DIM)
+    into[1] = torch.nan if has_kernel else 0
+    return into
+
+
+def with_finite_values(into: torch.Tensor) -> torch.Tensor:
+    keys, values = into
+    is_bad = ~values.isfinite().all(-1, keepdim=True)
+    return torch.stack([keys.masked_fill(is_bad, torch.nan), values.masked_fill(is_bad, 0)])
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_few_tokens_are_stored_as_torch_stores_them(format, compiled, monkeypatch):
-    """Of rows that are multiplied by the matrices in the same order, bit by bit."""
+    """Of rows that are multiplied by the matrices in the same order, bit by bit. One is infinite,
+    and so is padding, which belongs to nobody."""
     settings = settings_of(format, "feedback", kernel=True)
     servers = [Server(settings), Server(settings)]
     rows, device = draw(20), torch.device("cpu")
+    rows["key"][15, 1, 2] = torch.inf
     monkeypatch.setattr(cuda, "compiled", lambda *_: object())
     encoders = {
         side: feedback_encoder(rotation.feedback, variant_of(servers[1], side), device)
@@ -101,12 +123,57 @@ def test_few_tokens_are_stored_as_torch_stores_them(format, compiled, monkeypatc
             monkeypatch.setattr(LayerPages, "find_few", lambda *_: list(encoders.values()))
         for new in (part_of(rows, 0, 13), part_of(rows, 13, 14), part_of(rows, 14, 20)):
             server.layer.store(server.plan({0: len(new["key"])}), new)
+        server.layer.store(padding(server), INFINITE)
+        place = server.tables[0][15 // server.tokens] * server.tokens + 15 % server.tokens
+        assert server.layer.bad.tolist() == [[1, place], [0, 0]]
+        for side in SIDES:
+            scale = server.layer.layouts[side].view(server.layer.memory[side][1:]).scale
+            assert scale.isnan().any(-1).sum() == (side == "key")
     for side in SIDES:
         mine, definition = (server.layer.memory[side] for server in servers)
         # Sums come in another order, and a code near a boundary may flip.
         assert (mine != definition).float().mean() < 0.01
         assert mine.any()
-        assert not encoders[side].refused
+
+
+@pytest.mark.usefixtures("source_on_cpu")
+@pytest.mark.parametrize("format", ["vllm", "fine"])
+def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch, tmp_path):
+    """One value is too large, and padding is infinite."""
+    monkeypatch.setattr(pages, "Launcher", CpuLauncher)
+    settings, rows, kept = settings_of(format, kernel=True), draw(13), []
+    rows["value"][9, 1, 3] = 1e30
+    for has_kernel in (False, True):
+        monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device, has=has_kernel: has)
+        server = Server(settings)
+        if has_kernel:
+            numbers = str(server.layer.format.metadata_numbers)
+            macros = ("TOKENS", str(server.tokens)), ("NUMBERS", numbers), ("SHARED", "0")
+            library = compile_for_cpu(tmp_path, pages._STORE.read_text(), ["store"], macros)
+            monkeypatch.setattr(server.layer, "_kernel", lambda name, of=library: of.launch_store)
+        server.begin(0)
+        server.layer.store(server.plan({0: 13}), rows)
+        server.layer.store(padding(server), INFINITE)
+        layouts = server.layer.layouts
+        restored = [
+            layouts[side].dequantize(layouts[side].view(memory[1:]))
+            for side, memory in server.layer.memory.items()
+        ]
+        kept.append(torch.stack(restored))
+        assert kept[-1][1].isnan().any(-1).sum() == 1
+        place = server.tables[0][1] * server.tokens + 1
+        assert server.layer.bad.tolist() == [[0, 0], [1, place]]
+    torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
+
+
+INFINITE = {side: torch.full((1, HEADS, DIM), torch.inf) for side in SIDES}
+
+
+def padding(server):
+    """A step with a token of nobody."""
+    numbers = torch.zeros(1, WIDTH, dtype=torch.int32), torch.tensor([0]), torch.tensor([0])
+    known = Known(torch.tensor([1]), torch.tensor([0]), 1)
+    return server.planner.plan(*numbers, torch.tensor([-1]), known)
 
 
 def variant_of(server, side) -> Variant:

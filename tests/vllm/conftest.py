@@ -1,0 +1,1 @@
+from support.codec import compile_encoder, source_on_cpu  # noqa: F401
