@@ -2,7 +2,6 @@
 waits for a GPU."""
 
 from collections import deque
-from collections.abc import Mapping
 from logging import getLogger
 from typing import Any
 
@@ -15,20 +14,17 @@ from rotationzoo.rotations import SIDES
 class BadRows:
     """What the layers of a worker have counted, and which request has which block of vLLM's."""
 
-    def __init__(self, layers: Mapping[int, str], device: torch.device):
-        """For layers by number, with their names."""
-        self.layers = layers
+    def __init__(self, layers: dict[int, str], device: torch.device):
+        """For layers by number, with their names. `block_sizes` are then to be filled: the tokens
+        of a block of each layer, by name."""
+        self.layers, self.block_sizes = list(layers.items()), dict[str, int]()
         self.counted = torch.zeros(len(layers), 2, 2, dtype=torch.int64, device=device)
-        """What `LayerPages` of each layer count, `bad` there."""
-        self.block_sizes: dict[str, int] = {}
-        """Tokens of a block of each layer, by name."""
-        self._owners: dict[int, str] = {}
-        self._named: deque[str] = deque(maxlen=1000)
-        self._said = torch.zeros(len(layers), 2, dtype=torch.int64)
-        self._copy, self._arrived = self.counted, None  # on a CPU, nothing is copied
+        """The tensor `bad` of each layer's `LayerPages`."""
+        self._owners, self._named = dict[int, str](), deque[str](maxlen=1000)
+        self._copy, self._said = self.counted, torch.zeros(len(layers), 2, dtype=torch.int64)
+        self._arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._copy = torch.zeros_like(self.counted, device="cpu").pin_memory()
-            self._arrived = torch.cuda.Event()
+            self._copy, self._arrived = self.counted.cpu().pin_memory(), torch.cuda.Event()
 
     def note_blocks(self, scheduled: Any) -> None:
         """Remember whose blocks are those that vLLM has given out for a step."""
@@ -39,24 +35,20 @@ class BadRows:
                 self._owners.update(dict.fromkeys(blocks, request))
 
     def look(self) -> None:
-        """Name the requests of the rows that were counted until an earlier call, or this one on a
-        CPU."""
-        if self._arrived is None:
-            self._name_new()
-        elif self._arrived.query():
-            self._name_new()
-            self._copy.copy_(self.counted, non_blocking=True)
-            self._arrived.record()
-
-    def _name_new(self) -> None:
-        counts, layers = self._copy[..., 0], list(self.layers.items())
+        """Name the requests of rows that were counted up to an earlier call; on a CPU, to this."""
+        if self._arrived is not None and not self._arrived.query():
+            return
+        counts = self._copy[..., 0]
         for number, side in (counts > self._said).nonzero().tolist():
-            layer, name = layers[number]
-            place = int(self._copy[number, side, 1])
-            request = self._owners.get(place // self.block_sizes[name], "that is not known")
+            layer, name = self.layers[number]
+            block = int(self._copy[number, side, 1]) // self.block_sizes[name]
+            request = self._owners.get(block, "that is not known")
             if request not in self._named:
                 self._named.append(request)
                 problem = f"a {SIDES[side]} of layer {layer} is not finite or exceeds {LARGEST:.0e}"
                 said = "request %s: %s: its answer is not a number"
                 getLogger("vllm.rotationzoo").warning(said, request, problem)
         self._said.copy_(counts)
+        if self._arrived is not None:
+            self._copy.copy_(self.counted, non_blocking=True)
+            self._arrived.record()

@@ -146,9 +146,8 @@ class LayerPages:
     def _count(self, step: Step, side: str, is_bad: torch.Tensor) -> None:
         """Count rows `[H, T]` that are bad. Padding, in page 0, belongs to nobody."""
         is_bad, bad = is_bad & (step.pages > 0), self.bad[SIDES.index(side)]
-        places = step.pages * self.tokens + step.page_offsets
-        last = torch.where(is_bad.any(0), places, 0).amax()
         bad[0] += is_bad.sum()
+        last = (is_bad.any(0) * (step.pages * self.tokens + step.page_offsets)).amax()
         bad[1] = torch.where(last > 0, last, bad[1])
 
     def _store(self, step: Step, side: str, packed: cuda.Packed) -> None:

@@ -27,6 +27,7 @@ _RESTORE = Path(__file__).with_name("restore.cu")
 _BEHIND = 256
 """So many tokens behind the last one may be in its tile, at most."""
 
+Arguments = list[Argument]
 Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
@@ -249,7 +250,7 @@ class LayerReader:
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
             mean = None if mean is None else mean.float()
-            source: list[Argument] = [
+            source: Arguments = [
                 *(table, table.stride(0)),
                 step.slot_of,
                 self.pages.memory["key"].stride(0),
@@ -261,7 +262,8 @@ class LayerReader:
                 *new.values(),
                 *into,
             ]
-            self._launch("gather", exact.read, len(into[0]), source, self.pages.layouts["key"], 2)
+            size = len(into[0]), 2
+            self._launch("gather", exact.read, size, source, self.pages.layouts["key"])
             return
         prompt, position = exact.read.positions()
         pages, at = self._places(table, prompt, position)
@@ -281,9 +283,10 @@ class LayerReader:
             value = layouts[1].view(both[1][0]).scale, layouts[1].groups
             several = zip(layouts[: 2 - alike], both, both[::-1], strict=False)
             for number, (layout, one, other) in enumerate(several):
-                source: list[Argument] = [table, table.stride(0), *value, number]
+                source: Arguments = [table, table.stride(0), *value, number]
                 source += *layout.starts[1:4], *one, *other
-                self._launch("restore_rows", segment, len(into[0]), source, layout, 1 + alike)
+                size = len(into[0]), 1 + alike
+                self._launch("restore_rows", segment, size, source, layout)
             return
         pages, at = self._places(table, *segment.positions())
         for layout, (memory, target) in zip(layouts, both, strict=True):
@@ -299,21 +302,14 @@ class LayerReader:
         return table[prompt, number] // stride, position % tokens
 
     def _launch(
-        self,
-        name: str,
-        segment: Segment,
-        room: int,
-        source: list[Argument],
-        layout: PageLayout,
-        sides: int,
+        self, name: str, of: Segment, size: tuple[int, int], source: Arguments, layout: PageLayout
     ) -> None:
-        """Launch a kernel of `restore.cu` for so many sides, and a room of so many tokens."""
-        device = segment.bounds.device
+        """Launch a kernel of `restore.cu`. `size`: the room for tokens, and how many sides."""
+        device, (room, sides) = of.bounds.device, size
         kernel = _restore_kernel(name, layout, self.pages.copies["key"].dtype, device)
-        tokens = segment.bounds, segment.firsts, segment.jumps, segment.gaps, len(segment.firsts)
-        rows = min(segment.room + _BEHIND, room)
+        given = of.bounds, of.firsts, of.jumps, of.gaps, len(of.firsts), room, *source
+        rows = min(of.room + _BEHIND, room)
         grid = -(-rows // kernel.block_rows), self.pages.heads, sides
-        given = *tokens, room, *source
         Launcher(device)(kernel.function, grid, kernel.threads, given, early=False)
 
 

@@ -45,9 +45,8 @@ def bad(tmp_path_factory) -> tuple[Path, Path, int]:
 
 
 def test_an_infinite_key_ends_one_request_of_four_which_is_named(bad, tmp_path):
-    """In prompts of several chunks, and tokens beside others' prompts. Then others take its pages.
-
-    With vLLM's own cache in float32 on a CPU, the last request's answer was no number either."""
+    """In prompts of several chunks, and tokens beside others' prompts. Then others take its pages:
+    with vLLM's own cache on a CPU, the answer of one of those was no number either."""
     model, made, token = bad
     ids = AutoTokenizer.from_pretrained(DEMO)(TEXT * 9).input_ids
     prompts = [ids[:100], ids[50:650], ids[:400], ids[30:1130]]
