@@ -110,3 +110,31 @@ def test_flash_attention_reads_what_torch_reads(dim, kind, device):
         assert difference / definition.output.float().norm() < 0.01  # bfloat16's rounding
         is_read = definition.totals > -torch.inf
         assert (ours.totals - definition.totals)[is_read].abs().max() < 0.02
+
+
+@on_gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_key_that_is_no_number_reaches_its_readers_alone(dim, device):
+    """With a value of zeros, as `restore.cu` writes it; also where another part is empty."""
+    flash = pytest.importorskip("rotationzoo.vllm.flash_attention")
+    attention, scores = (
+        flash.choose_attention(dim, torch.bfloat16, False, is_cuda=True),
+        Scores(1.0),
+    )
+    query, key, value = draw(dim, device)
+    reads = []
+    for is_bad in (False, True):
+        if is_bad:  # the second token of the third prompt, whose neighbors share its tile
+            key[301], value[301] = torch.nan, 0
+        own, keys = packed(QUERIES, query), packed(KEYS, key, value)
+        reads.append(attention.attend(own, keys, scores, False, torch.empty_like(query)))
+    expected, found = reads
+    readers = slice(6, 76)
+    for first in (True, False):
+        lowest = torch.full_like(found.totals, -torch.inf)
+        empty = Read(torch.zeros_like(query), lowest)
+        pair = (empty, found) if first else (found, empty)
+        for output in (found.output, attention.merge(*pair, torch.empty_like(query)).output):
+            assert output[readers].isnan().all()
+            assert torch.equal(output[:6], expected.output[:6])
+            assert torch.equal(output[76:], expected.output[76:])
