@@ -7,8 +7,8 @@ import sys
 
 from support.places import ROOT
 
-MODULES, LINES = 45, 6000
-"""42 modules with 5,857 lines are loaded today."""
+MODULES, LINES = 45, 6100
+"""44 modules with 6,045 lines are loaded today."""
 UNWANTED = ["datasets", "modelscope", "huggingface_hub", "transformers", "altair", "typer", "rich"]
 FILES = "rotationzoo/vllm/backend.py", "rotationzoo/vllm/flash_attention.py"
 COUNT = f"""
