@@ -113,7 +113,7 @@ class Traffic:
         draw, size = self.draw, watch.size
         self.chunk = draw.choice(args.chunks)
         self.threshold = draw.choice([0, 0, self.chunk // 2])
-        self.prefix = int(args.prefix / draw.choice([1, 1, 4, 16]))
+        self.prefix = int(args.prefix / draw.choice([1, 1, 1, 4]))
         self.longest = min(args.longest - 8, 2 * self.prefix + 6 * args.own)
         self.active = draw.randint(3, args.active)
         room = len(watch.pool.blocks) - 1

@@ -69,12 +69,15 @@ class Watch:
         self.loads: dict[str, int] = {}
         self.alone: Alone | None = None
         self._open: dict[str, Stay] = {}
-        self._written: dict[int, tuple[Stay, int, int]] = {}
+        self._written: dict[int, tuple[Stay, int, int]] = {}  # and from which token on
+        self._stored: set[int] = set()  # blocks of this step
+        self._planned: list[tuple[Stay, int, list[int]]] = []
         self._of_hash: dict[Any, set[Block]] = {}
-        self._step = 0
         self._replace(self.scheduler, "schedule", self._schedule)
         self._replace(self.manager, "get_computed_blocks", self._find_blocks)
         self._replace(worker.model_runner.get_model(), "compute_logits", self._compute_logits)
+        for builder in self.builders[:1]:
+            self._replace(builder, "build", self._build)
         if connector := self.scheduler.connector:
             self._replace(connector, "get_num_new_matched_tokens", self._match)
             self._replace(connector, "update_state_after_alloc", self._load)
@@ -102,11 +105,9 @@ class Watch:
         planners = [builder.planner for builder in self.builders]
         return all(int((each.slot_of > 0).sum()) < each.slots - 1 for each in planners)
 
-    def copies(self, blocks: list[int], start: int) -> torch.Tensor | None:
-        """Which pages of these blocks have exact copies, without waiting for a GPU: those in the
-        windows before a chunk that begins at `start`, where there are any."""
-        if not self.builders or not start:
-            return None
+    def copies(self, blocks: list[int], start: int) -> torch.Tensor:
+        """Which pages of these blocks have exact copies, of those in the windows before a chunk
+        that begins at `start`, without waiting for a GPU."""
         slot_of, pages = self.builders[0].planner.slot_of, self._windows(blocks, start)
         if slot_of.is_cuda:
             pages = pages.pin_memory()
@@ -130,7 +131,6 @@ class Watch:
     def restore(self, blocks: list[int], start: int, copied: torch.Tensor) -> bool:
         """Forget the copies that were not there in traffic; whether all others are."""
         here = self.copies(blocks, start)
-        assert here is not None
         self.forget(self._windows(blocks, start)[~copied.cpu()])
         return not bool((copied & ~here).any())
 
@@ -147,7 +147,7 @@ class Watch:
     def _note(self, output: Any) -> None:
         """Note the stays that begin, and all blocks that this step writes, which is before any of
         its requests reads."""
-        self._step += 1
+        self._stored.clear()
         begins = {each.req_id for each in output.scheduled_new_reqs}
         begins |= {*output.scheduled_cached_reqs.resumed_req_ids}
         blocks = {}
@@ -163,7 +163,9 @@ class Watch:
             stay = self._open[name]
             stay.ends.append(start + count)
             for number in range(start // self.size, -(-(start + count) // self.size)):
-                self._written[blocks[name][number]] = stay, number, self._step
+                block = blocks[name][number]
+                self._written[block] = stay, number, max(start, number * self.size)
+                self._stored.add(block)
                 if number < len(request.block_hashes):
                     wrote = self._of_hash.setdefault(request.block_hashes[number], set())
                     wrote.add((stay, number))
@@ -172,8 +174,8 @@ class Watch:
             if name in begins:
                 self._find_shared(stay, blocks[name])
             start = stay.ends[-1] - output.num_scheduled_tokens[name]
-            if start < stay.given and (copied := self.copies(blocks[name], start)) is not None:
-                stay.copied[start] = copied
+            if self.builders and 0 < start < stay.given:
+                self._planned.append((stay, start, blocks[name]))
 
     def close(self, name: str, tokens: int) -> None:
         """Note what a stay has at its end, if one is open."""
@@ -190,20 +192,29 @@ class Watch:
         if stay.cached % self.size:
             stay.unknown = "a block is there in part"
         for number, block in enumerate(blocks[:count]):
-            wrote, at, step = self._written.get(block, (None, 0, 0))
+            wrote, at, start = self._written.get(block, (None, 0, 0))
             if number >= own:  # by a connector, which knows no stays
                 candidates = self._of_hash.get(stay.request.block_hashes[number], set())
                 if len(candidates) != 1:
                     stay.unknown = f"{len(candidates)} stays wrote what was loaded"
                     return
                 ((wrote, at),) = candidates
-                self._written[block] = stay, number, self._step
+                self._written[block] = stay, number, 0
             if wrote is None or at != number or wrote.ends[-1] < (number + 1) * self.size:
                 stay.unknown = "it found a block that nobody wrote"
                 return
             stay.unknown = stay.unknown or wrote.unknown
             stay.shared.append((wrote, at))
-            stay.met += self.size * (step == self._step and number < own)
+            if block in self._stored and number < own:
+                stay.met += (number + 1) * self.size - start
+
+    def _build(self, own: Any, *given: Any, **named: Any) -> Any:
+        """Note the copies of a step once it is planned: its own pages have theirs then."""
+        metadata = own(*given, **named)
+        for stay, start, blocks in self._planned:
+            stay.copied[start] = self.copies(blocks, start)
+        self._planned.clear()
+        return metadata
 
     def _find_blocks(self, own: Any, request: Any) -> Any:
         result = own(request)
