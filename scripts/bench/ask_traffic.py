@@ -37,6 +37,12 @@ ARMS = (
 )
 
 
+Places = dict[int, Any]
+"""For each place of a request, a tensor `[R, N]` of log probabilities, or `[N]`."""
+Told = dict[int, tuple[Any, Any]]
+"""For each place, tokens `[N]` and their log probabilities `[N]`."""
+
+
 @dataclass
 class Question:
     """A request of the traffic."""
@@ -220,22 +226,37 @@ class Traffic:
         self.questions[name] = Question(prompt, samples, names=names)
 
 
+@dataclass
+class Apart:
+    """How far log probabilities are apart, each on average over the likeliest tokens."""
+
+    first: float
+    """Of a stay's first token."""
+    others: list[float]
+    """Of each of its other tokens."""
+    where: str = ""
+
+    @classmethod
+    def measure(cls, one: Places, other: Places, first: int, where: str = "") -> "Apart":
+        """Of those in the same places. Where there are several rows, the nearest is the stay's."""
+        values = {place: float((one[place] - other[place]).abs().mean(-1).min()) for place in other}
+        return cls(values.pop(first, 0.0), [*values.values()], where)
+
+
 class Comparison:
     """What an arm's traffic and its requests alone differ by."""
 
     def __init__(self, watch: Any, args: argparse.Namespace):
         self.watch, self.args = watch, args
         self.counts: Counter[str] = Counter()
-        self.firsts: list[float] = []
-        self.others: list[float] = []
-        self.beside: list[float] = []
-        self.rows: list[tuple[float, float, str]] = []
+        self.beside: list[Apart] = []
+        self.stays: list[Apart] = []
 
     def add(self, traffic: Traffic) -> None:
         """Ask each request of a round again."""
         from traffic_alone import Alone
 
-        watch, counts = self.watch, self.counts
+        watch, counts, draw = self.watch, self.counts, traffic.draw
         stays, answers = watch.stays, {}
         for name, question in traffic.questions.items():
             counts["requests"] += question.samples
@@ -243,81 +264,87 @@ class Comparison:
             counts["samples"] += question.samples * (question.samples > 1)
             for index, inner in enumerate(question.names):
                 answers[inner] = question, index, f"{traffic.name}, {name} sample {index}"
+        counts["preempted"] += len(stays) - len({stay.request.request_id for stay in stays})
         watch.begin()
-        alone, seen = Alone(watch, sampling), set()
+        alone = Alone(watch, sampling)
         for stay in stays:
             question, index, name = answers[stay.request.request_id]
-            counts["preempted"] += name in seen
-            seen.add(name)
             counts["cached"] += stay.cached > 0
             counts["in the same step"] += stay.met > 0
             counts["loaded"] += stay.loaded > 0
-            told = chances_of(stay, question, index)
-            is_control = stay.given in told and traffic.draw.random() < self.args.controls
-            self._ask(alone, stay, told, traffic.random_tokens(self.args.stranger * is_control))
+            beside = self.args.stranger * (draw.random() < self.args.controls)
+            told = read_chances(stay, question, index)
+            self._ask(alone, stay, told, traffic.random_tokens(beside), name)
             if stay.unknown:
                 counts[f"not compared: {stay.unknown}"] += 1
-            elif told:
-                self._note(stay, told, name)
         counts["rounds in which slots ran out"] += not watch.slots_left()
         alone.release()
 
-    def _ask(self, alone: Any, stay: Any, told: dict[int, Any], stranger: list[int]) -> None:
-        """Ask a stay again, and once more beside a stranger, and turn what it was told into
-        distances."""
-        import torch
-
+    def _ask(self, alone: Any, stay: Any, told: Told, stranger: list[int], name: str) -> None:
+        """Ask a stay again, and once more beside a stranger, if there is one."""
         if any(wrote.unknown for wrote, _ in stay.shared):
             stay.unknown = stay.unknown or "it found blocks of such requests"
         if self.watch.pool.get_num_free_blocks() < 3 * len(stay.tokens) // self.watch.size + 8:
             stay.unknown = stay.unknown or "no memory is left"
         if stay.unknown:
             return
-        wanted = {place: torch.tensor([*chances]) for place, chances in told.items()}
-        if stranger:
-            wanted[stay.given] = torch.tensor([], dtype=torch.int64)
-        for place, values in alone.ask(stay, wanted).items():
-            tokens = [*told[place]]
-            if stranger and place == stay.given:
-                beside = alone.ask_beside(stay, stranger)
-                again = dict(zip(beside, values[[*beside]].tolist(), strict=True))
-                self.beside.append(distance(beside, again))
-                values = values[tokens]
-            told[place] = distance(told[place], dict(zip(tokens, values.tolist(), strict=True)))
-
-    def _note(self, stay: Any, told: dict[int, Any], name: str) -> None:
-        first, others = told.pop(stay.given, 0.0), [*told.values()]
-        self.counts["compared"] += 1
-        self.firsts.append(first)
-        self.others += others
+        wanted = {place: tokens for place, (tokens, _) in told.items()}
+        seen = alone.ask(stay, wanted)
+        if stay.unknown or not seen:
+            return
         where = f"{name}: {stay.given} tokens, {stay.cached} cached, {stay.met} of the same step"
-        where += f", {stay.loaded} loaded, {len(others)} more, chunks up to {stay.ends[:40]}"
-        self.rows.append((first, mean(others or [0.0]), where))
+        where += f", {stay.loaded} loaded, chunks up to {stay.ends[:40]}"
+        values = {place: told[place][1] for place in seen}
+        self.stays.append(Apart.measure(seen, values, stay.given, where))
+        if stranger:
+            beside = alone.ask(stay, wanted, stranger)
+            self.beside.append(Apart.measure(beside, seen, stay.given))
 
     def result(self) -> dict[str, Any]:
         """All numbers; what is off is printed."""
-        limit = max(self.args.floor, self.args.times * max(self.beside, default=0.0))
-        off = [row for row in self.rows if max(row[:2]) > limit]
-        for first, others, where in sorted(off, reverse=True)[:20]:
-            print(f"off by {first:.4f}, and others by {others:.4f}: {where}", flush=True)
-        numbers = {"off": len(off), "largest": max(self.firsts, default=0.0), "limit": limit}
-        numbers |= {"beside": spread(self.beside), "first": spread(self.firsts)}
-        return {**self.counts, **numbers, "others": spread(self.others)}
+        limit, limit_of_others = (
+            max(self.args.floor, self.args.times * max(values, default=0.0))
+            for values in (first_of(self.beside), means_of(self.beside))
+        )
+        off = [
+            each
+            for each in self.stays
+            if each.first > limit or mean(each.others or [0.0]) > limit_of_others
+        ]
+        for each in off[:20]:
+            others = ", ".join(f"{value:.4f}" for value in each.others)
+            print(f"off by {each.first:.4f}, then {others}: {each.where}", flush=True)
+        return {
+            **self.counts,
+            "compared": len(self.stays),
+            "off": len({each.where.split(":")[0] for each in off}),
+            "largest": max(first_of(self.stays), default=0.0),
+            "limits": [limit, limit_of_others],
+            "first": spread(first_of(self.stays)),
+            "first beside": spread(first_of(self.beside)),
+            "others": spread(means_of(self.stays)),
+            "others beside": spread(means_of(self.beside)),
+        }
 
 
-def chances_of(stay: Any, question: Question, index: int) -> dict[int, dict[int, float]]:
+def first_of(several: list[Apart]) -> list[float]:
+    return [each.first for each in several]
+
+
+def means_of(several: list[Apart]) -> list[float]:
+    return [mean(each.others) for each in several if each.others]
+
+
+def read_chances(stay: Any, question: Question, index: int) -> Told:
     """The likeliest tokens and their log probabilities in each place that a stay answered."""
-    from traffic_alone import likeliest
+    import torch
 
-    answer = question.answers.get(index)
-    places = enumerate(answer.logprobs if answer else [], len(question.prompt))
-    end = len(stay.tokens)
-    return {place: likeliest(each) for place, each in places if stay.given <= place < end}
-
-
-def distance(one: dict[int, float], other: dict[int, float]) -> float:
-    """How far the log probabilities of the same tokens are apart, on average."""
-    return mean(abs(one[token] - other[token]) for token in one)
+    answer, told = question.answers.get(index), {}
+    for place, chances in enumerate(answer.logprobs if answer else [], len(question.prompt)):
+        if stay.given <= place < len(stay.tokens):
+            ranked = {token: each.logprob for token, each in chances.items() if each.rank <= 20}
+            told[place] = torch.tensor([*ranked]), torch.tensor([*ranked.values()])
+    return told
 
 
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -380,7 +407,7 @@ def main() -> None:
     parser.add_argument("--offload", type=float, default=8, help="GB, --kv-offloading-size")
     parser.add_argument("--controls", type=float, default=0.2, help="part of requests asked beside")
     parser.add_argument("--times", type=float, default=3)
-    parser.add_argument("--floor", type=float, default=0.001)
+    parser.add_argument("--floor", type=float, help="of the limit; default: .003, in 16 bits .03")
     args = parser.parse_args()
     large = dict(
         prefix=20_000,
@@ -405,6 +432,8 @@ def main() -> None:
     for name, value in (small if args.small else large).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.floor is None:
+        args.floor = 0.003 if args.dtype == "float32" else 0.03
     arms = args.arms.split(",")
     if len(arms) == 1:
         result = run_arm(arms[0], args)

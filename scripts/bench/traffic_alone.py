@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-LIKELIEST = 20
 Block = tuple["Stay", int]
 """Which block of whose."""
 
@@ -238,11 +237,6 @@ class Watch:
         own(request, blocks, count)
 
 
-def likeliest(chances: dict[int, Any]) -> dict[int, float]:
-    """The log probabilities of the likeliest tokens, of vLLM's for one place."""
-    return {token: each.logprob for token, each in chances.items() if each.rank <= LIKELIEST}
-
-
 class Alone:
     """Asks the stays of a `Watch` again, one after another."""
 
@@ -251,29 +245,25 @@ class Alone:
         self._kept: list[Any] = []
         self._twins: dict[Stay, list[Any]] = {}
         self._stay: Stay | None = None
-        self._asked, self._beside, self._name, self._keeps = 0, 0, "", True
+        self._asked, self._beside, self._name = 0, 0, ""
         self._found: list[Any] = []
         self._blocks: list[Any] = []
         self._places: Iterator[int] = iter(())
         self._wanted: dict[int, torch.Tensor] = {}
         self._seen: dict[int, torch.Tensor] = {}
 
-    def ask(self, stay: Stay, wanted: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The log probabilities of the wanted tokens in each of the wanted places; of all tokens,
-        where none are named. A stay is unknown where a copy is missing that was there in traffic.
-        """
-        stay.blocks = self._run(stay, self._blocks_of(stay), wanted)
-        return {place: values.cpu() for place, values in self._seen.items()}
+    def ask(
+        self, stay: Stay, wanted: dict[int, torch.Tensor], stranger: list[int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """The log probabilities `[R, N]` of the N wanted tokens in each of the wanted places. With
+        a stranger, a request that shares nothing, there are R rows, of which one is the stay's.
 
-    def ask_beside(self, stay: Stay, stranger: list[int]) -> dict[int, float]:
-        """Log probabilities of the first token's likeliest, when the stay begins beside a request
-        that shares nothing with it, and of which it knows nothing."""
-        self._places, self._keeps, self._beside = iter(()), False, len(stranger)
-        name = self._add(stay.tokens[: stay.given], 1, LIKELIEST)
-        self._stay, self._name, self._found = stay, name, self._blocks_of(stay)
-        answer = self._finish(self._add(stranger, 1000, None))
-        self._beside = 0
-        return likeliest(answer.logprobs[0])
+        A stay is unknown where a copy is missing that was there in traffic.
+        """
+        blocks = self._run(stay, self._blocks_of(stay), wanted, stranger)
+        if not stranger:
+            stay.blocks = blocks
+        return {place: values.cpu() for place, values in self._seen.items()}
 
     def release(self) -> None:
         """Give all blocks back."""
@@ -291,36 +281,41 @@ class Alone:
             found.append(self._twins[wrote][at])
         return found
 
-    def _run(self, stay: Stay, found: list[Any], wanted: dict[int, torch.Tensor]) -> list[Any]:
+    def _run(
+        self,
+        stay: Stay,
+        found: list[Any],
+        wanted: dict[int, torch.Tensor],
+        stranger: list[int] | None = None,
+    ) -> list[Any]:
         answered = len(stay.tokens) - stay.given if stay.stored == stay.given else 0
         ends = [end for end in stay.ends if end < stay.stored]
         # One more is asked for: so the last token of the answer is stored.
         places = [*ends, *range(stay.stored, stay.stored + answered + 2)]
-        self._places, self._wanted, self._seen, self._keeps = iter(places), wanted, {}, True
-        name = self._add(stay.tokens[: stay.stored], answered + 1, None)
-        self._stay, self._name, self._found, self._blocks = stay, name, found, []
-        self._finish()
+        self._places, self._wanted, self._seen = iter(places), wanted, {}
+        self._stay, self._found, self._blocks = stay, found, []
+        self._name = self._add(stay.tokens[: stay.stored], answered + 1)
+        self._beside = len(stranger or ())
+        self._finish(self._add(stranger, 1000) if stranger else "")
         return self._blocks
 
-    def _add(self, tokens: list[int], answer: int, chances: int | None) -> str:
+    def _add(self, tokens: list[int], answer: int) -> str:
         self._asked += 1
         name, prompt = f"alone {self._asked}", {"prompt_token_ids": tokens}
-        added: str = self.watch.engine.add_request(name, prompt, self.sampling(answer, chances))
+        added: str = self.watch.engine.add_request(name, prompt, self.sampling(answer, None))
         return added
 
-    def _finish(self, stranger: str = "") -> Any:
-        """The answer; the stranger is sent away then."""
-        engine, answer = self.watch.engine, None
+    def _finish(self, stranger: str) -> None:
+        """Let the stay answer; the stranger is sent away then."""
+        engine = self.watch.engine
         self.watch.alone = self
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    answer = output.outputs[0]
                     engine.abort_request([stranger], internal=True)
         for _ in range(2):  # of what was scheduled before the last answer was known
             engine.step()
         self.watch.alone = None
-        return answer
 
     def find(self, name: str) -> list[Any]:
         """The blocks that a request is to find."""
@@ -353,7 +348,7 @@ class Alone:
             [block.block_id for block in held], start, copied
         ):
             stay.unknown = "copies are missing"
-        if not self._keeps:
+        if self._beside:
             return
         new = list(held[len(self._blocks) :])
         self.watch.pool.touch(new)
@@ -368,7 +363,6 @@ class Alone:
             return
         if place in self._wanted:
             wanted = self._wanted[place].to(logits.device)
-            chances = logits[0].float().log_softmax(-1)
-            self._seen[place] = chances[wanted] if len(wanted) else chances
+            self._seen[place] = logits.float().log_softmax(-1)[:, wanted]
         if stay.given <= place < len(stay.tokens):
-            logits[0, stay.tokens[place]] = 2e4
+            logits[:, stay.tokens[place]] = 2e4  # whatever the stranger answers
