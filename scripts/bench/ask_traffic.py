@@ -116,28 +116,30 @@ class Traffic:
         self.name = f"{arm} seed {args.seed} round {number}"
         self.questions: dict[str, Question] = {}
         self.prefixes: list[list[int]] = []
+        watch.begin()
         draw, size = self.draw, watch.size
-        self.chunk = draw.choice(args.chunks)
+        # Steps of prompts alone differ from those in which others decode.
+        self.calm = number % 2 == 0
+        self.chunk = draw.choice(args.chunks[-3:] if self.calm else args.chunks)
         self.threshold = draw.choice([0, 0, self.chunk // 2])
         self.prefix = int(args.prefix / draw.choice([1, 1, 1, 4]))
         self.longest = min(args.longest - 8, 2 * self.prefix + 6 * args.own)
         self.active = draw.randint(3, args.active)
-        room = len(watch.pool.blocks) - 1
-        self.blocks = room
-        if draw.random() < 0.5 or "offload" in arm:
-            self.blocks = min(room, int(self.longest / size * draw.uniform(1.1, 3)) + 8)
+        self.blocks, self.answer = watch.pool.get_num_free_blocks(), args.answer
+        if draw.random() < 0.5 or "offload" in arm:  # requests preempt each other
+            self.blocks = min(self.blocks, int(self.longest / size * draw.uniform(1.05, 2)) + 3)
+            self.answer *= 3
 
     def run(self) -> None:
         """Ask all, and answer all."""
         watch, scheduler = self.watch, self.watch.scheduler
-        watch.begin()
         scheduler.max_num_scheduled_tokens = self.chunk
         scheduler.scheduler_config.long_prefill_token_threshold = self.threshold
         held = watch.pool.get_new_blocks(watch.pool.get_num_free_blocks() - self.blocks)
         idle = 0
         while self.asked < self.args.round or self.engine.has_unfinished_requests():
             while self.asked < self.args.round and self.running < self.active:
-                if self.running and self.draw.random() < 0.5:
+                if self.running and (self.calm or self.draw.random() < 0.5):
                     break
                 self.ask_some()
             live = [name for name, each in self.questions.items() if not each.done]
@@ -406,7 +408,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.6, help="--gpu-memory-utilization")
     parser.add_argument("--offload", type=float, default=8, help="GB, --kv-offloading-size")
     parser.add_argument("--controls", type=float, default=0.2, help="part of requests asked beside")
-    parser.add_argument("--times", type=float, default=3)
+    parser.add_argument("--times", type=float, default=2)
     parser.add_argument("--floor", type=float, help="of the limit; default: .003, in 16 bits .03")
     args = parser.parse_args()
     large = dict(
