@@ -1,0 +1,368 @@
+"""What a scheduler did with each request of a real vLLM, and the same request once more, alone.
+
+A request's *stay* begins when it gets blocks, and ends when it is done, aborted or preempted. A
+stay is asked again with what decides its numbers: its tokens, the blocks of other stays that it
+found in the cache, which of these had exact copies, and where its prompt was cut into chunks. Its
+answer is given, token by token. So what it reads is the same as it was in traffic, and what is
+left are sums of another order, and mistakes.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Block = tuple["Stay", int]
+"""Which block of whose."""
+
+
+@dataclass(eq=False)
+class Stay:
+    """One stay of a request among those that run."""
+
+    request: Any
+    """vLLM's own."""
+    cached: int
+    """Tokens that were there."""
+    given: int
+    """Tokens that it began with: the prompt, and what was answered before."""
+    loaded: int = 0
+    """Of the cached tokens, the last ones came from a connector."""
+    shared: list[Block] = field(default_factory=list)
+    """Whose blocks it found."""
+    met: int = 0
+    """Tokens that it found, and that the same step stored."""
+    copied: dict[int, torch.Tensor] = field(default_factory=dict)
+    """For where each chunk begins, which of the pages before it had exact copies."""
+    ends: list[int] = field(default_factory=list)
+    """Where its chunks end."""
+    tokens: list[int] = field(default_factory=list)
+    """All that it had at its end."""
+    unknown: str = ""
+    """Why its state cannot be made again."""
+    blocks: list[Any] = field(default_factory=list)
+    """Of the stay alone."""
+
+    @property
+    def stored(self) -> int:
+        """So many tokens of what it began with were stored."""
+        return min(self.ends[-1], self.given)
+
+
+class Watch:
+    """Stands between a vLLM in this process and its scheduler."""
+
+    def __init__(self, llm: Any):
+        self.engine = llm.llm_engine
+        core = self.engine.engine_core.engine_core
+        self.scheduler, worker = core.scheduler, core.model_executor.driver_worker.worker
+        self.manager = self.scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        self.size: int = self.scheduler.block_size
+        groups = (each for groups in worker.model_runner.attn_groups for each in groups)
+        builders = [builder for group in groups for builder in group.metadata_builders]
+        self.builders = [builder for builder in builders if hasattr(builder, "planner")]
+        self.stays: list[Stay] = []
+        self.loads: dict[str, int] = {}
+        self.alone: Alone | None = None
+        self._open: dict[str, Stay] = {}
+        self._written: dict[int, tuple[Stay, int, int]] = {}  # and from which token on
+        self._stored: set[int] = set()  # blocks of this step
+        self._planned: list[tuple[Stay, int, list[int]]] = []
+        self._of_hash: dict[Any, set[Block]] = {}
+        self._replace(self.scheduler, "schedule", self._schedule)
+        self._replace(self.manager, "get_computed_blocks", self._find_blocks)
+        self._replace(worker.model_runner.get_model(), "compute_logits", self._compute_logits)
+        for builder in self.builders[:1]:
+            self._replace(builder, "build", self._build)
+        if connector := self.scheduler.connector:
+            self._replace(connector, "get_num_new_matched_tokens", self._match)
+            self._replace(connector, "update_state_after_alloc", self._load)
+
+    def _replace(self, owner: Any, name: str, mine: Any) -> None:
+        own = getattr(owner, name)
+        setattr(owner, name, lambda *given, **named: mine(own, *given, **named))
+
+    def begin(self) -> None:
+        """Forget all that was cached and copied."""
+        for _ in range(500):  # until a connector has stored what it has to
+            if self.engine.reset_prefix_cache():
+                break
+            self.engine.step()
+            time.sleep(0.01)
+        else:
+            raise RuntimeError("vLLM does not give its cache back")
+        for builder in self.builders:
+            pages = builder.planner.slot_of
+            builder.planner.forget(torch.arange(len(pages), device=pages.device))
+        self.stays, self._open, self._written, self._of_hash = [], {}, {}, {}
+
+    def slots_left(self) -> bool:
+        """Whether there are slots for copies that no page took since the beginning."""
+        planners = [builder.planner for builder in self.builders]
+        return all(int((each.slot_of > 0).sum()) < each.slots - 1 for each in planners)
+
+    def copies(self, blocks: list[int], start: int) -> torch.Tensor:
+        """Which pages of these blocks have exact copies, of those in the windows before a chunk
+        that begins at `start`, without waiting for a GPU."""
+        slot_of, pages = self.builders[0].planner.slot_of, self._windows(blocks, start)
+        if slot_of.is_cuda:
+            pages = pages.pin_memory()
+        return slot_of[pages.to(slot_of.device, non_blocking=True)] > 0
+
+    def _windows(self, blocks: list[int], start: int) -> torch.Tensor:
+        """The pages in the windows before a chunk."""
+        builder, planner = self.builders[0], self.builders[0].planner
+        number = torch.arange(-(-start // planner.tokens))
+        first, last = number * planner.tokens, (number + 1) * planner.tokens
+        number = number[(first < planner.sink) | (last > start - planner.recent)]
+        return (
+            torch.tensor(blocks)[number // builder.pages] * builder.pages + number % builder.pages
+        )
+
+    def forget(self, pages: torch.Tensor) -> None:
+        """Let these pages have no copies."""
+        for builder in self.builders:
+            builder.planner.forget(pages.to(builder.planner.slot_of.device))
+
+    def restore(self, blocks: list[int], start: int, copied: torch.Tensor) -> bool:
+        """Forget the copies that were not there in traffic; whether all others are."""
+        here = self.copies(blocks, start)
+        self.forget(self._windows(blocks, start)[~copied.cpu()])
+        return not bool((copied & ~here).any())
+
+    def _schedule(self, own: Any, *given: Any, **named: Any) -> Any:
+        if self.alone:
+            self.alone.limit()
+        output = own(*given, **named)
+        if self.alone:
+            self.alone.keep(output)
+        else:
+            self._note(output)
+        return output
+
+    def _note(self, output: Any) -> None:
+        """Note the stays that begin, and all blocks that this step writes, which is before any of
+        its requests reads."""
+        self._stored.clear()
+        begins = {each.req_id for each in output.scheduled_new_reqs}
+        begins |= {*output.scheduled_cached_reqs.resumed_req_ids}
+        blocks = {}
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            start = request.num_computed_tokens - count
+            blocks[name] = self.manager.get_block_ids(name)[0]
+            if name in begins:
+                self.close(name, request.num_tokens)
+                stay = Stay(request, start, request.num_tokens, self.loads.pop(name, 0))
+                self._open[name] = stay
+                self.stays.append(stay)
+            stay = self._open[name]
+            stay.ends.append(start + count)
+            for number in range(start // self.size, -(-(start + count) // self.size)):
+                block = blocks[name][number]
+                self._written[block] = stay, number, max(start, number * self.size)
+                self._stored.add(block)
+                if number < len(request.block_hashes):
+                    wrote = self._of_hash.setdefault(request.block_hashes[number], set())
+                    wrote.add((stay, number))
+        for name in output.num_scheduled_tokens:
+            stay = self._open[name]
+            if name in begins:
+                self._find_shared(stay, blocks[name])
+            start = stay.ends[-1] - output.num_scheduled_tokens[name]
+            if self.builders and 0 < start < stay.given:
+                self._planned.append((stay, start, blocks[name]))
+
+    def close(self, name: str, tokens: int) -> None:
+        """Note what a stay has at its end, if one is open."""
+        if stay := self._open.pop(name, None):
+            stay.tokens = list(stay.request.all_token_ids)[:tokens]
+
+    def close_all(self) -> None:
+        """Note what all stays have at their ends."""
+        for name, stay in [*self._open.items()]:
+            self.close(name, stay.request.num_tokens)
+
+    def _find_shared(self, stay: Stay, blocks: list[int]) -> None:
+        count, own = stay.cached // self.size, (stay.cached - stay.loaded) // self.size
+        if stay.cached % self.size:
+            stay.unknown = "a block is there in part"
+        for number, block in enumerate(blocks[:count]):
+            wrote, at, start = self._written.get(block, (None, 0, 0))
+            if number >= own:  # by a connector, which knows no stays
+                candidates = self._of_hash.get(stay.request.block_hashes[number], set())
+                if len(candidates) != 1:
+                    stay.unknown = f"{len(candidates)} stays wrote what was loaded"
+                    return
+                ((wrote, at),) = candidates
+                self._written[block] = stay, number, 0
+            if wrote is None or at != number or wrote.ends[-1] < (number + 1) * self.size:
+                stay.unknown = "it found a block that nobody wrote"
+                return
+            stay.unknown = stay.unknown or wrote.unknown
+            stay.shared.append((wrote, at))
+            if block in self._stored and number < own:
+                stay.met += (number + 1) * self.size - start
+
+    def _build(self, own: Any, *given: Any, **named: Any) -> Any:
+        """Note the copies of a step once it is planned: its own pages have theirs then."""
+        metadata = own(*given, **named)
+        for stay, start, blocks in self._planned:
+            stay.copied[start] = self.copies(blocks, start)
+        self._planned.clear()
+        return metadata
+
+    def _find_blocks(self, own: Any, request: Any) -> Any:
+        result = own(request)
+        if self.alone is None:
+            return result
+        blocks = self.alone.find(request.request_id)
+        return type(result[0])((blocks,)), len(blocks) * self.size, *result[2:]
+
+    def _compute_logits(self, own: Any, *given: Any, **named: Any) -> Any:
+        logits = own(*given, **named)
+        if self.alone and logits is not None:
+            self.alone.see(logits)
+        return logits
+
+    def _match(self, own: Any, *given: Any) -> Any:
+        return own(*given) if self.alone is None else (0, False)
+
+    def _load(self, own: Any, request: Any, blocks: Any, count: int) -> None:
+        if count and self.alone is None:
+            self.loads[request.request_id] = count
+        own(request, blocks, count)
+
+
+class Alone:
+    """Asks the stays of a `Watch` again, one after another."""
+
+    def __init__(self, watch: Watch, sampling: Any):
+        self.watch, self.sampling = watch, sampling
+        self._kept: list[Any] = []
+        self._twins: dict[Stay, list[Any]] = {}
+        self._stay: Stay | None = None
+        self._asked, self._beside, self._name = 0, 0, ""
+        self._found: list[Any] = []
+        self._blocks: list[Any] = []
+        self._places: Iterator[int] = iter(())
+        self._wanted: dict[int, torch.Tensor] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+
+    def ask(
+        self, stay: Stay, wanted: dict[int, torch.Tensor], stranger: list[int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """The log probabilities `[R, N]` of the N wanted tokens in each of the wanted places. With
+        a stranger, a request that shares nothing, there are R rows, of which one is the stay's.
+
+        A stay is unknown where a copy is missing that was there in traffic.
+        """
+        blocks = self._run(stay, self._blocks_of(stay), wanted, stranger)
+        if not stranger:
+            stay.blocks = blocks
+        return {place: values.cpu() for place, values in self._seen.items()}
+
+    def release(self) -> None:
+        """Give all blocks back."""
+        self.watch.pool.free_blocks(self._kept)
+        self._kept, self._twins = [], {}
+
+    def _blocks_of(self, stay: Stay) -> list[Any]:
+        """The blocks that a stay finds, of stays that were asked again."""
+        own = (stay.cached - stay.loaded) // self.watch.size
+        found = [wrote.blocks[at] for wrote, at in stay.shared[:own]]
+        for wrote, at in stay.shared[own:]:
+            # What a connector loads loses its copies, and these blocks keep theirs: it is others.
+            if wrote not in self._twins:
+                self._twins[wrote] = self._run(wrote, self._blocks_of(wrote), {})
+            found.append(self._twins[wrote][at])
+        return found
+
+    def _run(
+        self,
+        stay: Stay,
+        found: list[Any],
+        wanted: dict[int, torch.Tensor],
+        stranger: list[int] | None = None,
+    ) -> list[Any]:
+        answered = len(stay.tokens) - stay.given if stay.stored == stay.given else 0
+        ends = [end for end in stay.ends if end < stay.stored]
+        # One more is asked for: so the last token of the answer is stored.
+        places = [*ends, *range(stay.stored, stay.stored + answered + 2)]
+        self._places, self._wanted, self._seen = iter(places), wanted, {}
+        self._stay, self._found, self._blocks = stay, found, []
+        self._name = self._add(stay.tokens[: stay.stored], answered + 1)
+        self._beside = len(stranger or ())
+        self._finish(self._add(stranger, 1000) if stranger else "")
+        return self._blocks
+
+    def _add(self, tokens: list[int], answer: int) -> str:
+        self._asked += 1
+        name, prompt = f"alone {self._asked}", {"prompt_token_ids": tokens}
+        added: str = self.watch.engine.add_request(name, prompt, self.sampling(answer, None))
+        return added
+
+    def _finish(self, stranger: str) -> None:
+        """Let the stay answer; the stranger is sent away then."""
+        engine = self.watch.engine
+        self.watch.alone = self
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    engine.abort_request([stranger], internal=True)
+        for _ in range(2):  # of what was scheduled before the last answer was known
+            engine.step()
+        self.watch.alone = None
+
+    def find(self, name: str) -> list[Any]:
+        """The blocks that a request is to find."""
+        return self._found if name == self._name else []
+
+    def limit(self) -> None:
+        """Let the next step have the stay's next chunk."""
+        scheduler, stay = self.watch.scheduler, self._stay
+        request = scheduler.requests.get(self._name)
+        config = scheduler.scheduler_config
+        config.long_prefill_token_threshold = 0
+        if request is None or stay is None:
+            return
+        done = request.num_computed_tokens or len(self._found) * self.watch.size
+        ends = [end for end in stay.ends if done < end <= stay.stored]
+        chunk = min([*ends, stay.stored] if done < stay.stored else [done + 1]) - done
+        scheduler.max_num_scheduled_tokens = chunk + self._beside
+        if self._beside:
+            config.long_prefill_token_threshold = chunk
+
+    def keep(self, output: Any) -> None:
+        """Let a step have the copies that it had in traffic, and keep the blocks of a stay: others
+        will find them."""
+        stay, count = self._stay, output.num_scheduled_tokens.get(self._name)
+        if stay is None or not count:
+            return
+        held = self.watch.manager.get_blocks(self._name).blocks[0]
+        start = self.watch.scheduler.requests[self._name].num_computed_tokens - count
+        if (copied := stay.copied.get(start)) is not None and not self.watch.restore(
+            [block.block_id for block in held], start, copied
+        ):
+            stay.unknown = "copies are missing"
+        if self._beside:
+            return
+        new = list(held[len(self._blocks) :])
+        self.watch.pool.touch(new)
+        self._kept += new
+        self._blocks += new
+
+    def see(self, logits: torch.Tensor) -> None:
+        """Note what is wanted of these logits, and give the token that follows."""
+        place = next(self._places, None)
+        stay = self._stay
+        if place is None or stay is None:
+            return
+        if place in self._wanted:
+            wanted = self._wanted[place].to(logits.device)
+            self._seen[place] = logits.float().log_softmax(-1)[:, wanted]
+        if stay.given <= place < len(stay.tokens):
+            logits[:, stay.tokens[place]] = 2e4  # whatever the stranger answers
