@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
   const Side side = blockIdx.z
       ? Side{values, value_stride, value_matrix, value_mean, value_factors, value_memory, value_bad}
       : Side{keys, key_stride, key_matrix, key_mean, key_factors, key_memory, key_bad};
-  const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
+  const Count token = blockIdx.x, head = blockIdx.y;
   const float *factor = side.factors + head * D * D, *matrix = side.matrix + head * D * D;
   if (!token) prefetch(matrix), prefetch(factor);
   Ahead ahead;

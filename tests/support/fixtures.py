@@ -57,13 +57,13 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What uses `order` runs both ways, but for tests on a GPU."""
-    if "order" in metafunc.fixturenames and "device" not in metafunc.fixturenames:
-        metafunc.parametrize("order", ["early", "late"], indirect=True)
+    """What uses `stream_order` runs both ways, but for tests on a GPU."""
+    if "stream_order" in metafunc.fixturenames and "device" not in metafunc.fixturenames:
+        metafunc.parametrize("stream_order", ["early", "late"], indirect=True)
 
 
 @pytest.fixture
-def order(request, monkeypatch) -> None:
+def stream_order(request, monkeypatch) -> None:
     """When the second stream of a GPU, played on a CPU, does its work."""
     from support.streams import LateStream, play
 

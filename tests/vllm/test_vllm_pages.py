@@ -35,7 +35,7 @@ from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes, select_heads
 
-pytestmark = pytest.mark.usefixtures("order")
+pytestmark = pytest.mark.usefixtures("stream_order")
 # A prompt in chunks, tokens, and a prompt that goes on.
 CALLS = [11, 9, 1, 1, 1, 1, 1, 14, 1, 1]
 CLOSE = 1e-5  # of rows around 1; 5e-7 was measured

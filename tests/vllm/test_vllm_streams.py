@@ -12,7 +12,7 @@ from support.streams import DrawnStream, play
 
 from rotationzoo.vllm.streams import may_meet
 
-pytestmark = pytest.mark.usefixtures("order")
+pytestmark = pytest.mark.usefixtures("stream_order")
 CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
 
 
