@@ -16,9 +16,11 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
 from rotationzoo.model.cache_names import cache_argument, returned_cache
+from rotationzoo.model.changing_rope import FactorCheck, watch_requests
 from rotationzoo.model.compatibility import warn_of_other_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
+from rotationzoo.recipe.rope import changing_at
 from rotationzoo.rotations import Rotations
 
 
@@ -54,7 +56,8 @@ class RotatedCache(DynamicCache):
 
     Raises `RotationZooError` where the rotations do not fit the model, or subtract the mean of keys
     although the model's attention does not ignore it, `UnsupportedModel` for a model whose keys and
-    values this cache cannot store, and `UsageError` for what is no transformers model.
+    values this cache cannot store, and `UsageError` for what is no transformers model. A cache that
+    is read with two kinds of factors of LongRoPE raises `RotationZooError`.
     """
 
     settings: CacheSettings
@@ -100,6 +103,8 @@ class RotatedCache(DynamicCache):
         cached.watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
         watch_attention(model)
+        self._factors = FactorCheck(changing_at(model.config))
+        watch_requests(model)
         if isinstance(rotations, Artifact):
             warn_of_other_weights(rotations, model)
 
@@ -115,6 +120,8 @@ class RotatedCache(DynamicCache):
 
         Where the running model's attention can read pages, a decoding step gets `LazyRows`.
         """
+        if self._factors.boundary:
+            self._factors.check(self.get_seq_length(layer_idx), key_states.shape[-2])
         if self.page_reading.is_open and layer_idx < len(self.layers):
             layer = self.layers[layer_idx]
             if isinstance(layer, RotatedLayer):

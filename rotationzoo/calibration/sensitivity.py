@@ -23,6 +23,7 @@ from rotationzoo.geometry import Geometry
 from rotationzoo.model import prediction
 from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.capture import Call, Intercept, intercept
+from rotationzoo.model.changing_rope import reading_whole
 from rotationzoo.model.latent import cached_of
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress
@@ -151,7 +152,8 @@ def _lose(
 ) -> Iterator[float]:
     """The mean `KL(exact || stored)` at the compared positions of a text, for each attention."""
     ids = text.ids[None, : text.positions[0]].to(input_device(model))
-    cache = returned_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
+    with reading_whole(model, len(text.ids)):
+        cache = returned_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
     with prediction.keeping_outputs(layers) as outputs:
         exact = _predict(model, text, cache)
     if len(outputs) != len(layers) or not all(map(torch.is_tensor, outputs)):
@@ -167,7 +169,9 @@ def _lose(
 def _predict(model: PreTrainedModel, text: Text, cache: Any) -> torch.Tensor:
     """The logits `[P, vocabulary]` at the compared positions, with a copy of the cache."""
     start, last = text.positions[0], text.positions[-1]
-    states = prediction.run_decoder(model, text.ids[None, start : last + 1], copy.deepcopy(cache))
+    ids, cache = text.ids[None, start : last + 1], copy.deepcopy(cache)
+    with reading_whole(model, len(text.ids)):
+        states = prediction.run_decoder(model, ids, cache)
     return states.logits([at - start for at in text.positions])[0]
 
 

@@ -9,6 +9,7 @@ from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import full_attention_layers, shares_blocks
+from rotationzoo.model.changing_rope import reading_whole
 from rotationzoo.model.compatibility import other_weights_note
 from rotationzoo.model.loading import forward_errors, input_device
 from rotationzoo.model.prediction import continue_greedily
@@ -55,9 +56,10 @@ def _record(model: PreTrainedModel, prompt: torch.Tensor, settings: CacheSetting
     """The answer to a prompt `[T]`."""
     # The prompt is one chunk, as in a server: it reads itself exact, and the tokens after it codes.
     cache, row = RotatedCache(settings, model), prompt[None].to(input_device(model))
-    tokens, logits = continue_greedily(model, row, cache, ANSWER)
-    ids = torch.cat([row, tokens[:, :-1]], dim=1)
-    exact = model(input_ids=ids, use_cache=False, logits_to_keep=ANSWER).logits[0].float().cpu()
+    with reading_whole(model, len(prompt) + ANSWER):
+        tokens, logits = continue_greedily(model, row, cache, ANSWER)
+        ids = torch.cat([row, tokens[:, :-1]], dim=1)
+        exact = model(input_ids=ids, use_cache=False, logits_to_keep=ANSWER).logits[0].float().cpu()
     read, candidates = logits[0].float().cpu().log_softmax(-1).topk(CANDIDATES)
     return Probe(
         prompt=prompt.tolist(),

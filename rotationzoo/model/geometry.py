@@ -9,16 +9,18 @@ a model family that cannot be calibrated, with the reason in one sentence.
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.model.cache_names import returned_cache
 from rotationzoo.model.capture import Call, decoder, intercept
 from rotationzoo.model.centering import ignores_shift
+from rotationzoo.model.changing_rope import changing_ropes
 from rotationzoo.model.latent import Latents, Rows, cached_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
     # experts do not, and have the same shapes.
     if getattr(tower.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("batched_mm")
+    for rope in changing_ropes(tower):  # it compares positions, and needs no weights
+        rope.forward = partial(_shapes_of, type(rope)(rope.config))
     table = tower.config.to_dict().items()
     numbers = [f"{key} {value}" for key, value in table if "head" in key or key == "hidden_size"]
     hint = "compare its config.json with that of the original"
@@ -56,6 +60,13 @@ def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
         _say_once("Note: experts of %s need values: its layers are read from its config", name)
         return geometry
     return None
+
+
+def _shapes_of(rope: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    """What a module returns, on `meta`, of zeros in the place of tensors there."""
+    given = tree_map_only(torch.Tensor, partial(torch.zeros_like, device="cpu"), (args, options))
+    found = rope(*given[0], **given[1])
+    return tree_map_only(torch.Tensor, lambda each: each.to("meta"), found)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 
 from rotationzoo.model.cache_names import cache_argument, returned_cache
 from rotationzoo.model.capture import Call, decoder, intercept
+from rotationzoo.model.changing_rope import reading_whole
 from rotationzoo.model.loading import input_device
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor, cache: Any = None) 
     # tensor would lie with the ids, which of a model on several devices is not where its head is.
     last = slice(ids.shape[1] - 1, None)
     # Inside `intercept`, a long row's masks are made block by block.
-    with keeping_outputs([decoder(model)]) as outputs, intercept(model, Call.run):
+    running = intercept(model, Call.run), reading_whole(model)
+    with keeping_outputs([decoder(model)]) as outputs, running[0], running[1]:
         model(input_ids=ids, use_cache=cache is not None, logits_to_keep=last, **given)
     return HiddenStates(model, ids, outputs[0])
 

@@ -16,9 +16,26 @@ read no distances beyond their window."""
 
 
 def position_count(config: "PretrainedConfig") -> int | None:
-    """How many positions the model was made for; None where the config does not say."""
+    """How many positions the model has with its scaling of RoPE; None where the config does not
+    say. Those of linear and dynamic scaling are multiplied, as vLLM does. YaRN has at least its
+    factor times the positions that were trained on, whichever of both counts the config states."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
+    if not isinstance(positions, int):
+        return None
+    parameters, least = _parameters(config), 0.0
+    factor = parameters.get("factor") or 1
+    if parameters.get("rope_type") == "yarn":
+        least = factor * (parameters.get("original_max_position_embeddings") or positions)
+    elif _multiplies(config, parameters.get("rope_type")):
+        least = factor * positions
+    return max(positions, int(least))
+
+
+def changing_at(config: "PretrainedConfig") -> int | None:
+    """The most tokens that LongRoPE reads with its short factors; None for any other RoPE."""
+    parameters = _parameters(config)
+    is_long = parameters.get("rope_type") == "longrope"
+    return parameters.get("original_max_position_embeddings") if is_long else None
 
 
 def scaling_of(config: "PretrainedConfig") -> str | None:
@@ -65,7 +82,8 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
     cannot = f"the RoPE of {name} cannot be scaled by {wanted}"
     with as_unavailable(cannot, hint=_UNSCALED):
         text.rope_parameters = {**whole, _FULL: scaled} if _FULL in whole else scaled
-        text.max_position_embeddings = int(wanted.factor * original)
+        factor = 1 if _multiplies(config, wanted.kind) else wanted.factor
+        text.max_position_embeddings = int(factor * original)
         text.validate_rope()
 
 
@@ -109,6 +127,12 @@ def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> s
     if positions is None or not _parameters(config) or scaling_of(config) is not None:
         return shorter
     return f"{shorter}, or --rope-scaling yarn:{math.ceil(tokens / positions)}"
+
+
+def _multiplies(config: "PretrainedConfig", kind: str | None) -> bool:
+    """Whether a kind of scaling multiplies the positions of the config. Gemma 3 states its own with
+    the factor in them."""
+    return kind in ("linear", "dynamic") and "gemma3" not in config.model_type
 
 
 def _parameters(config: "PretrainedConfig") -> dict[str, Any]:

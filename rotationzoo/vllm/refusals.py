@@ -158,6 +158,8 @@ def _changed_keys(config: Any) -> list[str]:
     read = get_config(model.model, model.trust_remote_code, model.revision, model.code_revision)
     kept, used = read.to_dict(), model.hf_config.to_dict()
     fixed = {"_name_or_path"}
+    if str(scaling_of(model.hf_config)).startswith("yarn:"):
+        fixed.add("max_position_embeddings")  # which change nothing that YaRN computes
     if wanted:
         present = scaling_of(model.hf_config)
         if not same_scaling(wanted, present) or (
