@@ -8,6 +8,7 @@ from support import architectures
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.rope import (
     apply_scaling,
+    check_positions,
     longer_rows_hint,
     position_count,
     same_scaling,
@@ -83,6 +84,50 @@ def test_a_model_that_was_scaled_so_has_the_scaling():
         assert same_scaling(scaling, present)
         assert not same_scaling(scaling.replace(":4", ":8"), present)
         apply_scaling(config, scaling, "it")
+
+
+QWEN = dict(max_position_embeddings=512, rope_theta=1e6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        # As Qwen's card has it added to a config, and with the positions that DeepSeek's states.
+        (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512), 2048),
+        (dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=128), 512),
+        (dict(type="yarn", factor=4.0), 2048),
+        (dict(type="linear", factor=2.5), 1280),
+        (dict(rope_type="dynamic", factor=8.0), 4096),
+        (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64), 512),
+        (None, 512),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_positions_are_those_with_the_scaling(scaling, positions):
+    config = transformers.Qwen3Config(rope_scaling=scaling, **QWEN)
+    assert position_count(config) == positions
+    check_positions(config, positions, "rows", "")
+    with pytest.raises(RotationZooError, match=f"longer than the {positions} positions"):
+        check_positions(config, positions + 1, "rows", "")
+
+
+def test_asking_for_the_scaling_of_a_config_changes_no_positions():
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)
+    config = transformers.Qwen3Config(rope_scaling=yarn, **QWEN)
+    for same in ("yarn:4:512", "yarn:4"):
+        apply_scaling(config, same, "it")
+        assert position_count(config) == 2048
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("scaling", "positions"), [("linear:4", 256), ("linear:4:32", 128)])
+def test_linear_scaling_multiplies_positions_once(name, scaling, positions):
+    """Gemma 3 states positions that are multiplied already."""
+    config = architectures.config(name)
+    for _ in range(2):
+        apply_scaling(config, scaling, "it")
+        assert position_count(config) == positions
 
 
 def test_a_config_that_scales_otherwise_is_refused():
