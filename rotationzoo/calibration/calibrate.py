@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,10 @@ from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average
-from rotationzoo.model import loading
+from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
-from rotationzoo.model.prediction import doubt_loss
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
@@ -241,6 +241,8 @@ def run_model(
         progress("checking the capture", 0, 0)
         with torch.no_grad():
             logits = check_transparent(model, ids)
+            if not getattr(model, loading.HEADLESS, False):
+                prediction.check_finite(model, logits, partial(model, input_ids=ids))
         recipe, notes = settle_centering(job.recipe, shifted_layers(geometry))
         if recipe.budget:
             try:
@@ -252,7 +254,7 @@ def run_model(
                 notes.append(f"all layers have 2 bits: {reason}")
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
-            notes += doubt_loss(guessed.item(), logits.shape[-1])
+            notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)

@@ -3,20 +3,21 @@ and outputs. While it runs, the sums of whole batches, which a checkpoint keeps,
 those of the batch under way."""
 
 import inspect
-import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver, zero_statistics
-from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.model import prediction
 from rotationzoo.model.capture import decoder, intercept
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress, in_tokens, silent
@@ -42,8 +43,8 @@ def collect(
     `sink` on if the recipe excludes the sink. `key_energy` takes a second pass over the same rows,
     because its weights depend on the queries of all of them.
 
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError` if an
-    activation is not finite.
+    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` if an activation
+    or what the model returns is not finite.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     device = input_device(model)
@@ -52,6 +53,12 @@ def collect(
     skip = recipe.sink if recipe.exclude_sink else 0
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
+
+    def read(batch: torch.Tensor | MediaRow) -> Any:
+        if isinstance(batch, MediaRow):
+            return read_row(model, batch)
+        return decoder(model)(input_ids=batch.to(device), use_cache=False)
+
     observer = MomentObserver(geometry, sums.batch, skip)
     with sums.saved_if_interrupted():
         for number in range(passes):
@@ -61,10 +68,8 @@ def collect(
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
                 with intercept(model, observer.watch):
-                    if isinstance(batch, MediaRow):
-                        read_row(model, batch)
-                    else:
-                        decoder(model)(input_ids=batch.to(device), use_cache=False)
+                    states = read(batch)
+                prediction.check_finite(model, states[0], partial(read, batch))
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
     tokens = sum(_count(batch, 0) for batch in batches)
@@ -73,15 +78,14 @@ def collect(
     return sums.whole
 
 
-def read_row(model: PreTrainedModel, row: MediaRow) -> None:
-    """Let a model read a row, without its language-model head where the rest can."""
+def read_row(model: PreTrainedModel, row: MediaRow) -> Any:
+    """What a model makes of a row, without its language-model head where the rest can."""
     device, inputs = input_device(model), {}
     for name, tensor in row.inputs.items():
         inputs[name] = tensor.to(device, model.dtype if tensor.is_floating_point() else None)
     for reader in (model.base_model, model):  # others would drop what they do not know
         if inputs.keys() <= inspect.signature(reader.forward).parameters.keys():
-            reader(input_ids=row.ids.to(device), use_cache=False, **inputs)
-            return
+            return reader(input_ids=row.ids.to(device), use_cache=False, **inputs)
     raise UnsupportedModel(f"{type(model).__name__} does not take all of {', '.join(inputs)}")
 
 
@@ -148,14 +152,7 @@ class RunningSums:
 
     def finish_batch(self, kinds: tuple[str, ...]) -> None:
         """Add the sums of the batch under way, of these kinds, to the others, and save them if the
-        last save is long ago. Raises `Unsound` if a sum is not finite, and removes the checkpoint,
-        whose sums would make a run with other options refuse to start."""
-        try:
-            check_finite(self.batch, kinds)
-        except Unsound:
-            if self._checkpoint is not None:
-                self._checkpoint.remove()
-            raise
+        last save is long ago."""
         self._torn = True
         totals, parts = [], []
         for layer, moments in self.batch.items():
@@ -181,27 +178,6 @@ class RunningSums:
             if self._checkpoint is not None and self.done > self._saved and not self._torn:
                 self._checkpoint.save(self.whole, self.done, at_once=True)
             raise
-
-
-def check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
-    """Raise `Unsound`, naming the first layer, if a sum is not finite. The sums of a device are
-    read at once: every kernel takes its time, and a transfer waits for all of them."""
-    by_device = defaultdict(list)
-    for layer, kind in itertools.product(statistics, kinds):
-        if kind in statistics[layer]:
-            by_device[statistics[layer][kind].second.device].append((layer, kind))
-    for of_device in by_device.values():
-        moments = [statistics[layer][kind] for layer, kind in of_device]
-        first = torch.stack(torch._foreach_norm([moment.first for moment in moments]))
-        second = torch.stack(torch._foreach_norm([moment.second for moment in moments]))
-        finite = (first + second).isfinite().tolist()
-        for (layer, kind), is_finite in zip(of_device, finite, strict=True):
-            if not is_finite:
-                raise Unsound(
-                    f"layer {layer} has {kind.replace('_', ' ')} activations that are not finite",
-                    hint="run again with --dtype float32; if that does not help, "
-                    "the weights are damaged",
-                )
 
 
 def _sums(moment: Moment) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from time import perf_counter
 
@@ -18,7 +19,7 @@ from rotationzoo.evaluation.metrics import Metrics, bucket_edges
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.prediction import run_decoder
+from rotationzoo.model.prediction import check_finite, run_decoder
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.simulation.simulated import Simulation
 
@@ -92,7 +93,8 @@ def run_models(
     of cache and arm. Once the first batch has passed everything, which sets the `pace`,
     `after_first` is told how many tokens are left.
 
-    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache.
+    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache, and
+    `Unsound` for an exact model whose losses are not finite.
     """
     # A position is measured by how well it predicts the next token, so a row needs one more token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
@@ -119,7 +121,10 @@ def run_models(
             simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers), queries)
             running = simulation.running(model, modules, metrics.observers)
         with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running:
-            metrics.add_losses(token_losses(model, ids, trial.start))
+            losses = token_losses(model, ids, trial.start)
+        if pair is None:
+            check_finite(model, losses, partial(run_decoder, model, ids))
+        metrics.add_losses(losses)
         progress("evaluating", done + 1, len(runs))
         if done == len(pairs):
             after_first(sum(batch.numel() for batch in batches[1:]))

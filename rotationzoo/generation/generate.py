@@ -4,6 +4,7 @@ model writes through a 2-bit cache, what the cache took, and where the exact mod
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rotationzoo.model import compatibility, loading
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import is_out_of_memory, place_weights
+from rotationzoo.model.prediction import check_finite
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
@@ -293,8 +295,8 @@ def continue_prompt(
     own.
 
     The text goes to `stream`; Ctrl-C ends it like a limit. Raises `RotationZooError` for a model
-    that fails when it runs, and `OSError` where the reader of the text, or a disk with weights,
-    fails.
+    that fails when it runs or whose logits are not finite, and `OSError` where the reader of the
+    text, or a disk with weights, fails.
     """
     # Makers name the tokens that end a text in one of three places.
     text_config = model.config.get_text_config(decoder=True)
@@ -311,12 +313,18 @@ def continue_prompt(
     has_cache = cache is not None or untyped._supports_default_dynamic_cache()
     if has_cache and ids.shape[1] > job.prefill_chunk:
         options["prefill_chunk_size"] = job.prefill_chunk
+
+    def check_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        check_finite(model, scores, partial(model, input_ids=ids, use_cache=False))
+        return scores
+
     try:
         with as_unavailable(f"{job.model} fails when it runs"):
             untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
                 streamer=stream,
+                logits_processor=[check_scores],
                 max_new_tokens=job.max_new_tokens,
                 eos_token_id=end_tokens or None,
                 pad_token_id=0,  # nothing is padded, but without one the library warns

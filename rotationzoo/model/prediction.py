@@ -3,7 +3,7 @@ exist at a time, and the tokens that it finds most probable, one after another."
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from rotationzoo.errors import Unsound
 from rotationzoo.model.cache_names import cache_argument, returned_cache
 from rotationzoo.model.capture import Call, decoder, intercept
 from rotationzoo.model.changing_rope import reading_whole
@@ -86,6 +87,27 @@ def doubt_loss(loss: float, vocabulary: int) -> list[str]:
     words = f"with {loss:.1f} nats a token instead of {math.log(vocabulary):.1f}"
     words = f"the model predicts this text worse than chance, {words}: its weights, its start"
     return [f"{words} tokens or the text may be wrong"] if loss > math.log(vocabulary) else []
+
+
+def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callable[[], Any]) -> None:
+    """Raise `Unsound`, with the first layer whose output is not finite, where a number that a model
+    has `found` is not, but for logits of -inf. `compute` lets the model find it again."""
+    if (found < math.inf).all():  # which is False for a NaN
+        return
+    with keeping_outputs(decoder_layers(model)) as outputs, intercept(model, Call.run):
+        compute()
+    states = [each if torch.is_tensor(each) else each[0] for each in outputs]
+    wrong = [number for number, each in enumerate(states) if not each.isfinite().all()]
+    place = f"layer {wrong[0]}" if wrong else "what follows the last layer"
+    problem = f"{place} of {type(model).__name__} returns numbers that are not finite"
+    raise Unsound(problem, hint=finite_hint(model))
+
+
+def finite_hint(model: "PreTrainedModel") -> str:
+    """The hint for a model that computes numbers that are not finite."""
+    is_coarse = model.dtype.itemsize < torch.float32.itemsize
+    again = "add: --dtype float32; if that does not help, " if is_coarse else ""
+    return f"{again}fetch or save the weights again: they are damaged"
 
 
 def continue_greedily(
