@@ -111,10 +111,12 @@ def generate_command(
         suggest_step(out, Artifact.open(report["rotations"]), [model], settings.engine)
 
 
-def find_rotations(out: Output, source: "Source") -> "Artifact | None":
+def find_rotations(
+    out: Output, source: "Source", fits: Callable[[str | None], bool] = lambda scaling: True
+) -> "Artifact | None":
     """The newest of the artifacts in the folder `rotations` that this user made or pulled for a
-    model, with a note that says which one it is. Raises `UsageError` where all that fit the model
-    are others': an archive or a repository may hold a folder of such."""
+    model, whose scaling of RoPE `fits`, with a note that says which one it is. Raises `UsageError`
+    where all that fit the model are others': an archive or a repository may hold such."""
     from rotationzoo.artifact.manifest import ROTATIONS, hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.writer import is_remembered
@@ -123,7 +125,8 @@ def find_rotations(out: Output, source: "Source") -> "Artifact | None":
     for manifest in sorted(Path("rotations").glob("*/manifest.json")):
         with suppress(RotationZooError):
             artifact = Artifact.open(manifest.parent)
-            if artifact.manifest.model.config_sha256 == expected:
+            same_config = artifact.manifest.model.config_sha256 == expected
+            if same_config and fits(artifact.recipe.rope_scaling):
                 fitting.append(artifact)
     if not fitting:
         return None

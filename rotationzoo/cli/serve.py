@@ -2,13 +2,14 @@
 
 import os
 import shlex
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rotationzoo.cli import options
-from rotationzoo.cli.next_steps import shell_line, typed_words
+from rotationzoo.cli.next_steps import named, shell_line, typed_words
 from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import SHELL, Output, show_lines
 from rotationzoo.errors import HubError, RotationZooError, UsageError
@@ -36,6 +37,7 @@ def serve_command(
     recent: int | None = option("Last tokens kept exact (the recipe's).", min=1),
     anyway: bool = flag("Also take rotations of other weights, and try a newer vLLM."),
     revision: options.Revision = None,
+    rope_scaling: options.RopeScaling = None,
     dry_run: bool = flag("Check everything, and print the line alone."),
 ) -> None:
     """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
@@ -52,10 +54,11 @@ def serve_command(
     from rotationzoo.artifact.manifest import hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers, shares_blocks
-    from rotationzoo.model.compatibility import check_weights
+    from rotationzoo.model.compatibility import check_weights, settle_rope_scaling
     from rotationzoo.model.files import is_gguf
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
+    from rotationzoo.recipe.rope import scaling_of
     from rotationzoo.vllm import KEY
     from rotationzoo.vllm.command import read_command, read_options, server_command
     from rotationzoo.vllm.plugin import choose_package, claim
@@ -68,7 +71,10 @@ def serve_command(
             hint="serve the model that it was converted from, or export for llama.cpp: rotationzoo "
             "export ROTATIONS --for llama.cpp --base MODEL.gguf",
         )
-    config = load_config(source)
+    scaling = settle_rope_scaling(rope_scaling, [], source)
+    config = load_config(source, scaling)
+    if scaling_of(load_config(source)):  # and the config's own is the same
+        scaling = None
     full, has_others = full_attention_layers(config), shares_blocks(config)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
@@ -78,7 +84,8 @@ def serve_command(
     words = server_command(package, place, has_windows=full is not None)
     if not missing:
         read_options(words, handed_on)  # for its error, before anything is calibrated
-    rotations = rotations or _find_rotations(out, model, source, dry_run, missing).folder
+    if rotations is None:
+        rotations = _find_rotations(out, source, scaling, dry_run, missing).folder
     asked = Options(
         artifact=str(rotations.expanduser().absolute()),
         format=format,
@@ -91,9 +98,8 @@ def serve_command(
     settings = make_settings(asked, source.name, source.folder, has_others)
     artifact = Artifact.open(Path(asked.artifact))
     words += ["--revision", revision] if revision else []
-    if scaling := artifact.recipe.rope_scaling:
-        scaled = load_config(source, scaling).get_text_config(decoder=True).rope_parameters
-        words += ["--hf-overrides", dumps({"rope_parameters": scaled})]
+    if overrides := _rope_overrides(source, settle_rope_scaling(scaling, [artifact], source)):
+        words += ["--hf-overrides", dumps(overrides)]
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += ["--additional-config", dumps(named)]
     notes = [] if missing else claim(read_command(words, handed_on))
@@ -113,30 +119,89 @@ def serve_command(
         os.execvpe(words[0], words, SHELL)
 
 
+def _rope_overrides(source: "Source", scaling: str | None) -> dict[str, Any]:
+    """What of the config vLLM has to be told: RoPE that is scaled, and the positions of YaRN, which
+    it takes for those that the config states."""
+    from rotationzoo.model.loading import load_config
+    from rotationzoo.recipe.rope import position_count, scaling_of
+
+    own, config = load_config(source), load_config(source, scaling)
+    stated, text = (each.get_text_config(decoder=True) for each in (own, config))
+    told = {"rope_parameters": text.rope_parameters} if scaling else {}
+    positions = getattr(text, "max_position_embeddings", None)
+    if str(scaling_of(config)).startswith("yarn:"):
+        positions = position_count(config)
+    if positions != getattr(stated, "max_position_embeddings", None):
+        told["max_position_embeddings"] = positions
+    return told
+
+
 def _find_rotations(
-    out: Output, model: str, source: "Source", dry_run: bool, missing: RotationZooError | None
+    out: Output,
+    source: "Source",
+    scaling: str | None,
+    dry_run: bool,
+    missing: RotationZooError | None,
 ) -> "Artifact":
-    """The newest artifact that this user made or pulled for a model, or else a published one, or
-    one that is made now, unless this is a `dry_run`. Raises `missing` before anything is fetched.
-    """
+    """The newest artifact that this user made or pulled for a model with this scaling of RoPE, or
+    else the published one that keeps most for vLLM, or one that is made now, unless this is a
+    `dry_run`. Raises `missing` before anything is fetched, and `HubError` for a hub that fails."""
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate import run_job
     from rotationzoo.cli.generate import find_rotations, no_rotations
-    from rotationzoo.zoo.lookup import find_index
-    from rotationzoo.zoo.pull import pull
+    from rotationzoo.model.loading import load_config
+    from rotationzoo.recipe.rope import is_calibrated_for
 
-    if artifact := find_rotations(out, source):
+    def fits(calibrated: str | None) -> bool:
+        return is_calibrated_for(calibrated, scaling, load_config(source, scaling))
+
+    if artifact := find_rotations(out, source, fits):
         return artifact
     if missing:
         raise missing
-    with suppress(HubError):
-        entries = find_index(None, None).content.entries if source.revision else []
-        if any(each.model == model and each.format == "rotationzoo" for each in entries):
-            artifact = pull(model)
-            out.note(f"Rotations: pulled to {artifact.folder}")
-            return artifact
+    model = source.name
+    if source.revision:
+        try:
+            artifact = _pull(out, source, fits)
+        except HubError as error:
+            make = shell_line("rotationzoo", "calibrate", *named(model, None, scaling))
+            hint = f"run it again, or make rotations with: {make}"
+            raise HubError(f"no published rotations could be fetched: {error}", hint) from error
+    if artifact:
+        return artifact
     if dry_run:
         raise no_rotations(source)
-    job = calibration_job(model, engine=ENGINE, revision=source.revision)
+    job = calibration_job(model, engine=ENGINE, revision=source.revision, rope_scaling=scaling)
     out.note(f"Rotations: none here and none published; calibrating to {job.output}")
     return run_job(out, job)
+
+
+def _pull(out: Output, source: "Source", fits: Callable[[str | None], bool]) -> "Artifact | None":
+    """The best of the published artifacts for this model whose scaling of RoPE fits, which is said
+    with its signature's state. None where there is none. Raises `RotationZooError`."""
+    from rotationzoo.cli.progress_bar import show_progress
+    from rotationzoo.zoo.hubs.protocol import HUB_NAMES
+    from rotationzoo.zoo.lookup import choose_entry, find_index
+    from rotationzoo.zoo.pull import pull_first
+    from rotationzoo.zoo.signed_index import check_index
+    from rotationzoo.zoo.signing.check import Demand
+
+    index, hubs = find_index(None, None), list(HUB_NAMES)
+    check_index(index, Demand())
+    listed = [each for each in index.content.entries if each.model.lower() == source.name.lower()]
+    artifacts = [each for each in listed if each.format == "rotationzoo"]
+    entries = [each for each in artifacts if fits(each.rope_scaling)]
+    if not entries:
+        if others := " and ".join(sorted({str(each.rope_scaling) for each in artifacts})):
+            out.note(f"Rotations are published for another scaling of RoPE alone: {others}")
+        return None
+    content = index.content.model_copy(update={"entries": entries})
+    loaded, revision = replace(index, content=content), source.revision
+    entry, copies, why = choose_entry(loaded, source.name, revision, None, hubs, engine=ENGINE)
+    with show_progress(out) as progress:
+        pulled = pull_first(index, entry, copies, progress=progress)
+    place = f"{pulled.copy.repo} on {pulled.copy.hub}"
+    out.note(f"Rotations: pulled to {pulled.path}: {why}, from {place}")
+    if pulled.signature is not None:
+        out.notes([pulled.signature.note])
+    return pulled.artifact

@@ -97,6 +97,16 @@ def same_scaling(wanted: str | None, present: str | None) -> bool:
     return wanted == present or (wanted.count(":") == 1 and present.startswith(f"{wanted}:"))
 
 
+def is_calibrated_for(
+    calibrated: str | None, asked: str | None, config: "PretrainedConfig"
+) -> bool:
+    """Whether rotations with this scaling, or for the config as it was, are for a model that runs
+    with this config, to which the scaling that was `asked` for is applied."""
+    if calibrated is None:
+        return asked is None
+    return same_scaling(calibrated, scaling_of(config))
+
+
 def complete_scaling(scaling: str, config: "PretrainedConfig") -> str:
     """The scaling with the positions that a model of this config was trained on, where it states
     none itself. Linear scaling has none."""
